@@ -73,8 +73,7 @@ The gateway drops options that no table lists. A null value counts as missing.
 
 A call is *free* if it is sampled under the policy's own settings (`model.sampling` in the campaign file) and nothing
 constrains the answer. Tokens of a free call get `loss_mask` 1. Tokens of any other call get 0 and keep their `logprob`.
-If a call omits a sampling option, the gateway sends the policy's setting. In a training campaign with
-`constrained: refuse`, calls that are not free get error 400.
+If a call omits a sampling option, the gateway sends the policy's setting.
 
 """
 

@@ -11,10 +11,32 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from megaflow_hpc.model.engines.scripted.script import script_from_patch
+
+def script_from_patch(instruction_snippet: str, patch: str) -> dict[str, Any]:
+    """Returns an entry of a script's ``tasks`` that lets mini-swe-agent solve a task with a known patch.
+
+    Args:
+        instruction_snippet: A text that only this task's conversation contains.
+        patch: A unified diff that applies with ``-p1`` from the sandbox's work directory, by git or patch.
+    """
+    delimiter = "END_OF_PATCH"
+    while f"\n{delimiter}\n" in f"\n{patch}\n":
+        delimiter += "_"
+    apply = (
+        f"cat > /tmp/fix.patch <<'{delimiter}'\n{patch.rstrip(chr(10))}\n{delimiter}\n"
+        "if command -v git >/dev/null; then git apply -p1 -v /tmp/fix.patch; else patch -p1 -i /tmp/fix.patch; fi"
+    )
+    steps = [
+        ("I look at the source tree first.", "pwd && ls -a"),
+        ("The defect is clear; I apply the repair.", apply),
+        ("The repair is in place, so I submit.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+    ]
+    answers = [f"THOUGHT: {thought}\n\n```mswea_bash_command\n{command}\n```" for thought, command in steps]
+    return {"when": instruction_snippet, "answers": answers}
 
 
 def solution(task: Path) -> dict[str, object]:

@@ -4,7 +4,7 @@
 >>> run = Campaign.from_yaml("campaign.yaml").submit()              # doctest: +SKIP
 >>> run = Run("runs/fix-bugs")                                      # doctest: +SKIP
 
-The names are imported on first use, so that ``import megaflow_hpc`` costs milliseconds.
+Names are imported on first use, so that ``import megaflow_hpc`` takes milliseconds.
 """
 
 from __future__ import annotations

@@ -1,49 +1,52 @@
-"""The errors a user can meet. Each message says which value, what was expected and what to do about it."""
+"""Errors for users. Each message names the value, what was expected, and the remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-LONGEST = 20_000
-"""Characters of a message: what it quotes may be a file of somebody else's."""
+MAX_MESSAGE_CHARACTERS = 20_000
+"""Longest message. It may quote another user's file."""
 
 
 class MegaflowError(Exception):
-    """Base of everything raised on purpose. ``exit_status`` is what the command line returns for it.
+    """Base of all errors raised on purpose. ``exit_status`` is the exit status of the command line.
 
-    Of a message longer than :data:`LONGEST` the beginning, which names the place, and the end, which says what to do,
-    are kept.
+    A message longer than :data:`MAX_MESSAGE_CHARACTERS` loses its middle: its beginning names the place, and its end
+    the remedy.
     """
 
     exit_status = 1
 
     def __init__(self, message: object = "") -> None:
         text = str(message)
-        if len(text) > LONGEST:
-            text = f"{text[: LONGEST // 2]} […] {text[-LONGEST // 2 :]}"
+        if len(text) > MAX_MESSAGE_CHARACTERS:
+            half = MAX_MESSAGE_CHARACTERS // 2
+            text = f"{text[:half]} […] {text[-half:]}"
         super().__init__(text)
 
 
 class ConfigError(MegaflowError):
-    """A file or argument is wrong: names file, line, value and remedy."""
+    """A file or argument is wrong. The message names file, line, value and remedy."""
 
     exit_status = 2
 
 
 class Mistakes(ConfigError):
-    """All that is wrong with a file, found in one go; each message names its own place.
+    """All errors of a file. Each message names its own place.
 
     Args:
         found: the messages, at least one.
     """
 
-    MOST = 20
-    """Messages that are shown; the others are counted."""
+    MAX_SHOWN = 20
+    """Messages that are shown. The others are counted."""
 
     def __init__(self, found: Sequence[str]) -> None:
         self.found = list(dict.fromkeys(found))
-        more = len(self.found) - self.MOST
-        super().__init__("\n".join([*self.found[: self.MOST], *([f"… and {more} more"] if more > 0 else [])]))
+        lines = self.found[: self.MAX_SHOWN]
+        if len(self.found) > self.MAX_SHOWN:
+            lines.append(f"… and {len(self.found) - self.MAX_SHOWN} more")
+        super().__init__("\n".join(lines))
 
 
 class SiteError(MegaflowError):
@@ -53,15 +56,15 @@ class SiteError(MegaflowError):
 
 
 class SandboxError(MegaflowError):
-    """A sandbox could not be started, or was lost. A command that fails in one is a result, not an error."""
+    """A sandbox could not be started, or was lost. A failed command in a sandbox is a result, not an error."""
 
 
 class LimitError(SandboxError):
-    """A sandbox has used up what it may (CPU time, wall time) and cannot go on: its commands' doing."""
+    """The commands of a sandbox have used up a limit (CPU time, wall time), so it cannot continue."""
 
 
 class LostError(SandboxError):
-    """A container ended for an unknown reason, or does not start on the files that its commands left."""
+    """A container ended for an unknown reason, or cannot start on the files that its commands left."""
 
 
 class SetupError(SandboxError):
@@ -69,18 +72,18 @@ class SetupError(SandboxError):
 
 
 class UserCodeError(MegaflowError):
-    """A task that is Python code raised, or gave something that is no reward: names file and line."""
+    """The Python code of a task or an agent failed. The message names file and line."""
 
 
 class ModelServiceError(MegaflowError):
-    """No engine answered, or an engine could not be started. A task's ``score`` raises it if its judge is down."""
+    """No engine answered, or an engine could not be started. A task's ``score`` may raise it if its judge is down."""
 
 
 class StarvedError(MegaflowError):
-    """What is waited for cannot come: of those who would make it none is there, and none is queued."""
+    """A wait cannot end: no process that would produce the awaited result runs or is queued."""
 
     exit_status = 69  # EX_UNAVAILABLE of sysexits.h
 
 
 class LedgerError(MegaflowError):
-    """The run directory's claims are not what this pod believes: it must not commit any more."""
+    """The ledger contradicts what this pod holds, so the pod must not commit any more. Or the ledger is damaged."""

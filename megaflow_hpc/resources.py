@@ -1,32 +1,55 @@
-"""What comes with the package besides its modules, wherever it is installed, and where its documentation is.
+"""This installation: files that come with the package, the extras that are installed, and links to the documentation.
 
-A checkout has these files beside the package; a wheel carries them inside it (``pyproject.toml``, force-include)::
+A checkout has the files beside the package. A wheel carries them inside it (``pyproject.toml``, force-include)::
 
     CHECKOUT/sbatch/sandbox_pods.sbatch        site-packages/megaflow_hpc/carried/sbatch/sandbox_pods.sbatch
     CHECKOUT/containers/task-base.def          …/carried/containers/task-base.def
     CHECKOUT/launchers/agents.sh               …/carried/launchers/agents.sh
+
+Planning, submitting and reading need only the core install. The rooms that run rollouts import further packages. A user
+who lacks one is told its extra before anything is queued.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 
 from megaflow_hpc.errors import SiteError
 
 PROJECT = "https://github.com/megaflow-hpc/megaflow_hpc"
-"""The project's address; ``pyproject.toml`` states the same."""
+"""The project's address, as in ``pyproject.toml``."""
+RUNNING = ("aiohttp", "cryptography", "mpi4py")
+"""Packages that pods and model servers import in addition to the core install."""
+EXTRAS = {
+    **dict.fromkeys(RUNNING, "mpi"),
+    "minisweagent": "agents",
+    "harbor": "harbor",
+    "pyarrow": "export",
+    "zstandard": "export",
+    "jinja2": "report",
+    "vl_convert": "report",
+    "swebench": "swebench",
+    "unidiff": "swebench",
+    "peft": "train",
+    "safetensors": "train",
+    "torch": "train",
+    "transformers": "train",
+}
+"""Module → the extra in ``pyproject.toml`` that installs it."""
 
 _PACKAGE = Path(__file__).resolve().parent
 
 
 def resource(name: str) -> Path:
-    """Returns the absolute path of a carried file or directory.
+    """Returns the absolute path of a file or directory that comes with the package.
 
     Args:
-        name: as in a checkout: ``sbatch``, ``containers/task-base.def``, ``launchers/agents.sh``.
+        name: the path in a checkout: ``sbatch``, ``containers/task-base.def``, ``launchers/agents.sh``.
 
     Raises:
-        SiteError: this installation has none.
+        SiteError: this installation lacks it.
     """
     for base in (_PACKAGE / "carried", _PACKAGE.parent):
         if (base / name).exists():
@@ -35,5 +58,28 @@ def resource(name: str) -> Path:
 
 
 def docs(page: str) -> str:
-    """Returns the address of a page of the documentation, as ``docs("how-to/images.md")``."""
+    """Returns the address of a page of the documentation, such as ``docs("how-to/images.md")``."""
     return f"{PROJECT}/blob/main/docs/{page}"
+
+
+def require_running(what: str) -> None:
+    """Raises :class:`SiteError` if this interpreter, which jobs use too, cannot run rollouts.
+
+    Args:
+        what: the requested action, such as ``run``, or a campaign's name. The message begins with it.
+    """
+    missing = [name for name in RUNNING if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SiteError(
+            f"{what}: {sys.executable} lacks {', '.join(missing)}; rollouts need them: "
+            'pip install "megaflow-hpc[mpi]", or "megaflow-hpc[run]" beside an MPI of the site'
+        )
+
+
+def missing_package(error: ModuleNotFoundError) -> SiteError | None:
+    """Returns the error to report for a failed import. ``None`` if no extra installs the module."""
+    name = (error.name or "").partition(".")[0]
+    extra = EXTRAS.get(name)
+    if extra is None:
+        return None
+    return SiteError(f'{name}: not installed for {sys.executable}; pip install "megaflow-hpc[{extra}]"')

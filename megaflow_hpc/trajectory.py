@@ -1,6 +1,6 @@
-"""What a rollout leaves behind: what the gateway recorded of it, and the trajectory that is stored.
+"""Records of a rollout: the gateway's recording, and the trajectory that is stored.
 
-Token columns are :class:`array.array` so that they cross process borders as bytes and become numpy without a copy:
+Token columns are :class:`array.array`, so that they cross process borders as bytes and become numpy without a copy:
 token ids and weight versions ``'i'`` (int32), log-probabilities ``'f'`` (float32), loss masks ``'B'`` (uint8).
 """
 
@@ -17,19 +17,19 @@ from megaflow_hpc.types import Artifact, Rollout, known_fields
 
 @dataclass
 class TokenSequence:
-    """Consecutive calls whose prompts extend one another. All four columns have one entry per token."""
+    """Consecutive calls, each of whose prompts extends the previous one. All four columns have one entry per token."""
 
     policy: str = ""
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    """NaN where not sampled."""
+    """NaN for tokens that were not sampled."""
     loss_mask: array[int] = field(default_factory=lambda: array("B"))
     """1 for tokens that the policy sampled freely, under its own sampling settings; otherwise 0."""
     weight_versions: array[int] = field(default_factory=lambda: array("i"))
-    """-1 where not sampled."""
+    """-1 for tokens that were not sampled."""
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the sequence as a mapping that msgpack takes, with columns as native-endian bytes."""
+        """Returns the sequence as a mapping for msgpack, with columns as native-endian bytes."""
         return {"policy": self.policy, **{name: getattr(self, name).tobytes() for name in _COLUMNS}}
 
     @classmethod
@@ -46,7 +46,7 @@ _COLUMNS = ("tokens", "logprobs", "loss_mask", "weight_versions")
 
 @dataclass
 class Turn:
-    """One model call: its sampled tokens are ``[token_start, token_end)`` of the rollout's sequence ``sequence``."""
+    """One model call. Its sampled tokens are ``[token_start, token_end)`` of the rollout's sequence ``sequence``."""
 
     sequence: int
     token_start: int
@@ -58,7 +58,7 @@ class Turn:
     wait_s: float = 0.0
     server: str = ""
     policy: str = ""
-    """The policy that answered; empty in older recordings."""
+    """The policy that answered. Empty in older recordings."""
     message: int = -1
     """Index of its answer in the rollout's messages; -1 if unknown, or if it was not a chat call."""
     started_by: int = -1
@@ -68,7 +68,7 @@ class Turn:
 
 @dataclass
 class Attempt:
-    """One try at a rollout, kept whatever became of it. Times in seconds UTC."""
+    """One attempt at a rollout, kept whatever its outcome. Times are in seconds UTC."""
 
     attempt: int
     status: str
@@ -82,32 +82,35 @@ class Attempt:
 
 @dataclass
 class Recording:
-    """What the gateway recorded of one rollout, handed over when the agent is done."""
+    """The gateway's recording of one rollout, handed over when the agent is done."""
 
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     """All messages of all calls, in OpenAI form. They are a tree: conversations share their common beginning."""
     parents: list[int] = field(default_factory=list)
-    """Per message, the index of the message before it in its conversation; -1 for a first message."""
+    """For each message, the index of the message before it in its conversation. -1 for a first message."""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    """Per turn, further data for a replay: the request's ``id``, ``asked`` (a digest of the conversation), and the
-    answer's ``text`` if it is not a message."""
+    """For each turn, further data for a replay: the request's ``id``, ``asked`` (a digest of the conversation), and the
+    answer's ``text`` if it is not a message.
+    """
     over_budget: str = ""
-    """Why a call was refused, where the rollout's budget was used up."""
+    """Why a call was refused, if the rollout's budget was used up."""
     constrained: int = 0
     """Number of calls whose tokens have loss mask 0, because options of the request differed from the policy's sampling
     settings or constrained the answer."""
     inexact: int = 0
-    """Calls that were recorded with less than their engine was meant to give: plainly instead of split, text alone."""
+    """Number of calls recorded with less than the engine can give: ``plain`` in place of ``split``, or only
+    ``text``."""
     protocols: dict[str, int] = field(default_factory=dict)
-    """Calls by how they were recorded. ``split`` and ``replay``: every token is known; ``plain``: the sampled ones, and
-    a history that encodes to others starts a sequence; ``text``: none."""
+    """Number of calls by the way they were recorded. ``split`` and ``replay``: every token is known. ``plain``: the
+    sampled tokens are known, and a history that encodes to other tokens starts a new sequence. ``text``: no token is
+    known."""
 
 
 @dataclass
 class Trajectory:
-    """Everything that is kept of one rollout; one journal record, one row of ``trajectories.h5``."""
+    """Everything that is kept of one rollout: one journal record, one row of ``trajectories.h5``."""
 
     id: str
     task_id: str
@@ -123,42 +126,41 @@ class Trajectory:
     node: str = ""
     job_id: str = ""
     rank: int = -1
-    """The rank in the pod that ran it; -1 where unknown."""
+    """Rank in the pod that ran it. -1 if unknown."""
     seed: int = -1
-    """That its sampling was given: model call n, from 0, got ``(seed + n) % 2**31``. -1 where it was given none."""
+    """Seed for its sampling. Model call n, from 0, got ``(seed + n) % 2**31``. -1 without a seed."""
     reward: float | None = None
-    """``None`` unless verified."""
+    """``None`` unless the rollout was verified."""
     rewards: dict[str, float] = field(default_factory=dict)
     started_at: float = 0.0
     finished_at: float = 0.0
     setup_s: float | None = None
-    """Seconds until the agent began; ``None`` where unknown, as the two that follow."""
+    """Seconds until the agent began. ``None`` if unknown, as all times below."""
     agent_s: float | None = None
-    """Seconds of the agent, its model calls and commands included."""
+    """Seconds of the agent, including its model calls and commands."""
     verify_s: float | None = None
     """Seconds of the verifier."""
     cpu_s: float | None = None
-    """CPU seconds of all processes in its sandboxes, verification included; ``None`` where unknown, as the two that
-    follow."""
+    """CPU seconds of all processes in its sandboxes, including verification."""
     memory_peak_mb: float | None = None
-    """The most memory that one of its sandboxes was seen to hold, in MB (10^6 bytes)."""
+    """Largest memory usage seen in one of its sandboxes, in MB (10^6 bytes)."""
     disk_peak_mb: float | None = None
-    """The most that one of its sandboxes was measured to have written, in MB."""
+    """Largest disk usage measured in one of its sandboxes, in MB."""
     constrained: int = 0
     """Number of model calls whose tokens have loss mask 0, because the calls were constrained."""
     inexact: int = 0
-    """Model calls of which not every token is known, since the engine lacks what that takes."""
+    """Number of model calls of which some tokens are unknown, because the engine cannot report them."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Messages of all conversations, as a tree."""
     parents: list[int] = field(default_factory=list)
-    """Per message, the index of the message before it; see :func:`linked` for messages without an entry."""
+    """For each message, the index of the message before it; see :func:`linked` for messages without an entry."""
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     artifacts: list[Artifact] = field(default_factory=list)
 
     def to_record(self) -> dict[str, Any]:
-        """A dict that msgpack takes: token columns as native-endian bytes."""
+        """Returns the fields for msgpack, with token columns as native-endian bytes."""
         record = {f.name: getattr(self, f.name) for f in fields(self)}
         record["sequences"] = [sequence.to_record() for sequence in self.sequences]
         for name in ("turns", "attempts", "artifacts"):
@@ -167,17 +169,16 @@ class Trajectory:
 
     @classmethod
     def begin(cls, rollout: Rollout, attempt: int, status: str, **known: Any) -> Trajectory:
-        """The trajectory of an attempt at ``rollout`` that begins and ends now, unless ``known`` says otherwise."""
+        """Returns the trajectory of an attempt that begins and ends now, unless ``known`` sets other values."""
         now = time.time()
         names = ("id", "task_id", "group_id", "policy", "agent", "sample_index")
-        fields_of_rollout = {name: getattr(rollout, name) for name in names}
-        return cls(
-            **fields_of_rollout, **{"started_at": now, "finished_at": now, **known}, attempt=attempt, status=status
-        )
+        of_rollout = {name: getattr(rollout, name) for name in names}
+        times = {"started_at": now, "finished_at": now}
+        return cls(**of_rollout, **{**times, **known}, attempt=attempt, status=status)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Trajectory:
-        """Inverse of :meth:`to_record`; unknown keys are ignored, missing ones take their default."""
+        """Returns the trajectory that :meth:`to_record` packed. Ignores unknown keys; missing ones get defaults."""
         kept = known_fields(cls, record)
         kept["sequences"] = [TokenSequence.from_record(s) for s in record.get("sequences", ())]
         kept["turns"] = [Turn(**known_fields(Turn, t)) for t in record.get("turns", ())]

@@ -1,7 +1,7 @@
-"""What crosses rooms: plain dataclasses and Protocols.
+"""The types that rooms exchange: plain dataclasses and Protocols.
 
-Every room (``environments``, ``model``, ``agents``, ``trajectories``, ``pod``) meets the others only through the names
-in this module and in :mod:`megaflow_hpc.trajectory`, so each can be replaced alone. Neither imports anything heavy.
+Rooms (``environments``, ``model``, ``agents``, ``trajectories``, ``pod``) meet only through the names in this module
+and in :mod:`megaflow_hpc.trajectory`, so each room can be replaced alone. Neither module imports anything heavy.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     import socket
 
 Status = Literal["completed", "truncated", "failed", "cancelled"]
-"""``completed`` and ``truncated`` (a limit of the agent) are verified and rewarded; ``failed`` is infrastructure."""
+"""``completed`` and ``truncated`` (by a limit of the agent) are verified. ``failed`` is a failure of the
+infrastructure."""
 VERIFIED: tuple[Status, ...] = ("completed", "truncated")
-"""What has one of these may have a reward, and nobody who knows of it runs it again."""
+"""Statuses of rollouts that may have a reward and do not run again."""
 
 ErrorKind = Literal["", "agent", "model", "sandbox", "verifier", "node", "walltime", "preemption", "user"]
 Network = Literal["none", "gateway", "host"]
@@ -31,34 +32,34 @@ def _names(cls: type) -> frozenset[str]:
 
 
 def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of ``data`` that are fields of a dataclass: a later version may have written more."""
+    """Returns the entries of ``data`` that are fields of a dataclass. A later version may have written more."""
     names = _names(cls)
     return {key: value for key, value in data.items() if key in names}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one sandbox may use. ``None`` is unlimited; sizes in MB (10^6 bytes), times in seconds."""
+    """Limits of one sandbox. ``None`` is unlimited. Sizes are in MB (10^6 bytes), times in seconds."""
 
     memory_mb: int | None = None
     cpus: float | None = None
     disk_mb: int | None = None
     processes: int | None = 512
     cpu_s: float | None = None
-    """CPU time; agent and verifier apart, as all times of a sandbox."""
+    """CPU time. All times apply to the agent and to the verifier separately."""
     wall_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Task:
-    """One problem for an agent, as a task format's reader yields it. ``kind`` names the format (``harbor``, …)."""
+    """One problem for an agent, as read by a task format. ``kind`` names the format (``harbor``, …)."""
 
     id: str
     instruction: str
     image: str
-    """Name as written in the task; ``environment.images`` maps it to a SIF, a definition file or ``docker://``."""
+    """Image name in the task. ``environment.images`` maps it to a SIF, a definition file or ``docker://``."""
     path: str
-    """The task's directory (or file) on the shared file system."""
+    """Directory or file of the task on the shared file system."""
     kind: str = "harbor"
     workdir: str | None = None
     user: str | None = None
@@ -67,77 +68,81 @@ class Task:
     verifier_timeout_s: float = 600.0
     limits: Limits = field(default_factory=Limits)
     network: Network | None = None
-    """The most that the task allows; ``None`` leaves it to the campaign."""
+    """Widest network access that the task allows. ``None``: the campaign decides."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as JSON and msgpack take them; :meth:`from_dict` is the inverse."""
+        """Returns the fields for JSON or msgpack. :meth:`from_dict` is the inverse."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Task:
-        """Returns the task that :meth:`to_dict` wrote; keys of a later version are ignored."""
+        """Returns the task that :meth:`to_dict` wrote. Ignores keys of a later version."""
         return cls(**{**known_fields(cls, data), "limits": Limits(**data.get("limits", {}))})
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sample of one task under one policy: the unit that is scheduled, stored once and named by ``id``."""
+    """One sample of one task under one policy: the unit that is scheduled and stored once."""
 
     task_id: str
     policy: str
     sample_index: int
     agent: str
-    """Key into the campaign's resolved agents."""
+    """Name of one of the campaign's agents."""
     round: int = 0
-    """How often the task was asked before under this policy: what training asks again is a group of its own."""
+    """How often training has requested the task before under this policy. Each round is a group of its own."""
 
     @cached_property
     def id(self) -> str:
-        """``<task>/<policy>/<sample>``, from round 1 on ``<task>@<round>/<policy>/<sample>``: the name under which the
-        rollout is scheduled, stored and shown."""
+        """``<task>/<policy>/<sample>``, from round 1 on ``<task>@<round>/<policy>/<sample>``: the rollout's name
+        everywhere."""
         return f"{self.group_id}/{self.sample_index}"
 
     @cached_property
     def group_id(self) -> str:
-        """Samples that are compared with one another: same task, same round, same policy."""
+        """Names the group: the samples of one task, round and policy, which are compared with one another."""
         return f"{self.task_id}@{self.round}/{self.policy}" if self.round else f"{self.task_id}/{self.policy}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as JSON and msgpack take them: the arguments of the class."""
-        return {name: getattr(self, name) for name in _OF_ROLLOUT}
+        """Returns the arguments of the class, for JSON or msgpack."""
+        return {name: getattr(self, name) for name in _ROLLOUT_NAMES}
 
     def seed(self, campaign: int, attempt: int) -> int:
-        """Returns the seed of the sampling, below 2**31; always the same for one attempt under one campaign seed.
+        """Returns the seed for sampling, below 2**31. It is always the same for one attempt and campaign seed.
 
         Args:
-            campaign: the campaign's own ``seed``.
+            campaign: the campaign's ``seed``.
             attempt: number of the attempt, from 0.
         """
         digest = hashlib.sha256(f"{campaign}\0{self.id}\0{attempt}".encode()).digest()
         return int.from_bytes(digest[:4]) % 2**31
 
 
-_OF_ROLLOUT = tuple(each.name for each in fields(Rollout))
+_ROLLOUT_NAMES = tuple(each.name for each in fields(Rollout))
 _ROUND = re.compile(r"@(\d+)\Z")
 
 
 def without_round(name: str) -> tuple[str, int]:
-    """Splits the first part of an id, ``<task>`` or ``<task>@<round>``, into task and round: no task's own id has an @
-    (:data:`megaflow_hpc.tasks.formats.TASK_ID`)."""
-    found = _ROUND.search(name)
-    return (name[: found.start()], int(found[1])) if found else (name, 0)
+    """Splits ``<task>`` or ``<task>@<round>`` into task and round. A task's own id has no @
+    (:data:`megaflow_hpc.tasks.formats.TASK_ID`).
+    """
+    match = _ROUND.search(name)
+    return (name[: match.start()], int(match[1])) if match else (name, 0)
 
 
 def round_of(task_id: str, group_id: str) -> int:
-    """Returns the round of a trajectory, as its task and its group say it."""
-    known = group_id.startswith(f"{task_id}@")
-    return without_round(group_id.rpartition("/")[0])[1] if known else 0
+    """Returns the round of a trajectory with these ids."""
+    if not group_id.startswith(f"{task_id}@"):
+        return 0
+    task, _, _ = group_id.rpartition("/")
+    return without_round(task)[1]
 
 
 @dataclass(frozen=True)
 class ExecResult:
-    """A finished command. ``exit_code``: 128+n on signal n, 124 with ``timed_out``. Streams keep head and tail."""
+    """A finished command. ``exit_code`` is 128+n after signal n, and 124 with ``timed_out``. Long streams lose their
+    middle."""
 
     exit_code: int
     stdout_bytes: bytes = b""
@@ -146,21 +151,21 @@ class ExecResult:
     timed_out: bool = False
     duration_s: float = 0.0
     breach: str = ""
-    """The limit of the sandbox for which the command was killed, with value and allowance; empty if it was not."""
+    """The sandbox limit for which the command was killed, with value and allowance. Empty if it was not."""
 
     @property
     def stdout(self) -> str:
-        """Standard output as text; bytes that are not UTF-8 become lone surrogates."""
+        """Standard output as text. Bytes that are not UTF-8 become lone surrogates."""
         return self.stdout_bytes.decode("utf-8", "surrogateescape")
 
     @property
     def stderr(self) -> str:
-        """Standard error as text; bytes that are not UTF-8 become lone surrogates."""
+        """Standard error as text. Bytes that are not UTF-8 become lone surrogates."""
         return self.stderr_bytes.decode("utf-8", "surrogateescape")
 
 
 class Sandbox(Protocol):
-    """A running container. Raises :class:`~megaflow_hpc.errors.SandboxError` for infrastructure only."""
+    """A running container. Raises :class:`~megaflow_hpc.errors.SandboxError` only if the infrastructure fails."""
 
     async def exec(
         self,
@@ -171,95 +176,94 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         user_input: bytes | str | None = None,
     ) -> ExecResult:
-        """Runs a command to its end; one that fails is a result, not an error.
+        """Runs a command to its end. A failed command is a result, not an error.
 
         Args:
-            command: a string goes to ``/bin/sh -c``, a sequence is run as it is.
-            timeout_s: seconds after which the command and its children are killed (exit code 124); ``None``: no limit.
-            cwd: directory inside the sandbox; default: the task's work directory.
-            env: variables added to the sandbox's own.
-            user_input: what the command reads on standard input; nothing by default.
+            command: a string is passed to ``/bin/sh -c``. A sequence is run as it is.
+            timeout_s: seconds after which the command and its children are killed (exit code 124). ``None``: no limit.
+            cwd: directory inside the sandbox. Default: the task's work directory.
+            env: variables added to those of the sandbox.
+            user_input: standard input of the command. Default: empty.
         """
 
     async def upload(self, source: str, target: str) -> None:
-        """Copies a file or directory of the host into the sandbox, at the absolute path ``target``."""
+        """Copies a file or directory of the host to the absolute path ``target`` in the sandbox."""
 
     async def download(self, source: str, target: str) -> None:
         """Copies a file or directory of the sandbox to ``target`` on the host."""
 
     async def kill_processes(self) -> None:
-        """Ends every process of the sandbox but its runner: nothing of the agent is left to watch the verifier."""
+        """Kills every process of the sandbox except its runner, so that nothing of the agent can watch the verifier."""
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Returns a socket that listens on the sandbox's own 127.0.0.1 (port 0: any free one); the caller serves it."""
+        """Returns a socket that listens on the sandbox's own 127.0.0.1. The caller serves it. Port 0: any free port."""
 
     async def stop(self) -> None:
-        """Ends every process of the sandbox and removes its files; idempotent."""
+        """Kills every process of the sandbox and removes its files. May be repeated."""
 
 
 @dataclass(frozen=True)
 class ModelEndpoint:
-    """What an agent is told of its model: an address of its own, so every call is attributed without its help."""
+    """An agent's access to its model. The address is its own, so every call is attributed without its help."""
 
     base_url: str
-    """OpenAI-style root, ending in ``/v1``."""
+    """Root of an OpenAI-style API, ending in ``/v1``."""
     api_key: str
     model_name: str
     sandbox_url: str = ""
-    """The same root as seen from inside the sandbox; empty where nothing inside can reach it."""
+    """The same root from inside the sandbox. Empty if nothing inside can reach it."""
 
 
 @dataclass
 class AgentResult:
-    """What an agent says of its own end. ``status`` is ``completed`` or ``truncated`` (a turn or time limit)."""
+    """An agent's own report of its end. ``status`` is ``completed`` or ``truncated`` (a limit of turns or time)."""
 
     status: Status = "completed"
     exit_code: int = 0
     error: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The conversation in OpenAI message form. It is stored only if the gateway recorded no message itself."""
+    """The conversation in OpenAI form. It is stored only if the gateway recorded no message."""
     state: dict[str, Any] | None = None
-    """What ``resume`` needs, in msgpack's types, from an agent whose model call was refused because its rollout is
-    suspended."""
+    """State for ``resume``, in msgpack's types. Set if a model call was refused because the rollout is suspended."""
 
 
 class Agent(Protocol):
     """A scaffold. An instance serves one rollout.
 
-    One whose program runs *in* the sandbox and calls the model from there has a true attribute ``in_sandbox``; its
-    ``model.sandbox_url`` is then filled. What it needs to see of the host stands in ``binds`` (``SRC:DEST[:ro]``).
+    If its program runs *in* the sandbox and calls the model from there, set an attribute ``in_sandbox`` to true. Then
+    ``model.sandbox_url`` is set. List the parts of the host that it must see in ``binds`` (``SRC:DEST[:ro]``).
     """
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
         """Works on the task until it is done or a limit of the agent ends it.
 
         Args:
-            model: where to ask; ``None`` in a campaign without a model.
+            model: the model's address. ``None`` in a campaign without a model.
 
         Raises:
-            ModelServiceError: the model could not be asked; the rollout is tried again.
-            SandboxError: the sandbox is lost; the rollout is tried again.
+            ModelServiceError: the model did not answer. The rollout is retried.
+            SandboxError: the sandbox is lost. The rollout is retried.
         """
 
 
 class ResumableAgent(Agent, Protocol):
-    """An agent that can go on in another process, with a sandbox that holds the same files.
+    """An agent that can continue in another process, with a sandbox that holds the same files.
 
-    When its allocation ends, a model call is refused with an error of type ``rollout_suspended``; then ``run`` returns
-    with :attr:`AgentResult.state`, no command of its own under way.
+    When its allocation ends, a model call is refused with an error of type ``rollout_suspended``. Then ``run`` returns
+    :attr:`AgentResult.state`, and no command of the agent may run.
     """
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Called before ``run``, which goes on from ``state``, with the call that was refused."""
+        """Prepares ``run``, which continues from ``state`` with the refused call."""
 
 
 @dataclass
 class Artifact:
-    """A file that is kept of a rollout (a log, a patch, an agent's own output)."""
+    """A file that is kept of a rollout, such as a log, a patch, or an agent's own output."""
 
     name: str
     data: bytes
-    """Bounded by the one who collects it."""
+    """Content. Its collector limits the size."""
 
 
 @dataclass(frozen=True)
@@ -273,13 +277,14 @@ class Verdict:
     error: str = ""
     """Reason why the tests gave no valid reward; the reward is then 0."""
     artifacts: list[Artifact] = field(default_factory=list)
-    """What the task wanted kept, and what the tests left in ``/logs/verifier`` beside the reward."""
+    """Files that the task keeps, and other files that the tests left in ``/logs/verifier``."""
     agent_error: str = ""
-    """Why there is a reward and no test was run for it, where that is the agent's doing."""
+    """Why the agent is to blame for a reward that was given without running a test."""
 
     @classmethod
     def of(cls, rewards: Mapping[str, float], output: str = "", artifacts: Sequence[Artifact] = ()) -> Verdict:
-        """A verdict with these named rewards, at least one; ``reward`` is the one of that name, else the first."""
+        """Returns a verdict with these named rewards, at least one. ``reward`` is the one of that name, or else the
+        first."""
         kept = {name: value + 0.0 for name, value in rewards.items()}  # -0.0 becomes 0.0
         reward = kept["reward"] if "reward" in kept else next(iter(kept.values()))
         return cls(reward, kept, output, artifacts=list(artifacts))
@@ -287,7 +292,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class CallBudget:
-    """What a rollout may ask of its models; ``None`` is unlimited."""
+    """Limits of a rollout's model calls. ``None`` is unlimited."""
 
     calls: int | None = None
     """Maximum number of answers. A call with ``n`` answers counts ``n`` times."""
@@ -309,12 +314,10 @@ NEUTRAL: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings of a policy, and the handling of calls that differ from them."""
+    """Sampling settings of a policy."""
 
     settings: Mapping[str, float] = field(default_factory=lambda: dict(NEUTRAL))
     """A value for every name in :data:`NEUTRAL`."""
-    refuse: bool = False
-    """Refuse constrained calls. Otherwise they are answered, and their tokens get loss mask 0."""
 
     @property
     def unusual(self) -> dict[str, float]:

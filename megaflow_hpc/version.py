@@ -1,3 +1,3 @@
-"""The package's version, in a module that imports nothing; ``pyproject.toml`` states the same."""
+"""The package's version, as in ``pyproject.toml``."""
 
 __version__ = "0.1.0"

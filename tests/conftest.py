@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.harbor_tasks import write_solved_task
 from tests.support.labs import lab_to_oneself
@@ -71,9 +72,16 @@ def make_task(write_task: Callable[..., Path]) -> Callable[..., Path]:
 
 @pytest.fixture
 def make_campaign(tmp_path: Path, base_sif: Path, make_task: Callable[..., Path]) -> Callable[..., Path]:
-    """Return a function that writes a campaign file with ``tasks`` small tasks and the given additional lines."""
+    """Return a function that writes a campaign file with ``tasks`` small tasks and the given additional lines.
 
-    def make(tasks: int = 2, extra: str = "", agent: str = "[oracle, nop]", **task: object) -> Path:
+    ``answers`` are those of a scripted engine, written to ``answers.yaml``.
+    """
+
+    def make(
+        tasks: int = 2, extra: str = "", agent: str = "[oracle, nop]", answers: object = None, **task: object
+    ) -> Path:
+        if answers is not None:
+            (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": answers}))
         for number in range(tasks):
             make_task(tmp_path / "tasks", f"task{number}", **task)
         path = tmp_path / "campaign.yaml"

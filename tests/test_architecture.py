@@ -44,7 +44,7 @@ BUDGETS = {
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 
-EVERYBODYS = {"types", "trajectory", "errors", "version", "texts", "resources", "extras", "host"}
+EVERYBODYS = {"types", "trajectory", "errors", "version", "texts", "resources", "host"}
 """Rooms that every room may import. They import only one another."""
 
 DOORS: dict[str, str] = {
@@ -56,7 +56,6 @@ DOORS: dict[str, str] = {
     "version": "",
     "texts": "",
     "resources": "",
-    "extras": "",
     "host": "",
     # The campaign file, and all files of a run directory.
     "config": "",
@@ -72,7 +71,7 @@ DOORS: dict[str, str] = {
     "environments/images": "environments/images/dockerfile environments/images/layers environments/images/registry",
     "environments/images/layers": "environments/images",
     "environments/images/cache": "environments/images environments/images/layers",
-    "environments/images/dockerfile": "",
+    "environments/images/dockerfile": "environments/images/layers",
     "environments/images/registry": "",
     "environments/sandbox": "environments/images/cache environments/sandbox/commands environments/sandbox/limits "
     "environments/sandbox/rootfs",
@@ -90,7 +89,7 @@ DOORS: dict[str, str] = {
     "model": "",
     "model/engines": "model",
     "model/engines/scripted": "model",
-    "model/gateway": "model model/gateway/dialects",
+    "model/gateway": "model model/gateway/dialects rundir",
     "model/gateway/dialects": "model model/gateway",
     "model/server": "model model/engines rundir ledger",
     "agents": "tasks environments/sandbox",
@@ -123,7 +122,7 @@ DOORS: dict[str, str] = {
     "cli/campaigns": "cli campaign campaign/planning slurm",
     "report": "report/charts config ledger monitor rundir trajectories/hdf5 trajectories/reading",
     "report/charts": "report",
-    "cli/runs": "cli cli/view campaign config environments ledger monitor pod/rollout report report/charts rundir "
+    "cli/runs": "cli cli/view campaign config environments ledger monitor pod/rollout report rundir "
     "tasks trajectories trajectories/reading",
     "cli/view": "cli campaign monitor rundir trajectories",
     "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",

@@ -29,16 +29,6 @@ COMPARED = 5
 """Steps at the beginning and at the end whose mean rewards are told."""
 
 
-def mode(text: str) -> dict[str, Any]:
-    """Reads ``synchronous``, ``bounded:K`` or ``asynchronous``."""
-    kind, colon, bound = text.partition(":")
-    if kind == "bounded" and (not colon or (bound.isdecimal() and int(bound) > 0)):
-        return {"kind": kind, **({"staleness": int(bound)} if colon else {})}
-    if text not in ("synchronous", "asynchronous"):
-        raise argparse.ArgumentTypeError(f"{text}: expected synchronous, asynchronous, or bounded:K with K from 1")
-    return {"kind": text}
-
-
 def number(least: int) -> Callable[[str], int]:
     """Reads a whole number that is not too small."""
 
@@ -56,7 +46,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=number(0), default=0)
     parser.add_argument("--steps", type=number(1), default=STEPS)
     parser.add_argument("--shuffle-rewards", action="store_true")
-    parser.add_argument("--mode", type=mode, default={"kind": "synchronous"})
+    parser.add_argument("--staleness", type=number(0), default=0)
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(words)
@@ -76,7 +66,7 @@ def fields(arguments: argparse.Namespace, text: str, image: str, site: Mapping[s
     campaign["seed"] = arguments.seed
     campaign["environment"]["images"] = {"megaflow-base": image}
     training = campaign["training"]
-    training |= {"steps": arguments.steps, "mode": arguments.mode}
+    training |= {"steps": arguments.steps, "staleness": arguments.staleness}
     optimizer = training["policies"]["default"]["optimizer"]
     optimizer["warmup"] = min(optimizer["warmup"], arguments.steps // 2)
     if arguments.shuffle_rewards:
@@ -168,13 +158,17 @@ def report(run: Path, rewards: Sequence[float], arguments: argparse.Namespace, s
         return 1
     shutil.copyfile("models/base/taught.json", run / "taught.json")
     first, last = curve.mean(rewards[:COMPARED]), curve.mean(rewards[-COMPARED:])
-    what = f"seed {arguments.seed}, {arguments.mode['kind']}"
-    if "staleness" in arguments.mode:
-        what += f" {arguments.mode['staleness']}"
+    what = f"seed {arguments.seed}, staleness {arguments.staleness}"
     if arguments.shuffle_rewards:
         what += ", rewards shuffled"
     (run / "curve.svg").write_text(curve.svg({what: rewards}, "Mean reward of ten shell tasks, 80 rollouts a step"))
-    result = {"seed": arguments.seed, "steps": arguments.steps, "mode": arguments.mode, "first": first, "last": last}
+    result = {
+        "seed": arguments.seed,
+        "steps": arguments.steps,
+        "staleness": arguments.staleness,
+        "first": first,
+        "last": last,
+    }
     result |= {"shuffled": arguments.shuffle_rewards, "seconds": round(seconds, 1), "rewards": rewards}
     (run / "curve.json").write_text(json.dumps(result, indent=1) + "\n")
     print(curve.text(rewards))

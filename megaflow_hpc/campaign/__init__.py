@@ -1,6 +1,6 @@
-"""Campaigns from their file to their end: planned, queued or started here, scaled, followed, resumed and gathered.
+"""Campaigns from their file to their end: planned, submitted or run locally, scaled, followed, resumed and gathered.
 
-In comes a validated campaign file (``facade``, ``plan``) or a run directory (``run``); out come a run directory, jobs
-on Slurm (``jobs``, ``autoscaler``) or local processes (``local``), and a status. The CLI and users of the Python
-interface call this room; pods run one of its modules, ``autoscaler``, beside them.
+The input is a validated campaign file (``facade``, ``plan``) or a run directory (``run``). The output is a run
+directory, Slurm jobs (``jobs``, ``autoscaler``) or local processes (``local``), and a status. The CLI and users of the
+Python interface call this package. Each pod runs one of its modules, ``autoscaler``, as a process of its own.
 """

@@ -1,10 +1,9 @@
-"""The number of engine servers between ``min`` and ``max``: held array elements are released while requests wait.
+"""Scales engine servers between ``min`` and ``max``: releases held array elements while requests wait.
 
-One process of a campaign does this for all (:class:`~megaflow_hpc.ledger.leader.Leader`): a child of a pod's
-batch shell, ``python -m megaflow_hpc.campaign.autoscaler RUN``, where compute nodes may speak to the Slurm controller,
-else ``run`` or ``watch`` while open.
-It looks every :data:`LOOK_S` seconds and asks Slurm only when servers are missing. Servers leave by themselves when
-nobody asks them any more; their elements go back into the queue, held, and can be let go again.
+One process does this for the whole campaign (:class:`~megaflow_hpc.ledger.leader.Leader`). It is a child of a pod's
+batch shell, ``python -m megaflow_hpc.campaign.autoscaler RUN``, if compute nodes may talk to the Slurm controller, else
+an open ``run`` or ``watch``. It polls every :data:`POLL_INTERVAL_S` seconds and asks Slurm only when servers are
+missing. An idle server leaves by itself. Its element goes back into the queue, held, and can be released again.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 from megaflow_hpc.campaign.jobs import Jobs
+from megaflow_hpc.config.model import ServerCount
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader import RENEW_S, SCALER, Leader
@@ -29,48 +27,51 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_run
 
-LOOK_S = RENEW_S
-SOON_S = 5.0
+POLL_INTERVAL_S = RENEW_S
+FIRST_POLL_INTERVAL_S = 5.0
+"""Seconds between polls before the first pod runs."""
 REFUSED_S = 600.0
-"""Seconds for which others may try after Slurm has refused."""
+"""Seconds for which this process leaves scaling to others after Slurm has refused it."""
 
 
 class Autoscaler:
-    """Releases held elements of the engine array where servers are missing.
+    """Releases held elements of the engine array when servers are missing.
 
     Args:
-        planned: What ``run.json`` holds.
+        planned: The content of ``run.json``.
         jobs: The run's jobs on Slurm.
         holder: Name of this process, shown by ``status``.
-        monitor: One that reads the run already.
+        monitor: A monitor that already reads the run.
     """
 
     def __init__(
         self, run: RunDir, planned: RunRecord, jobs: Jobs, holder: str, monitor: Monitor | None = None
     ) -> None:
         self._run, self._jobs, self._monitor = run, jobs, monitor or Monitor(run)
-        servers = {server.policy: server.model["servers"] for server in planned.servers if server.held}
-        self._counts: dict[str, Mapping[str, Any]] = servers
-        """The ``servers`` sections of the policies that have servers to let go."""
+        self._counts = {
+            server.policy: ServerCount(*server.model["servers"]) for server in planned.servers if server.held
+        }
+        """Policy with held servers → minimum and maximum number of its servers."""
         self._lease = Leader(run, SCALER, holder)
         self._backlog = Backlog(run)
-        self._looked = -LOOK_S
+        self._looked = -POLL_INTERVAL_S
         self._refused_at = -REFUSED_S
 
     def tick(self) -> list[str]:
-        """Releases servers where they are missing, at most every :data:`LOOK_S` seconds; returns their ids."""
+        """Releases missing servers, at most every :data:`POLL_INTERVAL_S` seconds. Returns the ids of their
+        elements."""
         now = time.monotonic()
-        if not self._counts or now - self._looked < LOOK_S or now - self._refused_at < REFUSED_S:
+        if not self._counts or now - self._looked < POLL_INTERVAL_S or now - self._refused_at < REFUSED_S:
             return []
         self._looked = now
         if not self._lease.hold():
             return []
         loads, asked = self._loads(), self._asked()
         if not asked:
-            self._looked = now - LOOK_S + SOON_S  # pods are about to start
+            self._looked = now - POLL_INTERVAL_S + FIRST_POLL_INTERVAL_S  # pods are about to start
         going: list[str] = []
         for policy, count in self._counts.items():
-            number = wanted(count, loads.get(policy, ()), asked[policy] > 0)
+            number = wanted(*count, loads.get(policy, ()), asked[policy] > 0)
             if number > len(loads.get(policy, ())):
                 try:
                     going += self._jobs.release(policy, number)
@@ -85,13 +86,13 @@ class Autoscaler:
         self._lease.leave()
 
     def _loads(self) -> dict[str, list[Load]]:
-        found: dict[str, list[Load]] = {}
+        loads: dict[str, list[Load]] = {}
         for server in EndpointFiles(self._run).serving():
-            found.setdefault(server.policy, []).append(Load(server.in_flight, server.waiting, server.wait_s))
-        return found
+            loads.setdefault(server.policy, []).append(Load(server.in_flight, server.waiting, server.wait_s))
+        return loads
 
     def _asked(self) -> Counter[str]:
-        """Rollouts by policy that pods have to run; none while no pod runs."""
+        """Returns the number of rollouts left to run, by policy. Empty while no pod runs."""
         pods = self._monitor.status()["pods"]
         if not any(pod["state"] == "started" for pod in pods):
             return Counter()
@@ -99,7 +100,7 @@ class Autoscaler:
 
 
 def main(argv: list[str]) -> int:
-    """Scales beside a pod, until the campaign is over or the batch shell is gone."""
+    """Scales until the campaign is over or the pod's batch shell has ended."""
     run = RunDir(argv[0])
     run.check_ours()
     planned, marks = read_run(run), Marks(run)
@@ -111,7 +112,7 @@ def main(argv: list[str]) -> int:
         while os.getppid() == parent and not marks.over:
             for element in autoscaler.tick():
                 print(f"let engine server {element} go", file=sys.stderr, flush=True)
-            time.sleep(LOOK_S / 6)
+            time.sleep(POLL_INTERVAL_S / 6)
     finally:
         autoscaler.leave()
     return 0

@@ -1,4 +1,4 @@
-"""What became of a run's files since it was planned: edits that have no effect, changed tasks, and what was purged."""
+"""Detects changes of a run's files since planning: edits without effect, changed tasks, and purged files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megaflow_hpc.types import Task
 
 
 def digest(text: str | bytes) -> str:
-    """Returns the SHA-256 of a file's content, in hexadecimal."""
+    """Returns the SHA-256 of a file's content in hexadecimal."""
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
 
 
 class Edits:
-    """Edits of one run's files; files that did not change since the last look are not read again."""
+    """Edits of a run's files. A file is read again only if its size or time changed."""
 
     def __init__(self, run: RunDir, planned: RunRecord) -> None:
         self._run, self._planned = run, planned
@@ -28,13 +28,13 @@ class Edits:
         self._edited = False
 
     def tasks(self) -> list[str]:
-        """Returns the ids of tasks whose files were edited; looks at every file, for whoever goes on with the run."""
+        """Returns the ids of tasks whose files were edited. Reads every file, so call it before continuing a run."""
         from megaflow_hpc.tasks.digests import changed
 
         return changed([Task.from_dict(each.task) for each in planned_tasks(self._run, self._planned).values()])
 
     def warnings(self) -> list[str]:
-        """Returns a sentence on each edit that has no effect."""
+        """Returns a sentence for each edit that has no effect."""
         file = self._run.campaign_yaml
         try:
             status = file.stat()
@@ -53,14 +53,14 @@ class Edits:
 
 
 def restore_rooms(run: RunDir, planned: RunRecord, ledger: Ledger) -> None:
-    """Makes those of a run's directories anew that a purge of scratch found empty.
+    """Recreates a run's directories that a purge of scratch found empty and deleted.
 
     Raises:
-        ConfigError: More was purged than can be made anew.
+        ConfigError: The purge deleted more than empty directories.
     """
     if not run.ledger.is_dir():
         raise _purged(run, "ledger/, which tells what is done, is gone")
-    run.create(planned.config.share)
+    run.create(planned.config.run_share)
     ledger.create()
     total = planned.total + sum(ledger.rollouts_added(added) for added in ledger.added())
     left = len({rollout.id for block in read_blocks(run) for rollout in block.rollouts})
@@ -69,7 +69,7 @@ def restore_rooms(run: RunDir, planned: RunRecord, ledger: Ledger) -> None:
 
 
 def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
-    """Returns a sentence if journals are gone whose rollouts are not in a trajectories.h5 either."""
+    """Returns a sentence if journals are missing whose rollouts are not in a trajectories.h5 either."""
     if run.trajectories.exists():
         return []
     there = {path.name.removesuffix(".journal") for path in run.journal.glob("*.journal")}  # <pod>.<start>

@@ -1,4 +1,4 @@
-"""The facade: :class:`Campaign` plans and submits; what becomes of it is a :class:`~megaflow_hpc.campaign.run.Run`."""
+"""The facade: :class:`Campaign` plans and submits, and returns a :class:`~megaflow_hpc.campaign.run.Run`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megaflow_hpc import config as config_module
 from megaflow_hpc.campaign import job_requests
 from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.local import Launcher, resolve_launcher
-from megaflow_hpc.campaign.planning.draft import Draft, PlanWatch, Silent, group_servers, read, try_sandboxes
+from megaflow_hpc.campaign.planning.draft import Draft, PlanWatch, Silent, read, try_sandboxes
 from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate
 from megaflow_hpc.campaign.planning.preflight import warnings
 from megaflow_hpc.campaign.run import Run
@@ -27,10 +27,10 @@ class Campaign:
     """A validated campaign file, not yet a run.
 
     Args:
-        fields: the campaign file's keys as Python values.
+        fields: The campaign file's keys as Python values.
 
     Raises:
-        ConfigError: names the key, the value and the remedy.
+        ConfigError: A value is invalid; names key, value and remedy.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -41,14 +41,14 @@ class Campaign:
         self.base, self.file, self._text = base, file, text
         self._made: list[Path] = []
         self.notices: list[str] = []
-        """What planning found that a user would want to know, and that is no mistake."""
+        """Warnings of planning, for the user."""
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Campaign:
-        """Returns the campaign that a campaign file describes.
+        """Reads a campaign file.
 
         Raises:
-            ConfigError: names file, line, value and remedy.
+            ConfigError: A value is invalid; names file, line, value and remedy.
         """
         campaign = cls.__new__(cls)
         loaded = config_module.read(path)
@@ -56,7 +56,7 @@ class Campaign:
         return campaign
 
     def where(self, key: str) -> str:
-        """``file:line`` of a dotted key, for messages."""
+        """Returns ``file:line`` of a dotted key, for messages."""
         if self.file is None:
             return f"campaign {self.config.name}"
         return config_module.place_of(self._node, [_part(part) for part in key.split(".")], self.file)
@@ -73,10 +73,10 @@ class Campaign:
         launcher: Launcher = "auto",
         watch: PlanWatch | None = None,
     ) -> Run:
-        """Makes the run directory; queues nothing.
+        """Creates the run directory. Submits nothing.
 
         Args:
-            watch: is told what is done, which images are made, and how far that is.
+            watch: Receives the progress of planning.
         """
         slurm, run = resolve_launcher(launcher) == "slurm", self._run_dir(run_dir)
         plan_module.check_new(run)
@@ -87,9 +87,9 @@ class Campaign:
         return Run(run)
 
     def _check_site(self, draft: Draft) -> None:
-        """Checks that Slurm has what is asked for, and lets it start."""
+        """Checks that Slurm has the requested resources and would start the jobs."""
         site.check_site(draft.config, self.where)
-        groups = group_servers(draft.servers)
+        groups = draft.server_groups
         job_requests.check_resources(draft.config, groups, self.where)
         walltimes_s = {
             key: fits.walltime_s(job_requests.named(job.options))
@@ -99,8 +99,8 @@ class Campaign:
         self.notices += warnings(draft, self.where, walltimes_s)
 
     def site_mistakes(self, draft: Draft, watch: PlanWatch) -> list[str]:
-        """Returns what this site lacks or refuses of a draft, mistakes or not."""
-        found: list[str] = []
+        """Returns everything that this site lacks or refuses."""
+        mistakes: list[str] = []
         checks: list[Callable[[], None]] = [self._run_dir(None).check_place, lambda: try_sandboxes(draft, watch)]
         if site.has_slurm():
             checks.insert(0, lambda: self._check_site(draft))
@@ -109,10 +109,10 @@ class Campaign:
             try:
                 one()
             except Mistakes as error:
-                found += error.found
+                mistakes += error.found
             except MegaflowError as error:
-                found.append(str(error))
-        return found
+                mistakes.append(str(error))
+        return mistakes
 
     def submit(
         self,
@@ -122,16 +122,16 @@ class Campaign:
         ranks: int = 1,
         watch: PlanWatch | None = None,
     ) -> Run:
-        """Plans and queues (or starts, ``launcher="local"``)."""
+        """Plans and submits, or with ``launcher="local"`` starts, the campaign."""
         run = self.plan(run_dir, only, launcher, watch)
         self.start(run, launcher, ranks)
         return run
 
     def start(self, run: Run, launcher: Launcher = "slurm", ranks: int = 1) -> None:
-        """Starts a run that was just planned; where Slurm takes none of its jobs, the run directory is removed.
+        """Starts a run that was just planned. If Slurm takes none of its jobs, the run directory is deleted.
 
         Raises:
-            SiteError: Slurm refuses; carries its message.
+            SiteError: Slurm refuses a job; contains Slurm's message.
         """
         try:
             run.start(launcher, ranks)
@@ -141,7 +141,7 @@ class Campaign:
             raise
 
     def dry_run(self, run_dir: str | Path | None = None, only: Sequence[str] = ()) -> list[script.Job]:
-        """The jobs that :meth:`submit` would queue; touches nothing."""
+        """Returns the jobs that :meth:`submit` would submit. Changes nothing."""
         return self.estimate("slurm", run_dir, only)[0]
 
     def estimate(
@@ -154,11 +154,11 @@ class Campaign:
         like: str | Path | None = None,
         watch: PlanWatch | None = None,
     ) -> tuple[list[script.Job], Estimate]:
-        """The jobs that :meth:`submit` would queue, none on this machine, and what they would take; touches nothing.
+        """Returns the jobs that :meth:`submit` would submit and their estimated cost. Changes nothing.
 
         Args:
-            rollout_seconds: how long each rollout is held to take.
-            like: an earlier run, in which rollouts took as long.
+            rollout_seconds: Assumed duration of each rollout.
+            like: An earlier run whose durations are assumed.
         """
         slurm = resolve_launcher(launcher) == "slurm"
         self._run_dir(run_dir).check_place()
@@ -170,7 +170,7 @@ class Campaign:
         if slurm:
             watch.step("asking Slurm")
             self._check_site(draft)
-            jobs = job_requests.preview(draft.config, run, group_servers(draft.servers))
+            jobs = job_requests.preview(draft.config, run, draft.server_groups)
             site_lines = job_requests.limit_effects(draft.config, jobs)
         plan_module.complete(draft, build=False, watch=watch)
         return jobs, estimate(draft, run.path, jobs, durations, site_lines, 0 if slurm else ranks, earlier)
@@ -178,40 +178,40 @@ class Campaign:
 
 @dataclass
 class Findings:
-    """What :func:`check` found, each with its place and what to do."""
+    """Result of :func:`check`: problems, each with its place and a remedy."""
 
     file: list[str] = field(default_factory=list)
-    """Mistakes of the file, its tasks and its models."""
+    """Mistakes in the file, its tasks and its models."""
     site: list[str] = field(default_factory=list)
-    """What this site lacks or refuses."""
+    """Requirements that this site lacks or refuses."""
     warnings: list[str] = field(default_factory=list)
     tasks: int = 0
     rollouts: int = 0
 
 
 def check(path: str | Path, site_too: bool = True, watch: PlanWatch | None = None) -> Findings:
-    """Returns everything that is wrong with a campaign file, and with this site for it; makes nothing.
+    """Returns all problems of a campaign file, at this site. Changes nothing.
 
     Args:
-        site_too: also ask Slurm, where it is, and try a sandbox.
+        site_too: Also query Slurm, if there is one, and start a sandbox.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: The file does not exist.
     """
-    found = Findings()
+    findings = Findings()
     try:
         campaign = Campaign.from_yaml(path)
     except ConfigError as error:
         if not Path(path).is_file():
             raise
-        found.file = error.found if isinstance(error, Mistakes) else [str(error)]
-        return found
+        findings.file = error.found if isinstance(error, Mistakes) else [str(error)]
+        return findings
     draft = read(campaign.config, campaign.base, campaign.where, (), watch)
-    found.file, found.tasks, found.rollouts = draft.mistakes, len(draft.tasks), len(draft.rollouts)
+    findings.file, findings.tasks, findings.rollouts = draft.mistakes, len(draft.tasks), len(draft.rollouts)
     if site_too:
-        found.site = campaign.site_mistakes(draft, watch or Silent())
-    found.warnings = campaign.notices
-    return found
+        findings.site = campaign.site_mistakes(draft, watch or Silent())
+    findings.warnings = campaign.notices
+    return findings
 
 
 def _part(part: str) -> str | int:

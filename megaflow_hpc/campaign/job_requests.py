@@ -1,4 +1,4 @@
-"""The jobs that a campaign asks Slurm for, and the checks that the site's limits let them start."""
+"""The jobs that a campaign submits to Slurm, and checks that the site's limits let them start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megaflow_hpc.slurm.fits import refusals, timed
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[script.Job]:
-    """Returns the jobs that :meth:`Jobs.start` would queue on an idle site; the gather job comes last."""
+    """Returns the jobs that :meth:`Jobs.start` would submit on an idle site. The gather job comes last."""
     allowed = limits.allowance(pod_options(config))
     engines = sum(group.count for group in groups) + len(config.training.policies if config.training else ())
     if config.slurm.together:
@@ -39,13 +39,13 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) 
 
 
 SCRIPTS = {"servers": "model_servers", "trainer": "trainer", "pods": "sandbox_pods"}
-"""Role → its script under ``RUN/sbatch``."""
+"""Role → name of its script in ``RUN/sbatch``."""
 
 
 def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[str]:
-    """Returns the commands that submit a planned run by hand and gather it, which can be copied as they are.
+    """Returns commands, ready to copy, that submit a planned run by hand and gather it.
 
-    A heterogeneous job, whose engines no script of ours can know, gets one of its own there.
+    A heterogeneous job gets a script of its own, because the packaged scripts do not know its engines.
     """
     lines = []
     for job in preview(config, run, groups):
@@ -62,33 +62,33 @@ def beside(
     config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: limits.Allowance
 ) -> list[resources.Amounts]:
     """Returns the requests of each engine server and trainer that count against the pods' limits."""
-    found = []
+    amounts = []
     others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
     for job in others:
         both = set(allowed.caps) & set(limits.resource_caps(named(job.options)))
-        found += [resources.shared(resources.asked(job.options), both)] * (job.elements or 1)
-    return found
+        amounts += [resources.shared(resources.asked(job.options), both)] * (job.elements or 1)
+    return amounts
 
 
 def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> Iterator[tuple[str, script.Job]]:
-    """Yields the section of the campaign file and one job of each kind that is queued at this cluster."""
+    """Yields one job of each kind at this cluster, with its section of the campaign file."""
     pods = config.slurm.pods
     jobs = [] if config.is_pool else [("slurm.pods", script.pod_job(config, run, 1))]
     jobs += [(f"slurm.pods.pools.{n}", script.pod_job(config, run, 1, pool=p)) for n, p in enumerate(pods.pools)]
     jobs += [("slurm.servers", job) for job in server_jobs(config, run, groups, limits.Allowance())]
     jobs += [("slurm.trainer", job) for job in trainer_jobs(config, run)]
     jobs += [] if config.is_pool else [("slurm.gather", gather_job(config, run, ""))]
-    yield from ((key, job) for key, job in jobs if not job.cluster)  # another's limits are not ours to read
+    yield from ((key, job) for key, job in jobs if not job.cluster)  # limits of other clusters cannot be read here
 
 
 def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
-    """Checks that partitions and limits let each kind of job start at all.
+    """Checks that partitions and limits let each kind of job start.
 
     Raises:
-        Mistakes: A partition lacks what a job asks for; names key and limit.
+        Mistakes: A partition lacks what a job requests; names key and limit.
         SiteError: A job would never start; names the limit.
     """
-    known: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
+    caps: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
     jobs = [(key, job.role, named(job.options)) for key, job in each_job(config, RunDir("/RUN"), groups)]
     refused = [
         f"{where(line.split()[0].rstrip(':'))}: {line}" for key, _, options in jobs for line in refusals(key, options)
@@ -97,9 +97,9 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
         raise Mistakes(refused)
     for key, role, options in jobs:
         names = tuple(str(options.get(name)) for name in ("account", "qos", "partition"))
-        known[names] = known[names] if names in known else limits.resource_caps(options)
+        caps[names] = caps[names] if names in caps else limits.resource_caps(options)
         wanted = resources.asked(options)
-        if cap := resources.impossible(known[names], wanted):
+        if cap := resources.impossible(caps[names], wanted):
             what = {"servers": "engine server", "trainer": "trainer", "gather": "gather job"}.get(role, "pod")
             raise SiteError(
                 f"{where(key)}: one {what} asks for {cap.resource}={wanted[cap.resource]}, and {cap}: it would never "
@@ -108,28 +108,28 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
 
 
 def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[str]:
-    """Returns the effects of the site's limits on these jobs of :func:`preview`.
+    """Returns the effects of the site's limits on the jobs of :func:`preview`.
 
     Raises:
         SiteError: The controller does not answer.
     """
-    allowed, pods, found = limits.allowance(pod_options(config)), config.slurm.pods, list[str]()
+    allowed, pods, effects = limits.allowance(pod_options(config)), config.slurm.pods, list[str]()
     arrays = [job for job in jobs if job.role == "pods" and not job.cluster and job.elements]
     if len(arrays) > 1 + sum(not pool.cluster for pool in pods.pools):
-        found.append(f"MaxArraySize: pods are {len(arrays)} arrays of at most {allowed.array_size} elements")
+        effects.append(f"MaxArraySize: pods are {len(arrays)} arrays of at most {allowed.array_size} elements")
     for job in arrays:
-        if job.throttle is not None and job.throttle != pods.throttle and job.throttle < (job.elements or 1):
+        if job.throttle is not None and job.throttle < (job.elements or 1):
             running = f"{allowed.running} jobs run at once" if allowed.running is not None else ""
             why = ", ".join(filter(None, [running, *map(str, allowed.caps)]))
-            found.append(f"{job.throttle} of {job.elements} pods run at once beside the engines ({why})")
+            effects.append(f"{job.throttle} of {job.elements} pods run at once beside the engines ({why})")
     wanted = sum(job.elements or 1 for job in jobs if not job.cluster)
     others = wanted - sum(job.elements or 1 for job in arrays)
     if allowed.room is not None and wanted > allowed.room:
         fitting = allowed.room - others
         now = f"{fitting} of {wanted - others} pods are queued at first, the others as some end"
         none = "submit would be refused: not one pod fits"
-        found.append(f"{now if fitting > 0 else none} ({allowed.why} jobs at once, {allowed.queued} are queued)")
-    return found
+        effects.append(f"{now if fitting > 0 else none} ({allowed.why} jobs at once, {allowed.queued} are queued)")
+    return effects
 
 
 def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:

@@ -1,6 +1,6 @@
-"""The jobs of one run on Slurm: engine arrays, trainers, pod arrays and the gather job, as one campaign.
+"""The Slurm jobs of one run, started, scaled and cancelled: engine arrays, trainers, pod arrays and the gather job.
 
-What runs needs neither slurmctld nor this process.
+Running jobs need neither slurmctld nor this process.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from megaflow_hpc.slurm.ids import array_of, cluster_of, number, on, scancel
 
 GONE_S = 120.0
 MAX_DEPENDENCIES = 16
-"""Engines whose start pods wait for: any one of them is enough."""
+"""Number of engines that pods name as dependencies. The start of any of them is enough."""
 
 LEAVE_S = 30.0
-"""Seconds for engines to leave once the campaign is finished."""
+"""Seconds for engines to leave after the campaign has finished."""
 
 
 class Jobs(LiveJobs):
-    """The jobs of one run on Slurm: looked at, started, scaled and cancelled.
+    """The Slurm jobs of one run: queried, started, scaled and cancelled.
 
     Args:
-        planned: What ``run.json`` holds.
+        planned: The content of ``run.json``.
     """
 
     def __init__(self, run: RunDir, config: CampaignConfig, planned: RunRecord, ledger: Ledger) -> None:
@@ -46,14 +46,14 @@ class Jobs(LiveJobs):
         self._marks = Marks(run)
         self._groups, self._servers = planned.server_groups, planned.servers
         self.notices: list[str] = []
-        """Messages for the user on the last start."""
+        """Messages for the user about the last start."""
         self._short = 0
         self._topped = time.monotonic()
 
     # --- start ---
 
     def start(self) -> None:
-        """Queues engine arrays, trainers, pod arrays and the gather job, as many as limits leave room for."""
+        """Submits engine arrays, trainers, pod arrays and the gather job, as many as the site's limits allow."""
         allowed = limits.allowance(pod_options(self._config))
         trainers = list(trainer_jobs(self._config, self._run))
         engines = sum(group.count for group in self._groups) + len(trainers)
@@ -73,10 +73,11 @@ class Jobs(LiveJobs):
                 queued = self.arrays.queue(job)
                 servers += queued
                 started += [] if job.options.get("hold") else queued
-            if self._config.is_pool:  # its servers are all there is of it, until it is cancelled
+            if self._config.is_pool:  # a pool has only servers, until it is cancelled
                 self.invalidate()
                 return
-            # Pods wait in the queue, not on a node, until an engine starts; or the trainers, who ask for rollouts.
+            # Pods wait in the queue, not on a node, until an engine has started, or the trainers, which request
+            # rollouts.
             dependency = "?".join(f"after:{engine}" for engine in started[:MAX_DEPENDENCIES]) or None
             if trainers:
                 first = [job for trainer in trainers for job in self.arrays.queue(trainer)]
@@ -88,12 +89,12 @@ class Jobs(LiveJobs):
                 self.arrays.queue(job)
             self._queue_gather(sorted({array_of(engine) for engine in servers}))
         except BaseException:
-            self.cancel()  # half a campaign would hold GPUs for nothing
+            self.cancel()  # half a campaign would waste GPUs
             raise
         self.invalidate()
 
     def _fitting(self, allowed: limits.Allowance, wanted: int, others: int, total: int) -> int:
-        """How many of ``wanted`` pods fit beside ``others`` jobs; with those that are there they make ``total``."""
+        """Returns how many of ``wanted`` pods fit next to ``others`` jobs. The campaign then has ``total`` pods."""
         self._short = 0
         if allowed.room is None or wanted + others <= allowed.room:
             return wanted
@@ -114,33 +115,33 @@ class Jobs(LiveJobs):
         self.arrays.queue(gather_job(self._config, self._run, self._all_over(), servers))
 
     def _all_over(self) -> str:
-        """What the gather job waits for: the end of all pods at this cluster, and of the trainers."""
+        """Returns the dependency of the gather job: the end of all pods at this cluster, and of the trainers."""
         return "afterany:" + ":".join([*self._here(), *self.arrays.ids("trainer")])
 
     @property
     def _clusters(self) -> list[str]:
-        """Our own, which has no name here, and those of the pools."""
+        """Names of the clusters in use. The own cluster has the empty name."""
         return ["", *sorted({pool.cluster for pool in self._config.slurm.pods.pools if pool.cluster})]
 
     def _here(self) -> list[str]:
-        """The pod arrays that a job of this cluster can wait for."""
+        """Returns the pod arrays that a job at this cluster can depend on."""
         return [array for array in self.arrays.ids("pods") if not cluster_of(array)]
 
     def until_pods_left(self) -> None:
-        """Waits for pods at other clusters, for whose end no job can be made to wait; for the gather job."""
+        """Waits for pods at other clusters, on which the gather job cannot depend."""
         while not self._ledger.finished and self.live_pods(0) != []:
             time.sleep(ASK_SLURM_S)
 
     # --- act ---
 
     def revive(self) -> None:
-        """Has jobs run that ought to beside the pods that there are: those that Slurm holds, trainers that it lost."""
+        """Restarts jobs next to the running pods: those that Slurm holds, and trainers that ended."""
         self.release_unlaunched()
         if self._config.training:
             self.restart_trainers()
 
     def restart_trainers(self) -> None:
-        """Queues a trainer for each policy that Slurm has none of, beside the pods that there are."""
+        """Submits a trainer for each policy that has none in Slurm."""
         states = self.trainer_states(0)
         if states is None:
             return
@@ -153,16 +154,16 @@ class Jobs(LiveJobs):
         self.invalidate()
 
     def scale(self, pods: int) -> dict[str, list[str]]:
-        """Adds or removes pods until ``pods`` are queued or running; idempotent.
+        """Adds or removes pods until ``pods`` are queued or running. Idempotent.
 
-        More are added as a further array. Fewer: queued ones are cancelled first, then the youngest drain and give
-        their blocks back.
+        Added pods form a further array. To remove pods, queued ones are cancelled first; then the youngest drain and
+        return their blocks.
 
         Returns:
             ``added`` and ``leaving``: ids of elements.
 
         Raises:
-            ConfigError: The campaign is cancelled, or ``pods`` is more than it may have.
+            ConfigError: The campaign is cancelled, or may not have that many pods.
             SiteError: Slurm does not answer, refuses, or has no room.
         """
         if pods < 0:
@@ -191,7 +192,7 @@ class Jobs(LiveJobs):
         fitting = self._fitting(allowed, count, int(not gathers), total)
         for job in pod_jobs(self._config, self._run, allowed, fitting):
             added += self.arrays.queue(job)
-        if gathers:  # it shall wait for the new pods too
+        if gathers:  # it must wait for the new pods too
             site.ask("scontrol", "update", f"jobid={gathers[-1]}", f"dependency={self._all_over()}")
         else:
             self._queue_gather(sorted({array_of(job) for job in self.arrays.ids("servers")}))
@@ -211,7 +212,7 @@ class Jobs(LiveJobs):
         return [*going, *drained]
 
     def release(self, policy: str, count: int) -> list[str]:
-        """Releases held servers of a policy until ``count`` are queued or running; idempotent.
+        """Releases held servers of a policy until ``count`` are queued or running. Idempotent.
 
         Returns:
             Ids of the released elements.
@@ -231,15 +232,15 @@ class Jobs(LiveJobs):
         return going
 
     def release_unlaunched(self) -> list[str]:
-        """Releases this run's jobs that Slurm holds because their node could not launch them; says which.
+        """Releases jobs that Slurm holds because their node could not launch them, and notes it for the user.
 
         Returns:
-            Their ids, without those that Slurm refuses to release.
+            Ids of the released jobs.
         """
         going: list[str] = []
         for job, state in sorted((self.live(0) or {}).items()):
             if state.unlaunched:
-                try:  # one by one: one that has just ended keeps back no other
+                try:  # one by one, because an ended job makes scontrol fail
                     site.ask("scontrol", *on(cluster_of(job)), "release", number(job))
                     going.append(job)
                 except SiteError as error:
@@ -252,23 +253,23 @@ class Jobs(LiveJobs):
         return going
 
     def top_up(self) -> None:
-        """Adds pods that did not fit before, once there is room and unclaimed blocks are left."""
+        """Adds pods that did not fit at the start, once there is room and unclaimed blocks are left."""
         if time.monotonic() - self._topped < ASK_SLURM_S:
             return
         self._topped = time.monotonic()
         queued = [record.elements or 1 for record in self.arrays.records() if record.role == "pods"]
         wanted = self._short or self._config.slurm.pods.total
-        if not queued or sum(queued) >= wanted:  # none: submitted by hand, or local
+        if not queued or sum(queued) >= wanted:  # none: submitted by hand, or a local run
             return
         if not set(numbers(self._run)) - set(self._ledger.view().epochs):
             return
         try:
             self.scale(wanted)
         except SiteError:
-            pass  # no room yet, or nobody to ask
+            pass  # still no room, or Slurm does not answer
 
     def cancel(self) -> list[str]:
-        """Asks Slurm to cancel every job of the run; returns their ids."""
+        """Cancels every job of the run. Returns their ids."""
         ids = self.ids()
         if site.has_slurm():
             try:
@@ -276,14 +277,14 @@ class Jobs(LiveJobs):
                 ids = self.ids()
             finally:
                 if ids:
-                    scancel(ids)  # jobs that have ended do not mind
+                    scancel(ids)  # also those that have ended, which is harmless
         self.invalidate()
         return ids
 
     def end_servers(self, ids: Sequence[str]) -> list[str]:
         """Ends engine arrays after the campaign, for the gather job.
 
-        Elements in the queue are cancelled at once, running ones :data:`LEAVE_S` seconds later.
+        Queued elements are cancelled at once, running ones after :data:`LEAVE_S` seconds.
 
         Returns:
             The arrays that had to be cancelled.
@@ -295,16 +296,16 @@ class Jobs(LiveJobs):
             if time.monotonic() > end:
                 scancel(sorted(live))
                 break
-            time.sleep(pause_s)  # they look for the finished mark every few seconds and leave by themselves
+            time.sleep(pause_s)  # servers poll for the end of the campaign every few seconds
             pause_s *= 1.5
         EndpointFiles(self._run).clear()
         return sorted(live)
 
     def until_gone(self) -> None:
-        """Waits until Slurm has none of the run's jobs.
+        """Waits until Slurm has no job of the run any more.
 
         Raises:
-            SiteError: Some are left after :data:`GONE_S` seconds.
+            SiteError: Jobs are left after :data:`GONE_S` seconds.
         """
         end = time.monotonic() + GONE_S
         while live := self.live(2.0):
@@ -314,5 +315,5 @@ class Jobs(LiveJobs):
 
 
 def _age(job_id: str) -> tuple[int, ...]:
-    """Sorts ids by array and element: later ones are younger."""
+    """Returns a sort key of a job id: later arrays and elements are larger."""
     return tuple(int(part) for part in re.findall(r"\d+", number(job_id)))

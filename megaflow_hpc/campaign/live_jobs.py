@@ -1,9 +1,9 @@
-"""What Slurm has of one run's jobs: which wait, which run, and why those that wait do.
+"""The state of one run's jobs in Slurm: queued, running, and the reasons for waiting.
 
-Slurm is asked with one batched ``squeue`` for all of them, at most twice a minute, and may be away.
+Slurm is queried with one ``squeue`` for all jobs, at most twice a minute, and may be unavailable.
 
-``python -m megaflow_hpc.campaign.live_jobs RUN``, for a trainer that waits, prints how many pods run or are queued; it
-exits with 1 where that cannot be told.
+``python -m megaflow_hpc.campaign.live_jobs RUN`` prints the number of pods that run or are queued, for a waiting
+trainer. It exits with 1 if the number is unknown.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.ids import array_of, number
 
 ASK_SLURM_S = 30.0
-"""Seconds between two queries of a following process; each is one batched squeue."""
+"""Seconds between two queries, each one ``squeue`` for all jobs."""
 
 SOON_S = 8.0
-"""The same while there are jobs that Slurm itself has not looked at yet, and so says nothing of."""
+"""The same while Slurm has not scheduled new jobs yet, so that it gives no reason for them."""
 
 
 class LiveJobs:
-    """What Slurm has of the jobs of one run.
+    """The state of one run's jobs in Slurm.
 
     Args:
-        planned: What ``run.json`` holds.
+        planned: The content of ``run.json``.
     """
 
     def __init__(self, run: RunDir, config: CampaignConfig, planned: RunRecord, ledger: Ledger) -> None:
@@ -46,7 +46,8 @@ class LiveJobs:
         self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
 
     def ids(self, role: str | None = None) -> list[str]:
-        """Returns every array of this run, the first submitted first; those by hand too, once they have started."""
+        """Returns every array of this run in the order of submission, also those submitted by hand, once they have
+        started."""
         ids = set(self.arrays.ids(role))
         if role in (None, "pods"):
             ids |= {array_of(lease["job_id"]) for lease in self._ledger.leases().values() if lease.get("job_id")}
@@ -55,10 +56,10 @@ class LiveJobs:
         return sorted(ids, key=lambda job: (len(number(job)), job))
 
     def live(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
-        """Returns the elements that Slurm still has, by id; ``None`` without Slurm or while it does not answer.
+        """Returns the elements that Slurm still has, by id; ``None`` if Slurm is missing or does not answer.
 
         Args:
-            max_age_s: Age in seconds up to which the previous answer is used.
+            max_age_s: Maximum age in seconds of a cached answer.
         """
         asked, live = self._live
         if live and any(job.state == "PENDING" and job.reason == "None" for job in live.values()):
@@ -69,7 +70,7 @@ class LiveJobs:
                 try:
                     live = {job.id: job for job in accounting.live_jobs(ids).values() if job.live}
                 except SiteError:
-                    pass  # the controller is away for a while; the campaign goes on without it
+                    pass  # the controller may be away for a while; the campaign continues without it
             self._live = (time.monotonic(), live)
         return live
 
@@ -79,13 +80,13 @@ class LiveJobs:
         return self._live[0]
 
     def invalidate(self) -> None:
-        """Makes the next look ask Slurm."""
+        """Drops the cached answer of Slurm."""
         self._live = (-ASK_SLURM_S, None)
 
     def waiting(self, max_age_s: float = ASK_SLURM_S) -> list[dict[str, Any]]:
-        """Returns why the run's jobs wait in the queue, as :func:`~megaflow_hpc.slurm.reasons.waiting` groups them.
+        """Returns the reasons why jobs wait, as :func:`~megaflow_hpc.slurm.reasons.waiting` groups them.
 
-        Servers that are held until they are needed, and the gather job, which waits for the pods, are left out.
+        Held servers, which start on demand, and the gather job, which waits for the pods, are left out.
         """
         roles = {record.id: record.role for record in self.arrays.records()}
         jobs = [(roles.get(array_of(job), "pods"), state) for job, state in (self.live(max_age_s) or {}).items()]
@@ -94,7 +95,7 @@ class LiveJobs:
         )
 
     def live_pods(self, max_age_s: float = ASK_SLURM_S) -> list[JobState] | None:
-        """Returns the pods that are queued or running; ``None`` if Slurm cannot tell now."""
+        """Returns the pods that are queued or running; ``None`` if unknown."""
         live = self.live(max_age_s)
         if live is None:
             return None
@@ -102,32 +103,32 @@ class LiveJobs:
         return [state for element, state in live.items() if array_of(element) in pods]
 
     def trainers(self) -> dict[str, list[str]]:
-        """Returns the jobs of each policy's trainer, in the order in which they came, those by hand included."""
+        """Returns the jobs of each policy's trainer in order, also those submitted by hand."""
         training = self._config.training
-        found: dict[str, list[str]] = {policy: [] for policy in training.policies} if training else {}
+        jobs_by_policy: dict[str, list[str]] = {policy: [] for policy in training.policies} if training else {}
         for record in self.arrays.records():
-            if record.role == "trainer" and record.policy in found:
-                found[record.policy].append(record.id)
-        for policy, jobs in found.items():
+            if record.role == "trainer" and record.policy in jobs_by_policy:
+                jobs_by_policy[record.policy].append(record.id)
+        for policy, jobs in jobs_by_policy.items():
             entered = (start.job_id for start in TrainingView(self._run, policy).trainers())
             jobs += [job for job in dict.fromkeys(entered) if job and job not in jobs]
-        return found
+        return jobs_by_policy
 
     def trainer_states(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
-        """Returns the trainers that are queued or running, by policy; ``None`` if Slurm cannot tell now."""
+        """Returns the trainers that are queued or running, by policy; ``None`` if unknown."""
         live = self.live(max_age_s)
         if live is None:
             return None
         return {policy: live[job] for policy, jobs in self.trainers().items() for job in jobs if job in live}
 
     def starving(self, training: Mapping[str, Any], max_age_s: float = ASK_SLURM_S) -> list[str]:
-        """Says of trainers that run, while no pod runs or is queued, how to start some.
+        """Returns a warning if trainers run although no pod runs or is queued.
 
         Args:
             training: The section ``training`` of the status.
         """
         running = [policy for policy, found in training.items() if found["trainer"]["state"] == "running"]
-        if not running or not self.ids("pods") or self.live_pods(max_age_s) != []:  # those by hand may be queued
+        if not running or not self.ids("pods") or self.live_pods(max_age_s) != []:  # some may be queued by hand
             return []
         return [
             f"the trainer of {', '.join(running)} runs, and no pod runs or is queued that could sample for it; start "
@@ -135,21 +136,21 @@ class LiveJobs:
         ]
 
     def servers(self, max_age_s: float = ASK_SLURM_S) -> dict[int, JobState] | None:
-        """Returns the engine servers that Slurm still has, by their index; ``None`` if Slurm cannot tell now."""
+        """Returns the engine servers that Slurm still has, by index; ``None`` if unknown."""
         live = self.live(max_age_s)
         if live is None:
             return None
-        found = {}
+        states = {}
         for record in self.arrays.records():
             for element, state in live.items() if record.role == "servers" else ():
                 array, _, index = element.partition("_")
                 if array == record.id and index.isdecimal():
-                    found[int(index) + record.base] = state
-        return found
+                    states[int(index) + record.base] = state
+        return states
 
 
 def trainers(states: Mapping[str, JobState] | None) -> dict[str, TrainerJob] | None:
-    """Returns the trainers that run or wait, by policy; ``None`` if Slurm cannot tell now."""
+    """Returns the trainers that run or wait, by policy; ``None`` if unknown."""
     if states is None:
         return None
     return {
@@ -161,37 +162,37 @@ def trainers(states: Mapping[str, JobState] | None) -> dict[str, TrainerJob] | N
 
 
 def waiting_servers(
-    run: RunDir, policies: Sequence[str], states: Mapping[int, JobState], known: Collection[str]
+    run: RunDir, policies: Sequence[str], states: Mapping[int, JobState], registered: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Returns engine servers that are in Slurm's queue, or on their way from there to an endpoint file.
+    """Returns the engine servers that are queued or starting, which have no endpoint file yet.
 
     Args:
-        policies: of each server, by its number.
-        states: what Slurm says of their jobs.
-        known: names of those that have such a file.
+        policies: Policy of each server, by index.
+        states: Slurm's state of their jobs.
+        registered: Names of servers with an endpoint file.
     """
-    found = []
+    waiting = []
     for index, state in sorted(states.items()):
         name = f"{policies[index]}.{index}"
-        if name in known or not state.live:
+        if name in registered or not state.live:
             continue
         shown = {"server": name, "policy": policies[index], "node": state.node, "job_id": state.id}
         if state.held:
             by = Leader(run, SCALER).holder()
             remedy = f"nobody lets it go: keep megaflow-hpc watch {run} open, or use scale --servers"
-            found.append({**shown, "state": "held", "cause": f"let go on demand by {by}" if by else remedy})
+            waiting.append({**shown, "state": "held", "cause": f"let go on demand by {by}" if by else remedy})
         else:
-            found.append({**shown, "state": "queued" if state.state == "PENDING" else "starting"})
-    return found
+            waiting.append({**shown, "state": "queued" if state.state == "PENDING" else "starting"})
+    return waiting
 
 
 def main(path: str) -> int:
-    """Prints how many pods of the run at ``path`` run or are queued."""
+    """Prints the number of pods of the run at ``path`` that run or are queued."""
     run = RunDir(path)
     run.check_ours()
     planned = read_run(run)
     jobs = LiveJobs(run, planned.config, planned, Ledger(run))
-    pods = jobs.live_pods() if jobs.ids("pods") else None  # those queued by hand are known once they have started
+    pods = jobs.live_pods() if jobs.ids("pods") else None  # pods submitted by hand are known once they have started
     if pods is None:
         return 1
     print(len(pods))

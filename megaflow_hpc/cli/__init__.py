@@ -22,7 +22,7 @@ from megaflow_hpc.cli.output import LogFormatter, note
 from megaflow_hpc.cli.parser import CommandParser, Parser
 from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.errors import ConfigError, MegaflowError
-from megaflow_hpc.extras import missing_package
+from megaflow_hpc.resources import missing_package
 from megaflow_hpc.version import __version__
 
 GROUPS = {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from megaflow_hpc.cli.output import print_json, say
 from megaflow_hpc.cli.verb import Subparsers, add_verb
 from megaflow_hpc.errors import MegaflowError, SiteError
-from megaflow_hpc.extras import RUNNING
+from megaflow_hpc.resources import RUNNING
 
 if TYPE_CHECKING:
     from megaflow_hpc.slurm.health import AbsentNodes

@@ -1,6 +1,6 @@
-"""The campaign file: its models, one line of doc per field, and errors that name file, line, value and remedy.
+"""The campaign file: the models of its sections, a text for each key, and errors with file, line, value and remedy.
 
-:func:`load` reads YAML into a :class:`CampaignConfig`; :func:`schema` exports it as JSON Schema for editors. Relative
+:func:`load` reads YAML into a :class:`CampaignConfig`. :func:`schema` exports the JSON Schema for editors. Relative
 paths in the file are relative to the file.
 """
 

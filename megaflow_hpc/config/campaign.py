@@ -1,4 +1,4 @@
-"""The whole campaign file, what its policies are, and how it is loaded."""
+"""The whole campaign file: its sections, its policies, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from megaflow_hpc.config.quotas import QuotasConfig
 from megaflow_hpc.config.reading import place_of, read_yaml
 from megaflow_hpc.config.sections import (
     NAME,
-    RUN_DIRECTORY,
     AgentConfig,
     EnvironmentConfig,
-    EvaluationConfig,
     LimitsConfig,
     SchedulingConfig,
     Section,
@@ -39,42 +37,44 @@ class CampaignConfig(Section):
     """One campaign file."""
 
     name: str
-    """Name of the campaign and of its Slurm jobs."""
+    """Name of the campaign. Slurm shows it as the name of every job."""
     site: str | None = None
-    """Name of a site profile that completes this file. Default: none."""
+    """Name of the site profile that supplies missing keys, such as partitions and accounts. Default: none."""
     run_dir: str = "runs"
-    """Directory in which run directories are made."""
+    """Directory in which each run gets its own directory. All nodes must see it. Default: ``runs``."""
     share: Literal["user", "group"] = "user"
-    """Who may read the run directory: its ``user``, or also its ``group``. Keys stay the user's in any case."""
+    """Readers of the run directory: only its ``user``, or also the ``group``. Files with keys are never shared. For
+    an engine pool: whose campaigns may use the servers. Default: ``user``."""
     tasks: tuple[TaskSource, ...] = ()
-    """Task sources. Without tasks and agent the campaign is an engine pool."""
+    """Sources of tasks. A campaign without tasks and agent is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()
-    """Agent scaffold. With a list, and no model, every agent runs every task; its name is the policy's."""
+    """Agent that works on the tasks. A list, allowed without a model, runs every task with each agent; each is a policy
+    of its own name."""
     samples: int = Field(1, ge=1)
-    """Rollouts of each task under each policy. Default: 1."""
+    """Number of rollouts of each task under each policy. Raise it to measure pass@k or to train. Default: 1."""
+    pass_threshold: float = 1.0
+    """Minimum reward of a passed rollout. It counts in pass@k, reports and training. Default: 1."""
     seed: int | None = Field(None, ge=0, lt=2**31)
-    """Seed of every rollout's sampling and of the trainer's choices. Default: none. Engines then sample freely, which
-    is faster, and the trainer uses 0."""
+    """Seed of the sampling of every rollout and of the trainer's random choices. Set it to make runs repeatable.
+    Default: none; engines then sample without a seed, which is faster, and the trainer uses 0."""
     model: ModelConfig | None = None
-    """Model of the only policy, which is called ``default``."""
+    """Model of a campaign with one policy. The policy's name is ``default``."""
     models: dict[str, ModelConfig] = Field(default_factory=dict)
-    """Models of several policies, by the policy's name."""
+    """Models of a campaign with several policies, by policy name."""
     pool: EnginePoolConfig | None = None
-    """Access to this engine pool: who may use it, and how much."""
+    """How the users of this engine pool share its servers."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    """The sandboxes."""
+    """Sandboxes: images, network, limits."""
     slurm: SlurmConfig = SlurmConfig()
-    """What the jobs ask Slurm for."""
+    """Resources that jobs request from Slurm."""
     scheduling: SchedulingConfig = SchedulingConfig()
-    """The order of rollouts."""
+    """Order and placement of rollouts."""
     limits: LimitsConfig = LimitsConfig()
-    """When the campaign stops by itself."""
+    """Total resources after which the campaign stops."""
     quotas: QuotasConfig = QuotasConfig()
-    """What the campaign may take at once."""
-    evaluation: EvaluationConfig = EvaluationConfig()
-    """How rewards are summarised."""
+    """Rates and concurrency of model calls."""
     training: TrainingConfig | None = None
-    """Training on the rollouts while they come in. Default: none."""
+    """Training on the rollouts while they arrive. Default: none; the campaign only collects rollouts."""
 
     @field_validator("name")
     @classmethod
@@ -135,11 +135,16 @@ class CampaignConfig(Section):
 
     @property
     def is_pool(self) -> bool:
-        """Whether it is nothing but models for other campaigns."""
+        """True if the campaign only serves models to other campaigns."""
         return not self.tasks and not self.agent and bool(self.model or self.models)
 
+    @property
+    def run_share(self) -> Literal["user", "group"]:
+        """Readers of the run directory. An engine pool shares only its servers, so its directory stays private."""
+        return "user" if self.is_pool else self.share
+
     def policies(self) -> dict[str, Policy]:
-        """What runs every task, by name."""
+        """Returns the policies that run every task, by name."""
         if self.models:
             models: Mapping[str, ModelConfig | None] = self.models
         elif self.model:
@@ -157,8 +162,14 @@ class CampaignConfig(Section):
         }
 
 
+def pass_threshold_of(campaign: Mapping[str, Any]) -> float:
+    """Returns ``pass_threshold`` of a campaign as run directories and trajectory files store it."""
+    value = campaign.get("pass_threshold")
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
 class Policy(Section):
-    """One agent with one model (or none): what a task is run under. Resolved, never written by a user."""
+    """One agent with one model or none. Resolved from the campaign file, never written by a user."""
 
     agent: AgentConfig
     model: ModelConfig | None = None
@@ -168,11 +179,11 @@ class Policy(Section):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A campaign with what its messages need."""
+    """A campaign and the data that error messages need."""
 
     config: CampaignConfig
     node: yaml.Node | None = None
-    """The file's nodes and, where it names one, its site profile's."""
+    """The YAML nodes of the file and of its site profile."""
     profile: Profile | None = None
 
 
@@ -180,13 +191,13 @@ def load(path: str | os.PathLike[str]) -> CampaignConfig:
     """Reads and validates a campaign file.
 
     Raises:
-        ConfigError: names file, line, value and remedy.
+        ConfigError: A value is invalid; names file, line, value and remedy.
     """
     return read(path).config
 
 
 def read(path: str | os.PathLike[str]) -> Loaded:
-    """Reads and validates a campaign file; raises as :func:`load` does."""
+    """Reads and validates a campaign file. Raises the same errors as :func:`load`."""
     value, node = read_yaml(path)
     if value is None:
         raise ConfigError(f"{path}: is empty; megaflow-hpc init writes a campaign file to begin with")
@@ -198,15 +209,15 @@ def read(path: str | os.PathLike[str]) -> Loaded:
 
 
 def parse(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node | None = None) -> CampaignConfig:
-    """A campaign from Python values; ``source`` and ``node`` serve the error message."""
+    """Returns a campaign from Python values. ``source`` and ``node`` are used in error messages."""
     return parsed(fields, source, node).config
 
 
 def parsed(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node | None = None) -> Loaded:
-    """A campaign from values, completed by the site profile that they name.
+    """Returns a campaign from Python values, completed by its site profile.
 
     Raises:
-        Mistakes: names file, line, value and remedy of each.
+        Mistakes: Values are invalid; names file, line, value and remedy of each.
     """
     profile = None
     if isinstance(name := fields.get("site"), str):
@@ -219,17 +230,17 @@ def parsed(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node 
 
 
 def resolved(section: type[AnySection], fields: Mapping[str, Any]) -> AnySection:
-    """Reads a section as a run directory holds it; keys of a later version are ignored.
+    """Reads a section from a run directory. Keys of later versions are ignored.
 
     Raises:
-        ConfigError: It is not one that this version understands.
+        ConfigError: This version cannot read the section.
     """
     try:
-        return section.model_validate(fields, extra="ignore", context=RUN_DIRECTORY)
+        return section.model_validate(fields, extra="ignore")
     except ValidationError as error:
         raise ConfigError(explain(error, "run.json", None, section)) from None
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of the campaign file, for editors."""
+    """Returns the JSON Schema of the campaign file, for editors."""
     return CampaignConfig.model_json_schema()

@@ -1,21 +1,21 @@
-"""Data algorithms of the ``training`` section: ``data``, what is done with rollouts; ``prompts``, what is asked for.
+"""Data algorithms of the ``training`` section: ``data`` filters and shapes rollouts, ``prompts`` chooses tasks.
 
-Each is described where it is computed, in ``megaflow_hpc.training.algorithms``.
+``megaflow_hpc.training.algorithms`` implements and explains them.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from megaflow_hpc.config.sections import RUN_DIRECTORY, Section
+from megaflow_hpc.config.sections import Section
 
 Range = tuple[float, float, Literal["inclusive", "exclusive"]]
 
 
 def _range(value: Any) -> Any:
-    """Lets the third part be left out: bounds are then inside."""
+    """Adds the default third part, ``inclusive``, and checks the bounds."""
     if isinstance(value, list | tuple) and len(value) == 2:
         value = (*value, "inclusive")
     if isinstance(value, list | tuple) and len(value) == 3 and not (0 <= value[0] <= value[1] <= 1):
@@ -24,14 +24,14 @@ def _range(value: Any) -> Any:
 
 
 class OverlongConfig(Section):
-    """What is added to the reward of long rollouts (soft over-long punishment: DAPO, arXiv 2503.14476, section 3.4)."""
+    """Penalty on the reward of long rollouts (soft overlong punishment: DAPO, arXiv 2503.14476, section 3.4)."""
 
     longest: int = Field(ge=1)
-    """Sampled tokens from which the whole penalty is added."""
+    """Number of sampled tokens from which the full penalty applies."""
     buffer: int = Field(ge=1)
-    """Tokens below ``longest`` over which the penalty grows from 0."""
+    """Number of tokens before ``longest`` over which the penalty grows from 0."""
     penalty: float = -1.0
-    """Added to the reward of the longest. Default: -1."""
+    """Full penalty, added to the reward. Default: -1."""
 
     @model_validator(mode="after")
     def _fits(self) -> OverlongConfig:
@@ -41,61 +41,38 @@ class OverlongConfig(Section):
 
 
 class MaskUnfinished(Section):
-    """Rollouts that a limit has cut off count in their group, and are not trained on (DAPO's over-long filtering)."""
+    """Counts truncated rollouts in their group but does not train on them (overlong filtering: DAPO)."""
 
 
 class ShuffleConfig(Section):
-    """Gives each rollout of a step the rewards of another one, by lot: a control run, whose rewards teach nothing."""
+    """Exchanges the rewards of a step's rollouts at random. A control run: the rewards carry no information."""
 
 
 class ZeroVariance(Section):
-    """Drops groups whose rewards are all equal: they have nothing to teach."""
-
-
-class ReplayConfig(Section):
-    """Trains on the latest groups once more."""
-
-    ratio: float = Field(0.0, ge=0, lt=1)
-    """Share of a step's groups that was trained on before. Default: 0."""
-    size: int = Field(0, ge=0)
-    """Groups that are kept for it, the latest. Default: 0."""
-
-    @model_validator(mode="after")
-    def _some(self) -> ReplayConfig:
-        if self.ratio and not self.size:
-            raise ValueError("size: a ratio of replayed groups needs some that are kept; give the number of groups")
-        return self
+    """Drops groups in which all rewards are equal, because their advantages are 0."""
 
 
 class DataStep(Section):
-    """One step of ``data``; exactly one key."""
+    """One step of ``data``. It has exactly one key."""
 
     penalty: float | None = None
-    """Number that is added to the reward of a rollout that a limit of turns, tokens or time ended. MegaFlow, appendix
-    D.1, uses -0.5."""
+    """Number to add to the reward of a rollout that a limit of turns, tokens or time truncated. MegaFlow, appendix D.1,
+    uses -0.5."""
     overlong: OverlongConfig | None = None
-    """Lowers the reward of long rollouts."""
+    """Lowers the rewards of long rollouts."""
     mask_unfinished: MaskUnfinished | None = None
-    """Does not train on unfinished rollouts."""
+    """Does not train on truncated rollouts."""
     shuffle: ShuffleConfig | None = None
-    """Shuffles rewards: a control run."""
+    """Exchanges rewards at random, for a control run."""
     zero_variance: ZeroVariance | None = None
-    """Drops groups with equal rewards."""
+    """Drops groups in which all rewards are equal."""
     pass_rate: Range | None = None
-    """Drops groups whose share of passed rollouts is outside ``[from, to]``, or ``[from, to, exclusive]`` without the
-    bounds themselves. A rollout has passed from ``evaluation.threshold``."""
+    """Range of pass rates, ``[from, to]`` or, without the bounds themselves, ``[from, to, exclusive]``. Drops groups
+    outside it. A rollout passes with a reward of at least ``pass_threshold``."""
     staleness: int | None = Field(None, ge=0)
-    """Drops rollouts with tokens that are more than this number of versions old."""
-    replay: ReplayConfig | None = None
-    """Trains on the latest groups once more."""
-
-    @field_validator("penalty", "pass_rate", "staleness", mode="before")
-    @classmethod
-    def _earlier_form(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reads the section that run directories of earlier versions have in place of the plain value."""
-        if info.context == RUN_DIRECTORY and isinstance(value, dict):
-            return value.get({"penalty": "unfinished", "pass_rate": "range", "staleness": "max"}[str(info.field_name)])
-        return value
+    """Maximum age of a token in weight versions. Drops rollouts with older tokens."""
+    replay: float | None = Field(None, ge=0, lt=1)
+    """Maximum share of a step's groups that earlier steps already trained on. Adds the latest of them, each once."""
 
     _bounds = field_validator("pass_rate", mode="before")(_range)
 
@@ -110,24 +87,24 @@ class DataStep(Section):
 
     @property
     def name(self) -> str:
-        """Which one it is."""
+        """The key that is set."""
         return self._given()[0]
 
 
 class PromptsConfig(Section):
-    """Which tasks are asked for next. Default: all, in random order, each once before any comes again."""
+    """Choice of the tasks to request next. Default: all tasks in random order, each once before any is repeated."""
 
     order: Literal["uniform", "curriculum"] = "uniform"
-    """``uniform``: in random order, each task once before any comes again; ``curriculum``: the more often, the nearer
-    its pass rate is to a half. Default: ``uniform``."""
+    """``uniform``: random order, each task once before any is repeated. ``curriculum``: prefer tasks with a pass rate
+    near one half. Default: ``uniform``."""
     pass_rate: Range | None = None
-    """Pass rates of the tasks that are asked for again: ``[from, to]``, or ``[from, to, exclusive]`` without the bounds
-    themselves. A task that was not tried is asked for. Default: all."""
+    """Range of pass rates, ``[from, to]`` or, without the bounds themselves, ``[from, to, exclusive]``. Tasks outside
+    it are not requested again. Default: no range."""
     filter_solved: float | None = Field(None, gt=0, le=1)
-    """Moving average of the pass rate from which a task counts as solved and is not asked for again. AstraFlow uses
-    0.95. Default: every task is asked for."""
+    """Moving average of the pass rate at which a task counts as solved and is not requested again. AstraFlow uses 0.95.
+    Default: tasks are never left out."""
     greso: bool = False
-    """Whether tasks whose groups had equal rewards are asked for less often (Zheng et al. 2025, arXiv 2506.02177).
-    Default: false."""
+    """Request tasks less often while the rewards of their groups are all equal (GRESO: Zheng et al. 2025, arXiv
+    2506.02177). Default: false."""
 
     _bounds = field_validator("pass_rate", mode="before")(_range)

@@ -1,64 +1,58 @@
-"""The sections ``model`` and ``pool``: what answers a policy's calls, and what users may ask of an engine pool.
+"""The sections ``model`` and ``pool``: the engines of a policy, and how users share an engine pool.
 
-A campaign with nothing but models is an engine pool, whose servers other campaigns name.
+An engine pool is a campaign with models only. Other campaigns use its servers.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from megaflow_hpc.config.sections import AgentConfig, Section
 
 
-class ServerCount(Section):
+class ServerCount(NamedTuple):
     """The number of engine servers of a policy."""
 
-    min: int = Field(1, ge=0)
-    """Servers started with the campaign. Default: 1."""
-    max: int = Field(1, ge=1)
-    """Maximum number of servers; those above ``min`` are queued held, and released on demand. Default: 1."""
+    min: int = 1
+    max: int = 1
 
-    @model_validator(mode="after")
-    def _ordered(self) -> ServerCount:
-        if self.min > self.max:
-            raise ValueError(f"servers.min {self.min} is larger than servers.max {self.max}; lower it, or raise max")
-        return self
+
+SERVER_COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "array", "items": {"type": "integer"}}]}
 
 
 class WeightsConfig(Section):
     """How running servers load newly published weights."""
 
     update: Literal["rolling", "together"] = "rolling"
-    """``rolling``: the servers of a policy load one after the other; ``together``: all at once."""
+    """``rolling``: servers load one after another, so that some always answer. ``together``: all load at once, which
+    takes less time. Default: ``rolling``."""
     running: Literal["finish", "continue"] = "finish"
-    """Requests in progress: ``finish`` on the old version, or ``continue`` on the new one."""
-    poll_s: float | None = Field(None, gt=0)
-    """Seconds between two looks for a new version. A look costs the file system one open of each server. Default: 0.5
-    for a policy that is trained, more with over 50 servers, 100 looks a second in all; else 5."""
+    """Requests in progress ``finish`` on the old weights before a server loads, or ``continue`` on the new ones.
+    Default: ``finish``."""
 
 
 class SamplingConfig(Section):
-    """Sampling settings of a policy. The gateway adds them to calls that do not set them. Calls that set other values
-    are stored with loss mask 0."""
+    """Sampling settings of a policy. The gateway adds them to calls that leave them out. Calls with other values are
+    answered, and their tokens get loss mask 0."""
 
     temperature: float = Field(1.0, ge=0, le=2)
-    """Divisor of the logits; 0 always takes the most likely token. Default: 1."""
+    """Divisor of the logits. 0 always takes the most likely token. Default: 1."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample only from the most likely tokens with this total probability. Default: 1, all tokens."""
+    """Sample only from the most likely tokens whose probabilities sum to this value. Default: 1, all tokens."""
     top_k: int = Field(-1, ge=-1)
-    """Sample only from this many most likely tokens; -1 and 0: from all. Default: -1."""
+    """Sample only from this many of the most likely tokens. -1 or 0: no limit. Default: -1."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Minimum probability of a token, relative to the most likely one. Default: 0."""
+    """Minimum probability of a token, as a fraction of the most likely token's. Default: 0."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
-    """Subtracted once from the logit of each token that the answer already has. Default: 0."""
+    """Value subtracted once from the logit of each token that the answer already contains. Default: 0."""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    """Subtracted from a token's logit once per occurrence in the answer so far. Default: 0."""
+    """Value subtracted from a token's logit for each time that the answer already contains it. Default: 0."""
     repetition_penalty: float = Field(1.0, gt=0, le=100)
-    """Divisor of the logits of tokens that the prompt or the answer already has. Default: 1."""
+    """Divisor of the logits of tokens that prompt or answer already contain. Default: 1."""
 
     @field_validator("temperature")
     @classmethod
@@ -75,64 +69,79 @@ class SamplingConfig(Section):
 
 ALSO = (
     *("engine", "path", "servers", "gpus", "nodes", "args", "python", "image", "binds"),
-    *("base_url", "name", "api_key_file", "script", "weight"),
+    *("base_url", "api_key_file", "script", "weight"),
 )
-"""What further servers of a policy may have of their own."""
+"""Keys that entries of ``also`` may set."""
 
 
 class ModelConfig(Section):
-    """The model of one policy, and the servers that run it."""
+    """Model of one policy, and the servers that run it."""
 
     engine: Literal["vllm", "sglang", "transformers", "scripted", "external", "replay"] = "vllm"
-    """Inference engine. ``external`` is an existing endpoint, ``replay`` a recorded campaign."""
+    """Inference engine. ``external``: an endpoint that already runs. ``replay``: answers of a recorded campaign.
+    ``scripted``: answers from a file, for tests. Default: ``vllm``."""
     path: str | None = None
-    """Model directory or Hugging Face name; for ``replay`` a run directory or a trajectories file."""
+    """Model directory or Hugging Face name. For ``external``: the model's name at the endpoint (default: the policy's
+    name). For ``replay``: a run directory or trajectories file."""
     pool: str | None = None
-    """Run directory of an engine pool that answers in place of servers of this campaign."""
-    servers: ServerCount = ServerCount()
-    """Number of engine servers."""
+    """Run directory of an engine pool that serves the model. The campaign then starts no servers of its own."""
+    servers: Annotated[ServerCount, WithJsonSchema(SERVER_COUNT_SCHEMA)] = Field(
+        ServerCount(), json_schema_extra={"default": 1}
+    )
+    """Number of engine servers, or ``[min, max]``: ``min`` servers start with the campaign; others start while requests
+    wait, and end when idle. Default: 1."""
     gpus: int = Field(1, ge=0)
-    """GPUs of each server on each of its nodes; used for tensor parallelism. Default: 1; always 0 for ``external``."""
+    """GPUs of each server on each of its nodes, for tensor parallelism. Always 0 for ``external``. Default: 1."""
     nodes: int = Field(1, ge=1)
-    """Nodes of each server; used for pipeline parallelism (``vllm`` only). Default: 1."""
+    """Nodes of each server, for pipeline parallelism (``vllm`` only). Raise it for models that do not fit on one node.
+    Default: 1."""
     weights: WeightsConfig = WeightsConfig()
-    """How published weights are loaded."""
+    """How servers load published weights."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling settings. Default: sample from the model's own distribution."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Command-line options of the engine, without the dashes."""
+    """Command-line options of the engine, without leading dashes."""
     thoughts: Literal["template", "keep"] = "template"
-    """Form of earlier answers in a prompt. ``template``: as the model's chat template renders them; if it drops
-    thoughts, a new sequence starts. ``keep``: as they were sampled, so that a conversation is one sequence (``vllm``
-    only)."""
+    """How earlier answers appear in a prompt. ``template``: as the chat template renders them; if it drops thoughts, a
+    new sequence starts. ``keep``: as they were sampled, so that a conversation stays one sequence (``vllm`` only).
+    Default: ``template``."""
     media_domains: tuple[str, ...] = ()
-    """Hosts from which engines may fetch images that agents name by URL. Default: none; agents send images as data."""
+    """Hosts from which engines may fetch images that agents name by URL. Default: none; agents must send images as
+    data."""
     python: str | None = None
-    """Interpreter or virtual environment of the engine. Default: ``MEGAFLOW_ENGINE_VENV``; python3 in images."""
+    """Interpreter or virtual environment that contains the engine. Default: ``MEGAFLOW_ENGINE_VENV``; in an ``image``,
+    python3."""
     image: str | None = None
-    """Apptainer image (SIF file or directory) that contains the engine. Default: none; it runs on the host."""
+    """Apptainer image (SIF file or directory) that contains the engine. Default: none; the engine runs on the host."""
     binds: tuple[str, ...] = ()
-    """Further host paths visible to an engine in an image: ``SRC[:DEST[:ro]]``."""
+    """Further host paths to mount in ``image``: ``SRC[:DEST[:ro]]``."""
     base_url: str | None = None
-    """``external`` only: address of the endpoint, to which ``/chat/completions`` is added; a bare host gets ``/v1``."""
-    name: str | None = None
-    """``external`` only: name of the model at the endpoint. Default: ``path``, else the policy's name."""
+    """Address of the ``external`` endpoint, to which ``/chat/completions`` is added. A bare host gets ``/v1``."""
     api_key_file: str | None = None
-    """``external`` only: file with the API key, which nobody else may read (mode 0600). Default: no key."""
+    """File with the API key of the ``external`` endpoint. Only its owner may read it (mode 0600). Default: no key."""
     script: str | None = None
-    """``scripted`` only: YAML file with the answers."""
+    """YAML file with the answers of a ``scripted`` engine."""
     agent: AgentConfig | None = None
-    """Agent of this policy, in place of the campaign's."""
+    """Agent of this policy. Default: the campaign's ``agent``."""
     samples: int | None = Field(None, ge=0)
-    """Samples per task of this policy, in place of the campaign's. 0: it runs no tasks and only answers agents of other
-    policies, under its name."""
+    """Rollouts of each task under this policy. 0: the policy runs no tasks and only answers calls that name it.
+    Default: the campaign's ``samples``."""
     weight: float = Field(1.0, gt=0)
-    """Relative share of requests that each of these servers gets among its policy's servers. Default: 1."""
+    """Relative share of requests of each of these servers, compared with the policy's other servers. Default: 1."""
     also: tuple[dict[str, Any], ...] = ()
-    """Further kinds of servers of this policy; each states what differs from this section (engine, gpus, servers,
-    weight, …)."""
+    """Further kinds of servers of this policy. Each entry states the keys that differ, such as ``gpus``, ``servers`` or
+    ``weight``."""
     include: tuple[str, ...] = ()
-    """Shell patterns on task ids; this policy runs only matching tasks. Default: every task."""
+    """Shell patterns of task ids. The policy runs matching tasks only. Default: every task."""
+
+    @field_validator("servers", mode="before")
+    @classmethod
+    def _count(cls, value: Any) -> Any:
+        bounds = tuple(value) if isinstance(value, list | tuple) else (value, value)
+        whole = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds)
+        if len(bounds) != 2 or not whole or not 0 <= bounds[0] <= bounds[1] or bounds[1] < 1:
+            raise ValueError("expected a number of servers, or [min, max] such as [1, 4]")
+        return bounds
 
     @field_validator("agent", mode="before")
     @classmethod
@@ -142,7 +151,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_gpus(cls, value: Any) -> Any:
-        """An endpoint that exists already takes no GPU of this campaign, whatever the servers beside it take."""
+        """Sets ``gpus`` to 0, because an endpoint that already runs takes no GPU of this campaign."""
         return {**value, "gpus": 0} if isinstance(value, dict) and value.get("engine") == "external" else value
 
     @field_validator("base_url")
@@ -171,8 +180,6 @@ class ModelConfig(Section):
             raise ValueError(f"engine {self.engine} needs {field!r}")
         if self.nodes > 1 and self.engine not in ("vllm", "scripted"):
             raise ValueError(f"nodes: engine {self.engine} is started on one node; vllm runs over several")
-        if self.name and "external" not in (self.engine, *(other.get("engine") for other in self.also)):
-            raise ValueError("name: is for engine external; others serve a model by the name of its policy")
         kinds = {self.engine, *(str(other.get("engine", self.engine)) for other in self.also)}
         if (
             self.thoughts == "keep"
@@ -188,34 +195,21 @@ class ModelConfig(Section):
         return self
 
     def kinds(self) -> list[ModelConfig]:
-        """The kinds of servers of this policy; none for ``replay``, which needs none."""
+        """Returns one section for each kind of server of this policy; none for ``replay``, which needs no server."""
         if self.engine == "replay":
             return []
         common = {"also": (), "agent": None}
         return [
             self.model_copy(update=common),
-            *(ModelConfig.model_validate({**self.model_dump(), **common, **other}) for other in self.also),
+            *(ModelConfig.model_validate({**dict(self), **common, **other}) for other in self.also),
         ]
 
 
-class UserCaps(Section):
-    """What one user may ask of each server of an engine pool."""
+class EnginePoolConfig(Section):
+    """How the users of an engine pool share its servers. The key ``share`` of the file says who may use them."""
 
     in_flight: int | None = Field(None, ge=1)
-    """Maximum number of concurrent requests. Default: no limit."""
-
-
-class UserShare(UserCaps):
-    """Caps and share of one user; a cap that it does not state is that of all users."""
-
-    weight: float = Field(1.0, gt=0)
-    """Relative share of engine time while users ask for more than there is. Default: 1."""
-
-
-class EnginePoolConfig(UserCaps):
-    """Access to an engine pool; its caps apply to every user who is not listed."""
-
-    share: Literal["user", "group"] = "user"
-    """Whose campaigns may use the pool: its owner's (``user``), or also those of the owner's ``group``."""
-    users: dict[str, UserShare] = Field(default_factory=dict)
-    """Caps and shares of single users, by login name."""
+    """Maximum number of concurrent requests of a user at each server. Further requests wait. Default: no limit."""
+    weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Relative share of engine time of each user, by login name. It matters while requests wait. Default: 1 for
+    everyone."""

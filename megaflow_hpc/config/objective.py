@@ -1,9 +1,8 @@
-"""What a policy learns by: the loss, the advantage, and how the two engines' probabilities are brought together.
+"""The objective of a policy: its loss, and the advantage that the loss uses.
 
-A *loss* is what the trainer differentiates: a function of new and proximal log-probabilities and advantages, and how it
-is averaged. An *advantage* is a number for each rollout, made of rewards before any model is asked. So GRPO is the loss
-``grpo`` with the advantage ``grpo``, and Dr.GRPO and RLOO, too, are both of their own; the other losses go with any
-advantage, and the advantage ``median`` with any loss.
+The *loss* is differentiated by the trainer. It is a function of new and proximal log-probabilities and advantages, and
+a rule for averaging. The *advantage* is one number for each rollout, computed from rewards alone. GRPO, Dr.GRPO and
+RLOO each define both; the other losses work with any advantage, and the advantage ``median`` with any loss.
 Sources: Schulman et al. 2017 (PPO, arXiv 1707.06347); Shao et al. 2024 (GRPO, 2402.03300); Liu et al. 2025 (Dr.GRPO,
 2503.20783); Zheng et al. 2025 (GSPO, 2507.18071); Yu et al. 2025 (DAPO, 2503.14476); MiniMax 2025 (CISPO, 2506.13585);
 Zheng et al. 2025 (M2PO, 2510.01161); Ahmadian et al. 2024 (RLOO, 2402.14740).
@@ -22,35 +21,36 @@ CLIPS: dict[str, tuple[float, float]] = {
     "ppo": (0.2, 0.2),
     "grpo": (0.2, 0.2),
     "dr_grpo": (0.2, 0.2),
-    "gspo": (3e-4, 4e-4),  # its section 5.1
-    "dapo": (0.2, 0.28),  # its section 3.1, Clip-Higher
+    "gspo": (3e-4, 4e-4),  # section 5.1 of the paper
+    "dapo": (0.2, 0.28),  # Clip-Higher, section 3.1 of the paper
     "cispo": (
         1.0,
         4.0,
-    ),  # no lower bound, as in the paper; ratios up to 5, as TRL's guide takes from ScaleRL 2510.13786
-    "m2po": (math.inf, math.inf),  # the second moment bounds it
-    "rloo": (math.inf, math.inf),  # takes no ratio
+    ),  # no lower bound, as in the paper; ratios up to 5, as in ScaleRL (2510.13786), which TRL's guide quotes
+    "m2po": (math.inf, math.inf),  # the second moment limits ratios
+    "rloo": (math.inf, math.inf),  # uses no ratio
 }
-"""By loss: how far below and above 1 a ratio counts in full, where ``clip`` is not given."""
+"""Loss → default of ``clip``: distances below and above 1 beyond which ratios are clipped."""
 
 
 class LossConfig(Section):
-    """What the trainer minimises, and how often it goes through a step's data."""
+    """The loss, and how often the trainer passes through a step's data."""
 
     kind: Literal["ppo", "grpo", "dr_grpo", "gspo", "dapo", "cispo", "m2po", "rloo"] = "dapo"
-    """``ppo``, ``dapo``: clipped ratios of tokens, averaged over all tokens; ``grpo``: averaged in each sequence,
-    then over sequences; ``dr_grpo``: summed, divided by rollouts times the longest; ``gspo``: one ratio a sequence;
-    ``cispo``: the ratio is a clipped weight without gradient; ``m2po``: the second moment of ratios is bounded;
-    ``rloo``: log-probabilities without a ratio, divided by rollouts. Default: ``dapo``."""
+    """``ppo``, ``dapo``: clipped token ratios, averaged over all tokens. ``grpo``: averaged in each sequence, then over
+    sequences. ``dr_grpo``: summed, then divided by rollouts times the longest rollout. ``gspo``: one ratio per
+    sequence. ``cispo``: ratios are clipped weights without gradient. ``m2po``: the second moment of ratios is limited.
+    ``rloo``: log-probabilities without ratios, divided by rollouts. Default: ``dapo``."""
     clip: tuple[float, float] | None = None
-    """How far below and above 1 ratios count: ``[below, above]``, or one number for both. Default: the paper's of each
-    kind; 0.2 and 0.28 for ``dapo``."""
+    """Distances below and above 1 beyond which ratios are clipped: ``[below, above]``, or one number for both. Default:
+    the paper's values for each kind; 0.2 and 0.28 for ``dapo``."""
     entropy: float = Field(0.0, ge=0)
-    """Coefficient of the entropy that is added to what is maximised. Default: 0."""
+    """Coefficient of the entropy bonus. Raise it if the policy stops exploring. Default: 0."""
     epochs: int = Field(1, ge=1)
-    """How often each step goes through its data. Default: 1."""
+    """Passes through the data of each step. Default: 1."""
     minibatch: int | None = Field(None, ge=1)
-    """Tasks of one optimizer step, each with all its samples. Default: the whole batch."""
+    """Tasks of one optimizer step, each with all samples. Default: all tasks of the step, one optimizer step per
+    pass."""
 
     @field_validator("kind", mode="before")
     @classmethod
@@ -75,23 +75,24 @@ class LossConfig(Section):
 
     @property
     def band(self) -> tuple[float, float]:
-        """How far below and above 1 ratios count."""
+        """Distances below and above 1 beyond which ratios are clipped."""
         return self.clip or CLIPS[self.kind]
 
 
 class AdvantageConfig(Section):
-    """How much better than the others of its group a rollout counts."""
+    """How the reward of a rollout is compared with the others of its group."""
 
     kind: Literal["grpo", "dr_grpo", "rloo", "median"] = "dr_grpo"
-    """Reward less the group's mean: divided by its standard deviation (``grpo``), as it is (``dr_grpo``), less the mean
-    of the others (``rloo``), or less the median (``median``)."""
+    """``dr_grpo``: reward minus the group's mean. ``grpo``: the same, divided by the group's standard deviation.
+    ``rloo``: reward minus the mean of the other rollouts. ``median``: reward minus the group's median. Default:
+    ``dr_grpo``."""
     rewards: dict[str, float] = Field(default_factory=dict)
-    """Weights of several rewards, by the names that verifiers give them. Default: the rollout's one reward."""
+    """Weights of several rewards, by the names that verifiers give them. Default: the rollout's single reward."""
     normalise: Literal["together", "apart"] = "together"
-    """Several rewards: ``together``: added up, then compared in the group; ``apart``: compared in the group each, then
-    added up, and scaled over the batch as by ``whiten`` (GDPO, arXiv 2601.05242)."""
+    """With several ``rewards``: ``together`` adds them up before they are compared in the group; ``apart`` compares
+    each by itself, adds the results up and whitens them (GDPO, arXiv 2601.05242). Default: ``together``."""
     whiten: bool = False
-    """Whether advantages are brought to mean 0 and standard deviation 1 over the batch's tokens. Default: false."""
+    """Scale advantages to mean 0 and standard deviation 1 over the tokens of the batch. Default: false."""
 
     @field_validator("kind", mode="before")
     @classmethod
@@ -106,13 +107,3 @@ class AdvantageConfig(Section):
         if value and not any(value.values()):
             raise ValueError(f"{value}: every weight is 0; nothing would be learned")
         return value
-
-
-class ImportanceConfig(Section):
-    """Weights that correct for how the engine's probabilities differ from the trainer's (truncated importance sampling,
-    Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training)."""
-
-    level: Literal["none", "token", "sequence"] = "token"
-    """``token``: a weight for each token; ``sequence``: the product over one; ``none``. Default: ``token``."""
-    truncate: float = Field(2.0, ge=1)
-    """Largest weight. Default: 2."""

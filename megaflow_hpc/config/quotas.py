@@ -1,26 +1,21 @@
-"""What a campaign may take at once, and what its site lets it: three tiers of limits, all checked when it is planned.
+"""Quotas of a campaign and the site's caps on them, all checked when the campaign is planned.
 
-========================================  ==============================================================================
-``requests_per_s tokens_per_s in_flight``  model calls, shared out over the gateways of the campaign (one a worker rank)
-``slots``                                  rollouts at once in the whole campaign, shared out in the same way
-site file                                  the most that a campaign may ask for; also where it asks for nothing
-========================================  ==============================================================================
+``quotas`` of the campaign file limit its model calls. Each gateway, one per worker rank, gets an equal part. The site
+file limits what a campaign may request, and applies too if the campaign sets no quota.
 
-Nobody keeps count for all: each gateway and rank has an equal part from the start, so the whole is never passed, and is
-not reached while pods wait in the queue or have ended. A site file is YAML, ``/etc/megaflow-hpc/site.yaml`` or (only
-where that does not exist) the file that ``MEGAFLOW_SITE_FILE`` names::
+Gateways do not communicate. The parts are fixed from the start, so the total is never exceeded, and is not reached
+while pods wait in the queue or have ended. The site file is YAML: ``/etc/megaflow-hpc/site.yaml`` or, only if that does
+not exist, the file that ``MEGAFLOW_SITE_FILE`` names::
 
-    caps: {slots: 512, requests_per_s: 200, tokens_per_s: 2.0e5, in_flight: 1000, pods: 16, servers: 8}
-    users: {alice: {slots: 1024}}        # instead of caps, cap by cap
+    caps: {requests_per_s: 200, tokens_per_s: 2.0e5, in_flight: 1000, pods: 16, servers: 8}
+    users: {alice: {in_flight: 2000}}     # replaces single caps for this user
 """
 
 from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import Field, ValidationError
@@ -33,30 +28,29 @@ SITE_FILE = Path("/etc/megaflow-hpc/site.yaml")
 
 
 class QuotasConfig(Section):
-    """What the campaign may take at once. Default of each: no limit."""
+    """Limits of the model calls of the whole campaign, for endpoints or sites that bound them. Calls above a limit
+    wait. Default of each: no limit."""
 
     requests_per_s: float | None = Field(None, gt=0)
     """Maximum number of model calls per second."""
     tokens_per_s: float | None = Field(None, gt=0)
-    """Maximum number of tokens per second, of prompts and answers together."""
+    """Maximum number of tokens per second, prompts and answers together."""
     in_flight: int | None = Field(None, ge=1)
     """Maximum number of concurrent model calls."""
-    slots: int | None = Field(None, ge=1)
-    """Maximum number of concurrent rollouts."""
 
     @property
     def any(self) -> bool:
-        """Whether any limit is set."""
+        """True if a limit is set."""
         return any(value is not None for value in self.model_dump().values())
 
 
 class Caps(QuotasConfig):
-    """What a site lets a campaign ask for. Default of each: no limit."""
+    """Limits that a site sets for each campaign. Default of each: no limit."""
 
     pods: int | None = Field(None, ge=1)
-    """Maximum number of pods, of all pools."""
+    """Maximum number of pods of all pools."""
     servers: int | None = Field(None, ge=1)
-    """Maximum number of engine servers, of all policies."""
+    """Maximum number of engine servers of all policies."""
 
 
 class _SiteFile(Section):
@@ -65,10 +59,10 @@ class _SiteFile(Section):
 
 
 def site_caps(user: str | None = None, file: Path | None = None) -> tuple[Caps, str]:
-    """The caps of a user (by default who runs this) and the file they stand in; none where there is no file.
+    """Returns the caps of a user (default: the current user) and the site file; no caps if there is no file.
 
     Raises:
-        ConfigError: The file cannot be read or holds something else.
+        ConfigError: The file cannot be read or is invalid.
     """
     named = os.environ.get("MEGAFLOW_SITE_FILE")
     path = file or (SITE_FILE if SITE_FILE.exists() or not named else Path(named))
@@ -84,7 +78,7 @@ def site_caps(user: str | None = None, file: Path | None = None) -> tuple[Caps, 
 
 
 def gateways(pods: PodsConfig) -> int:
-    """Worker ranks of all pods: rank 0 of each schedules, the others have a gateway each."""
+    """Returns the number of worker ranks of all pods. Each has a gateway; rank 0 of a pod only schedules."""
 
     def workers(nodes: int) -> int:
         return max(1, nodes * pods.ranks_per_node - 1)
@@ -93,41 +87,36 @@ def gateways(pods: PodsConfig) -> int:
 
 
 def settle(quotas: QuotasConfig, pods: PodsConfig, servers: int, caps: Caps, source: str) -> QuotasConfig:
-    """The quotas that hold: the campaign's own, and the site's caps where it states none.
+    """Returns the quotas in force: the campaign's own, and the site's caps where it sets none.
 
     Args:
-        servers: Engine servers that the campaign asks for at most.
+        servers: Maximum number of engine servers that the campaign requests.
         source: The site file, for messages.
 
     Raises:
-        ConfigError: The campaign asks for more than the site lets it, or a quota is less than one for each rank.
+        ConfigError: The campaign requests more than the site allows, or ``in_flight`` is less than one per rank.
     """
-    asked: Mapping[str, Any] = {
-        **{f"quotas.{name}": value for name, value in quotas.model_dump().items()},
-        "slurm.pods (of all pools)": pods.total,
-        "servers (of all policies)": servers,
-    }
-    most = {**{f"quotas.{n}": getattr(caps, n) for n in QuotasConfig.model_fields}}
-    most |= {"slurm.pods (of all pools)": caps.pods, "servers (of all policies)": caps.servers}
-    for name, value in asked.items():
-        cap = most[name]
+    requested = quotas.model_dump() | {"pods": pods.total, "servers": servers}
+    labels = {"pods": "slurm.pods (of all pools)", "servers": "servers (of all policies)"}
+    for name, value in requested.items():
+        cap = getattr(caps, name)
         if value is not None and cap is not None and value > cap:
-            raise ConfigError(f"{name}: {value} is more than this site lets a campaign take ({cap}, {source})")
-    stated = {name: value for name, value in quotas.model_dump().items() if value is not None}
-    held = QuotasConfig(**{**{n: getattr(caps, n) for n in QuotasConfig.model_fields}, **stated})
+            label = labels.get(name, f"quotas.{name}")
+            raise ConfigError(f"{label}: {value} is more than this site lets a campaign take ({cap}, {source})")
+    limits = {name: getattr(caps, name) for name in QuotasConfig.model_fields}
+    limits |= {name: value for name, value in quotas.model_dump().items() if value is not None}
+    held = QuotasConfig(**limits)
     count = gateways(pods)
-    for name in ("in_flight", "slots"):
-        value = getattr(held, name)
-        if value is not None and value < count:
-            raise ConfigError(
-                f"quotas.{name}: {value} shared out over {count} worker ranks is less than one each; use fewer pods or "
-                f"ranks (slurm.pods.count, ranks_per_node), or raise it{f' (cap of {source})' if source else ''}"
-            )
+    if held.in_flight is not None and held.in_flight < count:
+        raise ConfigError(
+            f"quotas.in_flight: {held.in_flight} shared out over {count} worker ranks is less than one each; use fewer "
+            f"pods or ranks (slurm.pods.count, ranks_per_node), or raise it{f' (cap of {source})' if source else ''}"
+        )
     return held
 
 
 def check_scale(wanted: int, pods: PodsConfig, quotas: QuotasConfig) -> None:
-    """Raises :class:`ConfigError` where a running campaign may not have so many pods."""
+    """Raises :class:`ConfigError` if a running campaign may not have ``wanted`` pods."""
     caps, source = site_caps()
     if caps.pods is not None and wanted > caps.pods:
         raise ConfigError(f"--pods {wanted}: more than this site lets a campaign take ({caps.pods}, {source})")
@@ -135,8 +124,3 @@ def check_scale(wanted: int, pods: PodsConfig, quotas: QuotasConfig) -> None:
         raise ConfigError(
             f"--pods {wanted}: the campaign's quotas are shared out among {pods.total} pods; plan it anew for more"
         )
-
-
-def slots_of_rank(wanted: int, quotas: QuotasConfig, pods: PodsConfig) -> int:
-    """Rollouts at once on one worker rank: what was asked for, or its part of the campaign's slots."""
-    return wanted if quotas.slots is None else max(1, min(wanted, quotas.slots // gateways(pods)))

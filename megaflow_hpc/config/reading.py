@@ -1,10 +1,10 @@
-"""YAML with line numbers: what a mistake in a campaign file is told by."""
+"""YAML with line numbers, for error messages."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from megaflow_hpc.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without base-60 numbers (``time: 1:00:00`` stays a string) and with duplicate keys refused."""
+    """YAML without base-60 numbers (``time: 1:00:00`` stays a string) and without duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Returns a node's mapping.
@@ -45,10 +45,10 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
-    """A YAML file's value and its node tree (for line numbers).
+    """Returns the value and the node tree of a YAML file. The nodes have line numbers.
 
     Raises:
-        ConfigError: the file cannot be read or is not YAML.
+        ConfigError: The file cannot be read or is not YAML.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
     except yaml.reader.ReaderError as error:
         number = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{path}:{number}: holds the character 0x{error.character:02x}; expected YAML") from None
-    loader.name = str(path)  # every node's mark names its file: a campaign may be made of two
+    loader.name = str(path)  # every node's mark names its file, because a campaign may be merged from two
     try:
         node = loader.get_single_node()
         if node is not None:
@@ -70,7 +70,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
         value = None if node is None else loader.construct_document(node)
     except RecursionError:
         raise ConfigError(f"{path}:{loader.line + 1}: not valid YAML: nested too deeply") from None
-    except (ValueError, TypeError, ArithmeticError) as error:  # a date that is none, a number of 5000 digits
+    except (ValueError, TypeError, ArithmeticError) as error:  # an impossible date, a number of 5000 digits
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -83,15 +83,15 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
     return value, node
 
 
-MOST = 100_000
-"""Values that a file may hold, each counted as often as an alias repeats it."""
+MAX_VALUES = 100_000
+"""Maximum number of values in a file. Values behind an alias count each time."""
 
 
 def _require_small(root: yaml.Node) -> None:
-    """Makes sure that aliases, which cost nothing to write, do not repeat values without end.
+    """Rejects files whose aliases repeat values excessively or without end.
 
     Raises:
-        ConstructorError: they do.
+        ConstructorError: The file has too many values or contains itself.
     """
     sizes: dict[int, int] = {}
     stack = [(root, False)]
@@ -101,53 +101,51 @@ def _require_small(root: yaml.Node) -> None:
         children = children if isinstance(node, yaml.CollectionNode) else []
         if not children_done:
             if id(node) not in sizes:
-                sizes[id(node)] = 0  # under way: met again, it holds itself
+                sizes[id(node)] = 0  # 0 marks a node in progress; if met again, it contains itself
                 stack.append((node, True))
                 stack += [(child, False) for child in children]
             continue
         if any(not sizes[id(child)] for child in children):
             raise yaml.constructor.ConstructorError(None, None, "a value that holds itself", node.start_mark)
         sizes[id(node)] = 1 + sum(sizes[id(child)] for child in children)
-        if sizes[id(node)] > MOST:
-            problem = f"aliases repeat values until there are more than {MOST}"
+        if sizes[id(node)] > MAX_VALUES:
+            problem = f"aliases repeat values until there are more than {MAX_VALUES}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def line_of(node: yaml.Node | None, location: Sequence[Any]) -> int | None:
-    """Line (from 1) of the deepest part of ``location`` that the file has."""
-    found = _deepest(node, location)
-    return None if found is None else found.line + 1
+    """Returns the line, from 1, of the deepest part of ``location`` that the file has."""
+    mark = _deepest(node, location)
+    return None if mark is None else mark.line + 1
 
 
 def place_of(node: yaml.Node | None, location: Sequence[Any], path: str) -> str:
-    """Returns ``file:line`` of the deepest part of ``location`` that there is; ``path`` where there is no node."""
-    found = _deepest(node, location)
-    return path if found is None else f"{path if found.name.startswith('<') else found.name}:{found.line + 1}"
+    """Returns ``file:line`` of the deepest part of ``location`` that the file has; ``path`` without a node."""
+    mark = _deepest(node, location)
+    return path if mark is None else f"{path if mark.name.startswith('<') else mark.name}:{mark.line + 1}"
+
+
+def reached(node: yaml.Node | None, location: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the parts of ``location`` that the file has. Pydantic adds the names of the types that it tried."""
+    return tuple(part for part, _ in _walk(node, location))
 
 
 def _deepest(node: yaml.Node | None, location: Sequence[Any]) -> yaml.Mark | None:
     mark = None if node is None else node.start_mark
-    for part in location:
-        if isinstance(node, yaml.MappingNode):
-            found = next(((k, v) for k, v in node.value if k.value == str(part)), None)
-            if found is None:
-                continue
-            mark, node = found[0].start_mark, found[1]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            mark = node.start_mark
+    for _, deeper in _walk(node, location):
+        mark = deeper
     return mark
 
 
-def reached(node: yaml.Node | None, location: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the parts of ``location`` that stand in the file; pydantic adds the kind of value that it tried."""
-    found = []
+def _walk(node: yaml.Node | None, location: Sequence[Any]) -> Iterator[tuple[Any, yaml.Mark]]:
+    """Yields each part of ``location`` that the file has, with its place."""
     for part in location:
-        if isinstance(node, yaml.MappingNode) and str(part) in (keys := {k.value: v for k, v in node.value}):
-            node = keys[str(part)]
+        if isinstance(node, yaml.MappingNode):
+            values = {key.value: (key, value) for key, value in node.value}
+            if str(part) not in values:
+                continue
+            key, node = values[str(part)]
+            yield part, key.start_mark
         elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
             node = node.value[part]
-        else:
-            continue
-        found.append(part)
-    return tuple(found)
+            yield part, node.start_mark

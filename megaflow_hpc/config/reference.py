@@ -1,7 +1,6 @@
-"""Every key of the campaign file with its type, default and meaning, read from the sections themselves.
+"""Every key of the campaign file with its type, default and meaning, from the JSON Schema of the sections.
 
-What a key means stands once, below its field; the JSON Schema carries it (:func:`.campaign.schema`), and this lays it
-out for people: docs/reference/campaign-file.md holds :func:`markdown`.
+The text below each field is its documentation. docs/reference/campaign-file.md holds the result of :func:`markdown`.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ class Key:
 
     name: str
     type: str
-    """``text``, ``number``, ``list of text``, ``one of fifo, longest`` …; a section by the path of its table."""
+    """``text``, ``number``, ``list of text``, ``one of fifo, longest``; for a section, a link to its table."""
     default: str
-    """As YAML has it; ``required`` where there is none, empty for a section."""
+    """The default as YAML; ``required`` without one, empty for a section."""
     text: str
-    """What it means."""
+    """The meaning."""
 
 
 @dataclass
 class Table:
-    """One section, under the first path by which the file reaches it."""
+    """One section, under the first path that leads to it."""
 
     path: str
     """``slurm.pods``; ``models.NAME`` for sections by name, ``tasks[]`` for those of a list."""
@@ -39,12 +38,12 @@ class Table:
 
 
 def tables() -> list[Table]:
-    """Returns a table for the file and one for each section, in the order in which the file names them."""
+    """Returns a table for the file and one for each section, in the order of the file's keys."""
     whole = schema()
     definitions = whole.get("$defs", {})
     paths: dict[str, str] = {}
-    found = [Table("", "")]
-    waiting = [(found[0], whole)]
+    result = [Table("", "")]
+    waiting = [(result[0], whole)]
     while waiting:
         table, section = waiting.pop(0)
         required = set(section.get("required", ()))
@@ -53,16 +52,16 @@ def tables() -> list[Table]:
             for reference, place in _sections(value, path):
                 if reference not in paths and "properties" in definitions[reference]:
                     paths[reference] = place
-                    found.append(Table(place, _plain(definitions[reference].get("description", ""))))
-                    waiting.append((found[-1], definitions[reference]))
+                    result.append(Table(place, _plain(definitions[reference].get("description", ""))))
+                    waiting.append((result[-1], definitions[reference]))
             default = "required" if name in required else _default(value)
             key = Key(name, _type(value, definitions, paths), default, _plain(value.get("description", "")))
             table.keys.append(key)
-    return found
+    return result
 
 
 def markdown() -> str:
-    """Returns the tables as Markdown, a heading each."""
+    """Returns the tables as Markdown, each under a heading."""
     lines: list[str] = []
     for table in tables():
         lines += [f"## `{table.path}`" if table.path else "## The file", "", *([table.text, ""] if table.text else [])]
@@ -89,13 +88,13 @@ def _default_and_meaning(key: Key) -> tuple[str, str]:
 
 
 def _plain(text: str) -> str:
-    """One line of Markdown: double backticks are single ones there, and roles are names."""
+    """Returns the text as one line of Markdown, with single backticks and without roles."""
     text = re.sub(r":\w+:`~?([^`]+)`", lambda role: f"`{role[1].rpartition('.')[2]}`", text)
     return " ".join(text.replace("``", "`").split())
 
 
 def _sections(value: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
-    """Names of definitions that a value leads to, each with the path of it."""
+    """Yields the names of the definitions that a value refers to, each with its path."""
     if "$ref" in value:
         yield value["$ref"].rpartition("/")[2], path
     for part in (*value.get("anyOf", ()), *value.get("allOf", ())):
@@ -132,9 +131,9 @@ def _type(value: Mapping[str, Any], definitions: Mapping[str, Any], paths: Mappi
 
 def _default(value: Mapping[str, Any]) -> str:
     default = value.get("default", {"object": {}, "array": []}.get(str(value.get("type"))))
-    return "" if isinstance(default, dict) and default else json.dumps(default)  # a section has a table of its own
+    return "" if isinstance(default, dict) and default else json.dumps(default)  # sections have a table of their own
 
 
 def _anchor(path: str) -> str:
-    """The address of a heading as GitHub and Markdown's ``toc`` make it."""
+    """Returns the anchor of a heading as GitHub and Markdown's ``toc`` build it."""
     return re.sub(r"[^a-z0-9_-]", "", path.lower())

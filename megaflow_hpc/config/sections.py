@@ -1,4 +1,4 @@
-"""The sections of a campaign file, each a pydantic model; unknown keys are errors."""
+"""Sections of a campaign file as pydantic models. Unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Puts the docstring below each field into the JSON Schema of its section.
+    """Adds the docstring below each field to the JSON Schema of its section.
 
-    Pydantic's ``use_attribute_docstrings`` does so too, at every import: 25 ms for each rank, runner and command.
+    Pydantic's ``use_attribute_docstrings`` would do so at every import, which costs each process 25 ms.
     """
     for section in reversed(model.__mro__):
         if section is not Section and issubclass(section, Section):
@@ -36,12 +36,8 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
                             schema["properties"][name]["description"] = inspect.cleandoc(value)
 
 
-RUN_DIRECTORY = "run directory"
-"""Validation context of sections that a run directory holds, perhaps in the form of an earlier version."""
-
-
 class Section(BaseModel):
-    """A part of the campaign file; unknown keys are errors."""
+    """A part of the campaign file. Unknown keys are errors."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, str_strip_whitespace=True, allow_inf_nan=False, json_schema_extra=_describe
@@ -50,7 +46,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _yes_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and info.field_name:  # pydantic takes true for 1
+        if isinstance(value, bool) and info.field_name:  # pydantic accepts true as 1
             kinds = _kinds(cls.model_fields[info.field_name].annotation)
             if kinds & {int, float} and not kinds & {bool, Any}:
                 raise ValueError("a number is expected, and YAML reads yes, no, on and off as true and false")
@@ -58,7 +54,7 @@ class Section(BaseModel):
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The types that an annotation is made of, those within others left out."""
+    """Returns the types of an annotation, without those nested in others."""
     if get_origin(annotation) in (Union, UnionType):
         return set().union(*(_kinds(part) for part in get_args(annotation)))
     return {bool} if annotation is bool else {annotation} if isinstance(annotation, type) else {Any}
@@ -68,77 +64,81 @@ class TaskSource(Section):
     """A source of tasks."""
 
     path: str
-    """Harbor task directories (a glob), ``*.jsonl`` files (a glob), or a Python class ``package.module:Class``."""
+    """Harbor task directories or ``*.jsonl`` files (a glob), or a Python class ``package.module:Class``."""
     include: tuple[str, ...] = ()
-    """Shell patterns on task ids; only matching tasks are taken. Default: every task."""
+    """Shell patterns of task ids. Only matching tasks are used. Default: every task."""
     exclude: tuple[str, ...] = ()
-    """Shell patterns on task ids; matching tasks are left out, after ``include``."""
+    """Shell patterns of task ids to leave out, applied after ``include``. Default: none."""
     limit: int | None = Field(None, ge=1)
-    """Maximum number of tasks, taken in order of their ids. Default: no limit."""
+    """Maximum number of tasks, in order of their ids. Useful for a first try. Default: no limit."""
 
 
 class AgentConfig(Section):
-    """The agent scaffold that drives a rollout."""
+    """The agent that works on a task, and its limits."""
 
     name: str
-    """Short name (``oracle``, ``nop``, ``mini-swe-agent``, ``command``, ``replay``, …) or ``package.module:Class``."""
+    """Built-in agent (``mini-swe-agent``, ``oracle``, ``nop``, ``command``, ``replay``, …) or a Python class
+    ``package.module:Class``."""
     max_turns: int | None = Field(None, ge=1)
-    """Maximum number of model calls; the rollout is then truncated. Default: no limit."""
+    """Maximum number of model calls of a rollout, which is then truncated and verified. Default: no limit."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum number of sampled tokens; the rollout is then truncated. Default: no limit."""
+    """Maximum number of sampled tokens of a rollout, which is then truncated and verified. Default: no limit."""
     timeout_s: float | None = Field(None, gt=0)
-    """Maximum run time of the agent in seconds; the rollout is then truncated. Default: the task's."""
+    """Maximum run time of the agent in seconds. The rollout is then truncated and verified. Default: the task's
+    timeout."""
     args: dict[str, Any] = {}
-    """Arguments of the scaffold, passed to it unchanged."""
+    """Arguments of the agent, passed unchanged."""
 
 
 class SandboxLimits(Section):
-    """Limits of one sandbox where its task states none. 1 MB is 10^6 bytes."""
+    """Limits of each sandbox, for tasks that set none. 1 MB is 10^6 bytes."""
 
     memory_mb: int | None = Field(None, ge=1)
-    """Memory in MB of all processes, and of files in memory. Default: no limit."""
+    """Maximum memory in MB of all processes, including files in memory. The command that uses most is killed. Default:
+    no limit."""
     cpus: float | None = Field(None, gt=0)
-    """CPUs; a fraction is rounded up. Default: no limit."""
+    """Number of CPUs that processes may use, rounded up. Default: no limit."""
     disk_mb: int | None = Field(None, ge=1)
-    """Scratch space in MB. Default: no limit."""
+    """Maximum size in MB of files that a sandbox writes. Default: no limit."""
     processes: int | None = Field(None, ge=16)
-    """Number of processes and threads. Default: 512."""
-    cpu_s: float | None = Field(None, gt=0)
-    """CPU time in seconds, for agent and verifier each. Default: no limit."""
+    """Maximum number of processes and threads. Default: 512."""
     wall_s: float | None = Field(None, gt=0)
-    """Wall-clock time in seconds, for agent and verifier each. Default: no limit."""
+    """Maximum wall-clock time in seconds, applied to the agent and to the verifier separately. Default: no limit."""
 
 
 class EnvironmentConfig(Section):
-    """The sandboxes."""
+    """Sandboxes: images, network, limits and verification."""
 
     network: Network = "gateway"
-    """Network access: ``none``, ``gateway`` (only the model is reachable) or ``host``."""
+    """Network of sandboxes. ``none``: no network. ``gateway``: only the model is reachable. ``host``: everything that
+    the node reaches. Tasks may narrow it. Default: ``gateway``."""
     images: dict[str, str] = {}
-    """SIF file, definition file, directory or ``docker://`` reference of each image name in the tasks."""
+    """Image name in the tasks → SIF file, definition file, directory or ``docker://`` reference."""
     image_store: str | None = None
-    """Directories in which images are kept, separated by colons; the first is written to. ``MEGAFLOW_IMAGE_STORE``
-    comes before it. Default: a place of the site with room, else the home directory."""
+    """Directories that store images, separated by colons; new images go into the first. ``MEGAFLOW_IMAGE_STORE``
+    overrides it. Default: a scratch or work directory of the site with enough space, else
+    ``~/.megaflow-hpc/images``."""
     mirrors: dict[str, str] = {}
-    """Mirror of each registry, as ``docker.io: registry.site.edu/hub``."""
+    """Registry → its mirror, such as ``docker.io: registry.site.edu/hub``."""
     air_gapped: bool = False
-    """Whether to fetch nothing: an image that is not in the store is an error. Default: false."""
+    """Fetch nothing from registries. An image that the store lacks is then an error. Default: false."""
     build_network: Literal["none", "host"] | None = None
-    """Network of the steps of Dockerfiles: ``none``, or the ``host``'s, by which they fetch packages and reach whatever
-    the planning node reaches. Default: ``host`` where ``network`` is, else ``none``."""
+    """Network of the build steps of Dockerfiles. ``host`` lets them install packages, and reach everything that the
+    planning node reaches. Default: ``host`` if ``network`` is ``host``, else ``none``."""
     limits: SandboxLimits = SandboxLimits()
-    """Limits of one sandbox where its task states none."""
+    """Limits of each sandbox, for tasks that set none."""
     nested: bool = False
-    """Whether commands may make user namespaces of their own (bubblewrap, containers); limits do not see all of what
-    runs there. Default: false."""
+    """Allow commands to create user namespaces (bubblewrap, containers). Limits do not see everything that runs in
+    them. Default: false."""
     verification: Verification | None = None
-    """Which of the agent's changes the tests see. ``fresh``: those in the work directory and at declared artifacts.
-    ``shared``: also files that the agent added outside the system directories. ``as-left``: all; an agent that replaces
-    programs can then choose its reward. Default: ``fresh`` for tasks with a work directory, else ``shared``."""
+    """Changes of the agent that the tests see. ``fresh``: those in the work directory and in declared artifacts.
+    ``shared``: also files that the agent added outside the system directories. ``as-left``: all of them; an agent that
+    replaces programs can then choose its own reward. Default: ``fresh`` for tasks with a work directory, else
+    ``shared``."""
 
     @property
     def network_of_builds(self) -> Literal["none", "host"]:
-        """What the steps of Dockerfiles get."""
+        """The network of the build steps of Dockerfiles."""
         return self.build_network or ("host" if self.network == "host" else "none")
 
     def verification_of(self, task: Task) -> Verification:
@@ -147,48 +147,39 @@ class EnvironmentConfig(Section):
         return self.verification or ("fresh" if has_workdir else "shared")
 
     def network_of(self, task: Task) -> Network:
-        """The narrower of what the campaign gives and the task allows."""
+        """Returns the narrower of the campaign's network and the task's."""
         widths = get_args(Network)
         return min(self.network, task.network or self.network, key=widths.index)
 
 
 class SchedulingConfig(Section):
-    """The order of rollouts, and where each runs."""
+    """Order and placement of rollouts."""
 
     order: Literal["fifo", "longest", "fair"] = "fifo"
-    """``fifo``: as planned; ``longest``: longest expected first; ``fair``: the policy that has used the least time
-    first."""
+    """``fifo``: as planned. ``longest``: longest expected duration first, which shortens the tail of a campaign.
+    ``fair``: first the policy that has used the least time. Default: ``fifo``."""
     learn_from: tuple[str, ...] = ()
-    """Run directories or trajectories.h5 of earlier campaigns, from which durations are expected."""
+    """Run directories or trajectories.h5 files of earlier campaigns, whose durations are expected again. Default: none;
+    durations are learned during the run."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Weight of each policy under ``fair``. Default: 1."""
+    """Relative share of slot time of each policy under ``fair``. Default: 1."""
     pack: tuple[Literal["cpus", "memory"], ...] = ()
-    """Task limits that a worker rank must have free, beside a slot, before a rollout starts there."""
+    """Resources that must be free on a rank before it starts a rollout, as the task's limits state them. Set it if
+    tasks differ in memory or CPUs. Default: a free slot is enough."""
     spare: int = Field(0, ge=0)
-    """Extra samples of each group; a group with ``samples`` rewards is closed and its other samples are cancelled.
-    Default: 0."""
+    """Further samples of each group. Once ``samples`` rollouts of a group have a reward, the others are cancelled. Use
+    it if some rollouts hang or fail. Default: 0."""
     signal_after: int | None = Field(None, ge=2)
-    """Number of equal rewards in a group after which its waiting samples are dropped. Default: never."""
-    cuts: int = Field(16, ge=0)
-    """Maximum number of times that the end of an allocation may interrupt a rollout before it fails with kind
-    ``walltime``. Default: 16."""
-
-
-class EvaluationConfig(Section):
-    """How rewards are summarised."""
-
-    ks: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Values of k for pass@k. Default: 1 and the number of samples."""
-    threshold: float = 1.0
-    """Reward from which a rollout counts as passed. Default: 1."""
+    """Cancel the waiting samples of a group once this many rewards are all equal. Saves time on tasks that always or
+    never pass. Default: never."""
 
 
 class LimitsConfig(Section):
-    """Limits at which pods start no more rollouts."""
+    """Total resources of the campaign. At a limit pods start no more rollouts; ``resume --limit`` raises it."""
 
     core_hours: float | None = Field(None, gt=0)
-    """Core-hours of all pods' allocations, idle or not. Default: no limit."""
+    """Core-hours allocated to all pods, used or idle. Default: no limit."""
     gpu_hours: float | None = Field(None, gt=0)
-    """GPU-hours of all engine servers, idle or not. Default: no limit."""
+    """GPU-hours allocated to all engine servers, used or idle. Default: no limit."""
     wall: float | None = Field(None, gt=0)
     """Hours since the first pod started. Default: no limit."""

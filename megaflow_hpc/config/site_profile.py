@@ -1,6 +1,6 @@
-"""Site profiles: files with settings that all campaigns of one site share.
+"""Site profiles: settings that all campaigns at a site share.
 
-A campaign that says ``site: NAME`` is completed by ``NAME.yaml``, found in ``~/.config/megaflow-hpc/sites``, else in
+``site: NAME`` in a campaign file adds the settings of ``NAME.yaml``, from ``~/.config/megaflow-hpc/sites``, else from
 the directories of ``MEGAFLOW_PROFILES``::
 
     slurm: {account: ml-group, setup: [module load apptainer], pods: {partition: cpu}, servers: {partition: gpu}}
@@ -31,12 +31,12 @@ from megaflow_hpc.host.private import who_may_replace
 
 VARIABLE = "MEGAFLOW_PROFILES"
 SECTIONS = ("run_dir", "share", "model", "environment", "slurm", "scheduling", "limits", "quotas")
-"""What a profile may state; the rest is a campaign's own."""
+"""Keys that a profile may set."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A profile as it was read."""
+    """A site profile."""
 
     name: str
     file: str
@@ -44,18 +44,18 @@ class Profile:
     node: yaml.MappingNode
 
     def record(self) -> dict[str, Any]:
-        """What ``run.json`` says of it."""
+        """Returns the profile as ``run.json`` stores it."""
         return {"name": self.name, "file": self.file, "fields": dict(self.fields)}
 
 
 def directories() -> list[Path]:
-    """Returns where profiles are looked for: the user's own first, then the group's."""
+    """Returns the directories of profiles: the user's own first, then the group's."""
     own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "megaflow-hpc" / "sites"
     return [own, *(Path(part) for part in os.environ.get(VARIABLE, "").split(":") if part)]
 
 
 def names() -> list[str]:
-    """Returns the names of the profiles that there are."""
+    """Returns the names of all profiles."""
     return sorted({path.stem for directory in directories() for path in directory.glob("*.yaml")})
 
 
@@ -63,10 +63,10 @@ def find(name: str, place: str) -> Profile:
     """Returns the profile of this name.
 
     Args:
-        place: where the campaign names it, for messages.
+        place: Place of the name in the campaign file, for messages.
 
     Raises:
-        Mistakes: There is none, it cannot be used, or it states what is no profile's; names file and line.
+        Mistakes: The profile is missing, unusable, or sets keys that it may not; names file and line.
     """
     path = next((file for d in directories() if (file := d / f"{name}.yaml").is_file()), None)
     if path is None or os.sep in name:
@@ -74,7 +74,7 @@ def find(name: str, place: str) -> Profile:
         there = f"there are: {', '.join(close)}" if close else f"write {directories()[0]}/{name}.yaml"
         looked = " and ".join(map(str, directories()))
         raise ConfigError(f"{place}: site {name!r}: no such profile in {looked} ({VARIABLE}); {there}")
-    # The user has named the directory, so its owner is trusted, and no other user.
+    # The user has named the directory, so its owner is trusted, but no other user.
     if why := who_may_replace(path, path.parent.stat().st_uid, "this site profile, which holds shell"):
         raise ConfigError(why)
     fields, node = read_yaml(path)
@@ -98,7 +98,7 @@ def find(name: str, place: str) -> Profile:
 def completed(
     fields: Mapping[str, Any], node: yaml.Node | None, profile: Profile
 ) -> tuple[dict[str, Any], yaml.Node | None]:
-    """Returns a campaign's values and nodes with what the profile adds."""
+    """Returns the values and YAML nodes of a campaign, completed by the profile."""
     adds, nodes = dict(profile.fields), profile.node
     model = adds.pop("model", None)
     extra = {} if model is None else {"model": model} if isinstance(fields.get("model"), dict) else {}
@@ -116,13 +116,13 @@ def completed(
 
 
 def _merged(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(own)
+    merged = dict(own)
     for key, value in other.items():
-        if key not in found:
-            found[key] = value
-        elif isinstance(found[key], dict) and isinstance(value, dict):
-            found[key] = _merged(found[key], value)
-    return found
+        if key not in merged:
+            merged[key] = value
+        elif isinstance(merged[key], dict) and isinstance(value, dict):
+            merged[key] = _merged(merged[key], value)
+    return merged
 
 
 def _merged_nodes(own: yaml.Node, other: yaml.Node) -> yaml.Node:

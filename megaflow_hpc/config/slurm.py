@@ -1,4 +1,4 @@
-"""The ``slurm`` section: what the jobs of a campaign ask Slurm for."""
+"""The ``slurm`` section: resources that the jobs of a campaign request."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import Field, field_validator, model_validator
 from megaflow_hpc.config.sections import Section
 
 TRAINER_REQUEUES = 20
-"""Requeues of a trainer in a row that committed no step, before it is given up."""
+"""Consecutive requeues of a trainer without a committed step, after which it is given up."""
 CPUS_PER_RANK = 2
-"""CPUs of each MPI rank of a pod where the campaign file does not say."""
+"""Default of ``cpus_per_rank``."""
 LEAST_GB = 0.001
-"""Slurm counts in MB, and takes 0 for all of a node's memory."""
+"""Slurm counts memory in MB, and takes 0 as all memory of a node."""
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
 _REMEDY = "write minutes (30), HH:MM:SS or D-HH:MM:SS"
 
@@ -25,22 +25,23 @@ def _walltime(value: Any) -> Any:
     text = str(value) if isinstance(value, int | str) else ""
     if not WALLTIME.match(text):
         raise ValueError(f"{value!r} is not a time; {_REMEDY}")
-    if not text.strip("0:-"):  # Slurm takes 0 for no limit, and keeps such a job where partitions have one
+    if not text.strip("0:-"):  # Slurm takes 0 as no limit, and never starts such a job if the partition has a limit
         raise ValueError(f"{value!r} leaves no time to run; {_REMEDY}")
     return value
 
 
 class PodPoolConfig(Section):
-    """A further pod array; what it does not state is as in ``slurm.pods``."""
+    """A further pod array. Keys that it leaves out are those of ``slurm.pods``."""
 
     cluster: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
-    """Another Slurm cluster (``sbatch --clusters``) that mounts the same run directory. Default: this one."""
+    """Another Slurm cluster (``sbatch --clusters``) that mounts the run directory. Default: the cluster of the login
+    node."""
     partition: str | None = None
-    """Partition, in place of ``pods.partition``; with several, comma-separated, Slurm chooses."""
+    """Partition, or several separated by commas, of which Slurm chooses. Default: ``pods.partition``."""
     account: str | None = None
-    """Account to charge, in place of ``slurm.account``."""
+    """Account to charge. Default: ``slurm.account``."""
     count: int = Field(1, ge=1)
-    """Number of pods (array elements). Default: 1."""
+    """Number of pods. Default: 1."""
     nodes: int | None = Field(None, ge=1)
     """Nodes of each pod. Default: ``pods.nodes``."""
     time: str | int | None = None
@@ -52,100 +53,82 @@ class PodPoolConfig(Section):
 
 
 class PodsConfig(Section):
-    """The pod array. Each element is one MPI world that runs sandboxes."""
+    """The pods, a job array on CPU nodes. Each element is one pod: an MPI world whose ranks run sandboxes."""
 
     partition: str | None = None
-    """CPU partition. Default: the site's."""
+    """CPU partition, or several separated by commas, of which Slurm chooses. Default: the site's."""
     count: int = Field(1, ge=1)
-    """Number of pods (array elements). Default: 1."""
+    """Number of pods. More pods finish sooner; all work on the same rollouts. Default: 1."""
     nodes: int = Field(1, ge=1)
     """Nodes of each pod. Default: 1."""
     ranks_per_node: int = Field(2, ge=1)
-    """MPI ranks on each node. Rank 0 of the pod schedules; the others run rollouts. Default: 2."""
+    """MPI ranks on each node. Rank 0 of a pod schedules; the others run rollouts. Default: 2."""
     slots_per_rank: int | None = Field(None, ge=1)
-    """Concurrent rollouts of each worker rank. Default: ``cpus_per_rank``."""
+    """Concurrent rollouts of each worker rank. Raise it if rollouts mostly wait for the model. Default:
+    ``cpus_per_rank``."""
     cpus_per_rank: int | None = Field(None, ge=1)
     """CPUs of each rank. Default: 2."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
-    """Memory of each node in GB (10^9 bytes), shared by its ranks. Default: the partition's."""
+    """Memory in GB (10^9 bytes) of each node, shared by its ranks. Default: the partition's."""
     time: str | int | None = None
-    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
-    throttle: int | None = Field(None, ge=1)
-    """Maximum number of elements of one array that run at once. Default: no limit."""
+    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. It should be several times as long as a rollout. Default: the
+    partition's, or less if account or QOS allow less."""
     pools: tuple[PodPoolConfig, ...] = ()
-    """Further pod arrays, on other partitions, accounts or clusters."""
+    """Further pod arrays, in other partitions, accounts or clusters."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options by name."""
 
     _time = field_validator("time", mode="before")(_walltime)
 
-    @field_validator("ranks_per_node", mode="before")
-    @classmethod
-    def _default_ranks(cls, value: Any) -> Any:
-        return cls.model_fields["ranks_per_node"].default if value is None else value  # null: runs planned earlier
-
     @property
     def total(self) -> int:
-        """Pods of all pools."""
+        """Number of pods of all pools."""
         return self.count + sum(pool.count for pool in self.pools)
 
     @property
     def here(self) -> int:
-        """Pods at the cluster where the campaign is submitted."""
+        """Number of pods at this cluster."""
         return self.count + sum(pool.count for pool in self.pools if not pool.cluster)
 
 
 class ServersConfig(Section):
-    """The engine array. Each element is one engine server."""
+    """The engine servers, a job array on GPU nodes. Each element is one server."""
 
     partition: str | None = None
     """GPU partition. Default: the site's default partition."""
     cpus_per_gpu: int | None = Field(None, ge=1)
-    """CPUs of each server for each of its GPUs; for all of it where it has none. Default: the partition's CPUs by its
-    GPUs, 8 at most, unless the site gives some by itself (DefCpuPerGPU)."""
+    """CPUs for each GPU of a server; for the whole server if it has no GPU. Default: the partition's CPUs divided by
+    its GPUs, at most 8, unless the site sets a default itself (``DefCpuPerGPU``)."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
-    """Memory of each server on each of its nodes in GB (10^9 bytes). Default: the partition's."""
+    """Memory in GB (10^9 bytes) of each server on each of its nodes. Default: the partition's."""
     time: str | int | None = None
-    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
+    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Servers are requeued when it ends. Default: the partition's, or less
+    if account or QOS allow less."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options by name."""
-
-    _time = field_validator("time", mode="before")(_walltime)
-
-
-class GatherConfig(Section):
-    """The job that writes trajectories.h5 when the pods have ended."""
-
-    partition: str | None = None
-    """Partition. Default: ``pods.partition``."""
-    time: str | int | None = None
-    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: an hour, or as much of it as partition, account and QOS
-    allow."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Further sbatch options by name, such as ``cpus-per-task`` (default: the CPUs of a pod on one node, 8 at most),
-    ``mem``, or ``mail-user`` and ``mail-type: END,FAIL`` for a mail when the campaign has ended."""
 
     _time = field_validator("time", mode="before")(_walltime)
 
 
 class TrainerConfig(Section):
-    """The trainer job of each trained policy. It is requeued by itself and goes on from its last commit."""
+    """The trainer's job, one for each trained policy. It is requeued automatically and continues from its last
+    commit."""
 
     partition: str | None = None
     """GPU partition. Default: ``servers.partition``."""
     nodes: int = Field(1, ge=1)
-    """Nodes. Default: 1."""
+    """Number of nodes. Default: 1."""
     gpus: int = Field(1, ge=0)
-    """GPUs on each node, each with one process of the trainer. 0: one process on CPUs. Default: 1."""
+    """GPUs on each node, one process of the trainer for each. 0: one process on CPUs. Default: 1."""
     cpus_per_gpu: int | None = Field(None, ge=1)
-    """CPUs for each GPU; for all of the job's part of a node where it has none. Default: as for ``servers``."""
+    """CPUs for each GPU; for the whole job on each node if it has no GPU. Default: as for ``servers``."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
-    """Memory on each node in GB (10^9 bytes). Default: the partition's."""
+    """Memory in GB (10^9 bytes) of each node. Default: the partition's."""
     time: str | int | None = None
-    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
+    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or less if account or QOS allow less."""
     share: Literal["none", "sleep"] = "none"
-    """GPUs of trainer and engines: ``none``: each has its own; ``sleep``: they share one allocation, and engines sleep
-    while the trainer steps. Default: ``none``."""
+    """``none``: trainer and engine have their own GPUs. ``sleep``: they share the trainer's GPUs, and the engine sleeps
+    during each step. Use it if GPUs are scarce. Default: ``none``."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options by name."""
 
@@ -153,36 +136,52 @@ class TrainerConfig(Section):
 
 
 class SlurmConfig(Section):
-    """What the jobs ask Slurm for."""
+    """Resources that jobs request from Slurm."""
 
     account: str | None = None
     """Account to charge. Default: the user's."""
     setup: tuple[str, ...] = ()
-    """Shell lines run first in every job (module load, proxies)."""
+    """Shell lines that every job runs first, such as ``module load apptainer``."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options of every job, by name."""
     together: bool = False
-    """Whether engines and one pod run in one heterogeneous job (one allocation, one MPI world) in place of two arrays.
-    Default: false."""
+    """Run the engines and one pod in a single heterogeneous job, so that they start at the same time, in place of two
+    arrays. Default: false."""
     requeues: int = Field(3, ge=0)
-    """Maximum number of requeues of an array element after a crash or a drain. Default: 3."""
+    """Consecutive starts without progress after which an array element is no longer requeued. Raise it on unreliable
+    nodes. Default: 3."""
     pods: PodsConfig = PodsConfig()
-    """The pod array."""
+    """Pods, which run agents and sandboxes."""
     servers: ServersConfig = ServersConfig()
-    """The engine array."""
+    """Engine servers, which run the model."""
     trainer: TrainerConfig = TrainerConfig()
-    """The trainer of each trained policy."""
-    gather: GatherConfig = GatherConfig()
-    """The job that gathers."""
+    """Trainers of trained policies."""
+    gather: dict[str, Any] = Field(default_factory=dict)
+    """sbatch options, by name, of the job that writes trajectories.h5 after the pods have ended. ``mail-user`` with
+    ``mail-type: END,FAIL`` sends a mail then. Defaults: ``partition``, that of ``pods``; ``time``, an hour, or less if
+    partition, account or QOS allow less; ``cpus-per-task``, the CPUs of a pod on one node, at most 8."""
 
     @model_validator(mode="after")
     def _one_cluster(self) -> SlurmConfig:
-        extras = [self.extra, self.pods.extra, self.servers.extra, self.trainer.extra, self.gather.extra]
+        extras = [self.extra, self.pods.extra, self.servers.extra, self.trainer.extra, self.gather]
         extras += [pool.extra for pool in self.pods.pools]
         for name in sorted({name for extra in extras for name in extra}):
             if name.strip("-") in ("M", "cluster", "clusters"):
                 raise ValueError(f"extra: {name!r}: pods at another cluster are slurm.pods.pools: [{{cluster: NAME}}]")
         return self
+
+    @field_validator("gather", mode="before")
+    @classmethod
+    def _gather(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if "extra" in value:
+            raise ValueError("extra: write its options directly into slurm.gather")
+        try:
+            _walltime(value.get("time"))
+        except ValueError as error:
+            raise ValueError(f"time {error}") from None
+        return value
 
     @field_validator("setup", mode="before")
     @classmethod

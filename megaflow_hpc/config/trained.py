@@ -22,29 +22,18 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.types import NEUTRAL
 
 DEFAULTS = {"vllm": ("generation-config", "vllm"), "sglang": ("sampling-defaults", "openai")}
-"""Engine → the option, and its value, by which sampling is neutral unless a call says otherwise."""
+"""Engine → option and value that make sampling neutral unless a call sets it."""
 
 LOADS_WEIGHTS = ("vllm", "sglang", "transformers", "scripted")
-"""Engines that are the campaign's own."""
-
-
-POLL_S = 0.5
-"""Seconds between two looks of a trained policy's server for new weights: of the time to their first token, half of it
-is waiting."""
-LOOKS_PER_S = 100
-"""Looks of all servers of a policy, which many of them share."""
+"""Engines that the campaign starts itself, and that can load weights."""
 
 
 def trained_model(model: ModelConfig) -> ModelConfig:
-    """Returns a trained policy's model: its engine does not take sampling from the model's files, and looks for new
-    weights often."""
+    """Returns a trained policy's model, whose engine does not take sampling settings from the model's files."""
     kinds = [{"engine": model.engine, "args": model.args}, *model.also]
     args = [_neutral_args(str(kind.get("engine", model.engine)), kind.get("args")) for kind in kinds]
     also = tuple({**kind, "args": own} if own else kind for kind, own in zip(model.also, args[1:], strict=True))
-    servers = sum(kind.servers.max for kind in model.kinds())
-    poll_s = model.weights.poll_s or max(POLL_S, servers / LOOKS_PER_S)
-    weights = model.weights.model_copy(update={"poll_s": poll_s})
-    return model.model_copy(update={"args": args[0] or {}, "also": also, "weights": weights})
+    return model.model_copy(update={"args": args[0] or {}, "also": also})
 
 
 def _neutral_args(engine: str, args: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -58,15 +47,15 @@ def _neutral_args(engine: str, args: Mapping[str, Any] | None) -> dict[str, Any]
 def check_trained(
     training: TrainingConfig, policies: Mapping[str, tuple[ModelConfig | None, AgentConfig, int]], key: str
 ) -> None:
-    """Checks that each policy that learns has a model that can, and is sampled from its own distribution.
+    """Checks that each trained policy has a model that can load weights, and is sampled from its own distribution.
 
     Args:
-        training: the section.
-        policies: by name: model, agent and samples per task.
-        key: key of a policy's model in the file, with ``{}`` for the policy.
+        training: The section ``training``.
+        policies: Model, agent and samples per task of each policy, by name.
+        key: Key of a policy's model in the file, with ``{}`` for the policy.
 
     Raises:
-        ValueError: one has not, or is not; names the key.
+        ValueError: A policy cannot be trained; names the key.
     """
     for name, config in training.policies.items():
         where = key.format(name)

@@ -1,6 +1,6 @@
-"""The ``training`` section: which policies learn, by which algorithms, from how much and how fresh data.
+"""The ``training`` section: which policies learn, with which algorithms, and from how much and how recent data.
 
-The recipe of MegaFlow's appendix D.1 (its unit of the minibatch is not said; tasks are meant here)::
+The recipe of MegaFlow's appendix D.1 (the paper does not say the unit of the minibatch; here it is tasks)::
 
     samples: 16
     training:
@@ -9,8 +9,8 @@ The recipe of MegaFlow's appendix D.1 (its unit of the minibatch is not said; ta
           loss: {kind: gspo, clip: [2.0e-4, 4.0e-4], epochs: 2, minibatch: 64}
           advantage: {kind: grpo}
           optimizer: {lr: 1.0e-6}
-      batch: {tasks: 64}
-      mode: synchronous
+      batch: 64
+      staleness: 0
       data: [{penalty: -0.5}, zero_variance]
       prompts: {order: uniform, pass_rate: [0.0, 1.0, exclusive]}
 """
@@ -22,26 +22,27 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megaflow_hpc.config.data_algorithms import DataStep, PromptsConfig
-from megaflow_hpc.config.objective import AdvantageConfig, ImportanceConfig, LossConfig
+from megaflow_hpc.config.objective import AdvantageConfig, LossConfig
 from megaflow_hpc.config.sections import Section, TaskSource
 
 
 class OptimizerConfig(Section):
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
 
     lr: float = Field(1e-6, ge=0)
-    """Learning rate. Default: 1e-6, for all parameters of a model of some billions; LoRA and small models take more."""
+    """Learning rate. The default suits all parameters of a model of some billions; LoRA and small models need more.
+    Default: 1e-6."""
     schedule: Literal["constant", "linear"] = "constant"
-    """``constant``, or ``linear``: falls to 0 at the last step. Default: ``constant``."""
+    """``constant``, or ``linear``, which falls to 0 at the last step. Default: ``constant``."""
     warmup: int = Field(0, ge=0)
-    """Steps in which the rate first rises from 0. Default: 0."""
+    """Steps during which the learning rate rises from 0. Default: 0."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay. Default: 0."""
     clip_norm: float | None = Field(1.0, gt=0)
-    """Largest norm of the gradient; null: no limit. Default: 1."""
+    """Maximum norm of the gradient, which is scaled down to it; null: no limit. Default: 1."""
 
     def rate(self, step: int, steps: int) -> float:
-        """Returns the learning rate of a step (from 1) of ``steps`` in all."""
+        """Returns the learning rate of a step (from 1) out of ``steps``."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         if self.schedule == "constant" or steps <= self.warmup + 1:
@@ -51,83 +52,55 @@ class OptimizerConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters in place of all parameters (Hu et al. 2021, arXiv 2106.09685)."""
+    """Low-rank adapters, trained instead of all parameters (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = Field(32, ge=1)
-    """Rank. Default: 32."""
+    """Rank of the adapters. Default: 32."""
     alpha: float = Field(64, gt=0)
-    """Scale times rank. Default: 64."""
+    """Scale of the adapters, which is divided by the rank. Default: 64."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the modules that get one. Default: ``all-linear``."""
+    """Names of the modules that get an adapter. Default: ``all-linear``."""
 
 
 class PolicyTraining(Section):
     """How one policy learns."""
 
     base: str | None = None
-    """Model directory from which training starts. Default: the policy's ``path``."""
+    """Model directory from which training starts. Set it if engines serve another copy, such as a quantised one.
+    Default: the policy's ``path``."""
     loss: LossConfig = LossConfig()
-    """What is minimised."""
+    """The loss that the optimizer minimises."""
     advantage: AdvantageConfig = AdvantageConfig()
-    """What rewards count for."""
-    importance: ImportanceConfig = ImportanceConfig()
-    """Correction between engine and trainer."""
+    """How rewards become advantages."""
+    importance: Literal["none", "token", "sequence"] = "token"
+    """Importance weights, which correct for the difference between the engine's and the trainer's probabilities: one
+    for each ``token``, one for each ``sequence`` (the product over its tokens), or ``none`` (truncated importance
+    sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training). Default:
+    ``token``."""
+    truncate: float = Field(2.0, ge=1)
+    """Upper bound of an importance weight. Default: 2."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
     lora: LoraConfig | None = None
-    """Adapters that are trained in place of all parameters. Default: none."""
+    """Adapters to train instead of all parameters. Needs much less memory. Default: none."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """What the model computes in; parameters and optimizer are kept in float32. Default: ``bfloat16``."""
+    """Data type of the computation. Parameters and optimizer are always float32. Default: ``bfloat16``."""
     microbatch: int = Field(32768, ge=1)
-    """Tokens, prompts included, of one forward pass on one GPU; a longer rollout gets one of its own. Default:
-    32768."""
+    """Maximum number of tokens, prompts included, of one forward pass on one GPU. A longer rollout gets a pass of its
+    own. Lower it if memory runs out. Default: 32768."""
     recompute: bool = True
-    """Whether activations are computed again in the backward pass, to save memory. Default: true."""
-
-
-class BatchConfig(Section):
-    """What one step trains on, and what is asked for at a time."""
-
-    tasks: int = Field(16, ge=1)
-    """Groups. Each has as many rollouts as the policy's ``samples``. Default: 16."""
-    refill: int = Field(0, ge=0, le=100)
-    """How often a step asks for further tasks in the place of groups that ``data`` drops, before it is made of what is
-    there (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2). Default: 0; steps get smaller."""
-
-
-class ModeConfig(Section):
-    """How far rollouts may lag behind the trainer; kept by when tasks are asked for, not by discarding."""
-
-    kind: Literal["synchronous", "bounded", "asynchronous"] = "bounded"
-    """``synchronous``: each step waits for rollouts of the newest version; ``bounded``: up to ``staleness`` versions
-    behind; ``asynchronous``: no bound. Default: ``bounded``."""
-    staleness: int | None = Field(None, ge=0)
-    """Versions that a step's rollouts may be behind: ``bounded`` only. Default: 1."""
-
-    @model_validator(mode="after")
-    def _one_number(self) -> ModeConfig:
-        if self.kind == "bounded" and self.staleness == 0:
-            raise ValueError("staleness 0 is mode: synchronous")
-        if self.kind != "bounded" and self.staleness is not None:
-            raise ValueError(f"staleness is for mode bounded; {self.kind} has none to set")
-        return self
-
-    @property
-    def bound(self) -> int | None:
-        """The mode as one number: 0 synchronous, k bounded, ``None`` asynchronous."""
-        lags = {"synchronous": 0, "bounded": 1 if self.staleness is None else self.staleness}
-        return lags.get(self.kind)
+    """Recompute activations in the backward pass. Saves memory; without it steps are faster. Default: true."""
 
 
 class HeldOutConfig(Section):
-    """Evaluation while training, on tasks that are not trained on."""
+    """Evaluation during training, on tasks that are not trained on."""
 
     tasks: tuple[TaskSource, ...]
-    """Sources of these tasks."""
+    """Sources of the held-out tasks."""
     every: int = Field(10, ge=1)
-    """Steps from one evaluation to the next. Default: 10."""
+    """Steps between evaluations. Default: 10."""
     samples: int = Field(4, ge=1)
-    """Rollouts of each task. Default: 4."""
+    """Rollouts of each task in an evaluation. Default: 4."""
 
     @field_validator("tasks", mode="before")
     @classmethod
@@ -137,27 +110,30 @@ class HeldOutConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Training on the campaign's rollouts while they come in."""
+    """Training on the campaign's rollouts while they arrive."""
 
     policies: dict[str, PolicyTraining]
-    """Which of the campaign's policies learn, and how; ``default`` is the one of ``model``."""
-    batch: BatchConfig = BatchConfig()
-    """What one step trains on."""
-    mode: ModeConfig = ModeConfig()
-    """How far rollouts may lag behind the trainer."""
+    """Policies that learn, by name, and how. The policy of ``model`` is called ``default``."""
+    batch: int = Field(16, ge=1)
+    """Number of tasks that a step trains on, each with all samples of the policy. Default: 16."""
+    refill: int = Field(0, ge=0, le=100)
+    """Number of times that a step requests further tasks to replace groups that ``data`` drops (dynamic sampling: DAPO,
+    arXiv 2503.14476, section 3.2). After that, the step is smaller than ``batch``. Default: 0."""
+    staleness: int | None = Field(1, ge=0)
+    """Maximum age of a step's rollouts in weight versions. 0: synchronous, each step waits for rollouts of the newest
+    weights. 1 to 4: sampling continues during steps. null: asynchronous, without a limit. No rollout is discarded for
+    it. Default: 1."""
     data: tuple[DataStep, ...] = ()
-    """What is done with rollouts before they are trained on, in this order. Default: nothing."""
+    """Steps that filter and shape rollouts before training, in this order. Default: none."""
     prompts: PromptsConfig = PromptsConfig()
-    """Which tasks are asked for."""
-    constrained: Literal["mask", "refuse"] = "mask"
-    """Handling of calls of a trained policy that differ from its ``sampling`` or constrain its tokens. ``mask``: store
-    them with loss mask 0. ``refuse``: answer with error 400. Default: ``mask``."""
+    """Choice of the tasks to request next."""
     steps: int = Field(100, ge=1)
-    """Steps of the whole training. Default: 100."""
+    """Number of training steps. Default: 100."""
     checkpoint_every: int = Field(5, ge=1)
-    """Steps between two checkpoints of the trainer's state; the latest three are kept. Default: 5."""
+    """Steps between checkpoints of the trainer's state, of which the latest three are kept. Default: 5."""
     publish_delta: bool = False
-    """Whether a step's weights are published as their difference from the last whole version. Default: false."""
+    """Publish weights as the difference to the last whole version, if that is much smaller. Saves time on slow file
+    systems. Default: false."""
     evaluate: HeldOutConfig | None = None
     """Evaluation on held-out tasks. Default: none."""
 
@@ -175,11 +151,6 @@ class TrainingConfig(Section):
             raise ValueError("names no policy; write policies: {default: {}}")
         return value
 
-    @field_validator("mode", mode="before")
-    @classmethod
-    def _bare_mode(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
-
     @field_validator("data", mode="before")
     @classmethod
     def _bare_steps(cls, value: Any) -> Any:
@@ -189,10 +160,8 @@ class TrainingConfig(Section):
     def _fits(self) -> TrainingConfig:
         for name, policy in self.policies.items():
             asked = policy.loss.minibatch
-            if asked and asked > self.batch.tasks:
-                raise ValueError(
-                    f"policies.{name}.loss.minibatch: {asked} tasks are more than the {self.batch.tasks} of batch.tasks"
-                )
+            if asked and asked > self.batch:
+                raise ValueError(f"policies.{name}.loss.minibatch: {asked} tasks are more than batch: {self.batch}")
         once = [step.name for step in self.data if step.name in ("staleness", "replay")]
         for kind in once:
             if once.count(kind) > 1:

@@ -1,7 +1,7 @@
-"""Explains invalid values of a campaign file: place, value, and what is expected there.
+"""Explains invalid values of a campaign file: place, value, and the expected value.
 
-Pydantic's messages are written for programmers ("input should be a valid dictionary or instance of …"). The expectation
-is read from the JSON Schema of the sections, so it names the bounds and the choices of the key.
+Pydantic writes its messages for programmers ("input should be a valid dictionary or instance of …"). Here the
+expectation is read from the JSON Schema of the sections, so that messages state the bounds and choices of the key.
 """
 
 from __future__ import annotations
@@ -21,37 +21,56 @@ OF_KIND = re.compile(
     r"(int|float|string|bool|dict|mapping|model|list|tuple|set|frozen_set|finite_number|greater_than|less_than|literal|enum"
     r")(_|\Z)"
 )
-"""Pydantic's names of the mistakes that the schema says more of; others are the sections' own words."""
+"""Pydantic's names of errors that the schema explains better. Others have messages of the sections."""
+REMOVED_KEYS = {
+    "environment.limits.cpu_s": "limit CPUs and time with cpus and wall_s",
+    "evaluation": "write the reward of a passed rollout as pass_threshold: 0.5; pass@k needs no key",
+    "model.name": "write the model's name at the endpoint as path",
+    "importance.level": "write importance: token",
+    "pool.share": "write share: group at the top of the file",
+    "pool.users": "write the users' weights as pool.weights: {alice: 2}; pool.in_flight holds for every user",
+    "quotas.slots": "limit rollouts with slurm.pods: count, ranks_per_node and slots_per_rank",
+    "scheduling.cuts": "a rollout fails after 16 interruptions; leave it out",
+    "slurm.pods.throttle": "start fewer pods (slurm.pods.count); each is requeued until the work is done",
+    "training.constrained": "such calls are answered, and their tokens get loss mask 0; leave it out",
+    "training.mode": "write training.staleness: 0 for synchronous, null for asynchronous, or the bound",
+    "weights.poll_s": "servers poll often for trained policies; leave it out",
+}
+"""Removed keys, or their last parts → what to do instead."""
 UNITS = {"s": "seconds", "gb": "GB", "mb": "MB", "hours": "hours"}
-"""Ends of keys, and what their numbers count."""
+"""Endings of keys → units."""
 
 
 def explain(error: ValidationError, path: str, node: yaml.Node | None, model: type[BaseModel]) -> str:
-    """The first problem of a validation error as one line: file, line, key, value and what to do."""
+    """Returns the first problem of a validation error as one line: file, line, key, value and remedy."""
     return explain_all(error, path, node, model)[0]
 
 
 def explain_all(error: ValidationError, path: str, node: yaml.Node | None, model: type[BaseModel]) -> list[str]:
-    """Every problem of a validation error, each as one line: file, line, key, value and what to do.
+    """Returns each problem of a validation error as one line: file, line, key, value and remedy.
 
-    Unknown keys come first: they are often the reason why others are missing. A value that is none of several kinds is
-    one problem.
+    Unknown keys come first, because they are often the reason why others are missing. A value that fits none of several
+    types counts once.
     """
-    found: dict[Any, str] = {}
+    problems: dict[Any, str] = {}
     schema = model.model_json_schema()
     for problem in sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden"):
         location = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
         in_file = problem["type"] == "missing" or node is None
         key = tuple(location) if in_file else reached(node, location)
-        found.setdefault(key, f"{place_of(node, location, path)}: {_explained(problem, location, key, schema)}")
-    return list(found.values())
+        problems.setdefault(key, f"{place_of(node, location, path)}: {_explained(problem, location, key, schema)}")
+    return list(problems.values())
 
 
 def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
-        known = sorted({name for kind in _at(schema, location[:-1]) for name in kind.get("properties", ())})
-        close = difflib.get_close_matches(str(location[-1]), known, 1)
-        remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        name = ".".join(str(part) for part in location if not isinstance(part, int))
+        for removed, remedy in REMOVED_KEYS.items():
+            if f".{name}".endswith(f".{removed}"):
+                return f"{name}: this key was removed: {remedy}"
+        names = sorted({name for kind in _at(schema, location[:-1]) for name in kind.get("properties", ())})
+        close = difflib.get_close_matches(str(location[-1]), names, 1)
+        remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(names)}"
         return f"unknown key {'.'.join(map(str, location))!r}; {remedy}"
     if problem["type"] == "missing":
         return f"{'.'.join(map(str, location))!r} is missing; add it"
@@ -68,7 +87,7 @@ def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema
 
 
 def _remedy(value: Any, key: str, kinds: Sequence[str]) -> str:
-    """What to write in the place of a value, where that can be told from it."""
+    """Returns the remedy for a value, empty if it is not obvious."""
     if value is None:
         return ", or no such key"
     if kinds == ["text"] and isinstance(value, int | float):
@@ -82,7 +101,7 @@ def _remedy(value: Any, key: str, kinds: Sequence[str]) -> str:
 
 
 def _at(schema: Mapping[str, Any], location: Iterable[Any]) -> list[Mapping[str, Any]]:
-    """The kinds of value at ``location``, through lists, mappings, sections and optionals."""
+    """Returns the schemas of the value at ``location``, through lists, mappings, sections and optional values."""
 
     def kinds(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if "$ref" in value:
@@ -107,19 +126,19 @@ def _at(schema: Mapping[str, Any], location: Iterable[Any]) -> list[Mapping[str,
 
 
 def _expected(kinds: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What each kind of value is called, with its bounds."""
-    found = []
+    """Returns a name for each kind of value, with its bounds."""
+    kinds_of_value = []
     for kind in kinds:
         if choices := kind.get("enum", [kind["const"]] if "const" in kind else []):
             *others, last = map(repr, choices)
-            found.append(f"{', '.join(others)} or {last}" if others else last)
+            kinds_of_value.append(f"{', '.join(others)} or {last}" if others else last)
         elif kind.get("type") in ("integer", "number"):
-            found.append(f"{'a whole number' if kind['type'] == 'integer' else 'a number'}{_bounds(kind)}")
+            kinds_of_value.append(f"{'a whole number' if kind['type'] == 'integer' else 'a number'}{_bounds(kind)}")
         elif kind.get("type") == "object" and kind.get("properties"):
-            found.append(f"keys such as {' and '.join(f'{name}:' for name in list(kind['properties'])[:2])}")
+            kinds_of_value.append(f"keys such as {' and '.join(f'{name}:' for name in list(kind['properties'])[:2])}")
         elif word := _WORDS.get(str(kind.get("type"))):
-            found.append(word)
-    return list(dict.fromkeys(found))
+            kinds_of_value.append(word)
+    return list(dict.fromkeys(kinds_of_value))
 
 
 _WORDS = {"string": "text", "boolean": "true or false", "array": "a list", "object": "names with their values"}

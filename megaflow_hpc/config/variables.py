@@ -1,8 +1,8 @@
-"""Every environment variable of this package: those that a user may set, and those by which its own parts talk.
+"""Environment variables of this package: those that users may set, and internal ones.
 
-A campaign file says what is wanted; a variable says what is where on this machine, or decides by hand what is found out
-otherwise. ``megaflow-hpc help variables`` prints them, and docs/reference/variables.md holds :func:`markdown`. A test
-finds every name in package, scripts and launchers, and asks for it here.
+The campaign file says what to do. Variables say what is where on this machine, or override a detected value.
+``megaflow-hpc help variables`` prints them, and docs/reference/variables.md holds :func:`markdown`. A test requires an
+entry here for every name in package, scripts and launchers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class Variable:
     """One environment variable that a user may set."""
 
     name: str
-    """Without ``MEGAFLOW_``, which all begin with."""
+    """The name without its prefix ``MEGAFLOW_``."""
     meaning: str
     default: str
-    """What happens where it is not set."""
+    """Effect if the variable is unset."""
     reader: str
-    """Verbs, jobs or launchers that look at it."""
+    """Commands, jobs or launchers that read it."""
 
 
 PREFIX = "MEGAFLOW_"
@@ -29,7 +29,7 @@ PREFIX = "MEGAFLOW_"
 _SITE = (
     Variable(
         "SCRATCH",
-        "node-local directory for sandboxes, their images and what they write",
+        "node-local directory for sandboxes, their images and the files that they write",
         "SLURM_TMPDIR, TMPDIR, /tmp, /dev/shm: the first that is local",
         "every job, doctor, janitor, images stage",
     ),
@@ -37,37 +37,36 @@ _SITE = (
     Variable(
         "MPI",
         "types of srun --mpi for the pods, in the order to try",
-        "those that srun offers, what fits mpi4py's MPI first",
+        "those that srun offers, first the one that suits mpi4py's MPI",
         "plan, doctor",
     ),
     Variable(
         "ADDRESS",
         "name or address by which other nodes reach this one",
-        "the host's name where it resolves, else the address that routes lead through",
+        "the host's name if it resolves, else the address of the default route",
         "engine servers, gateways",
     ),
     Variable(
         "SITE_FILE",
-        "file with the most that a campaign may ask for, where there is no /etc/megaflow-hpc/site.yaml",
+        "file with the site's caps on campaigns, if there is no /etc/megaflow-hpc/site.yaml",
         "no caps",
         "planning",
     ),
     Variable(
         "PROFILES",
         "directories of site profiles that a group shares, separated by colons",
-        "none beside ~/.config/megaflow-hpc/sites",
+        "only ~/.config/megaflow-hpc/sites",
         "init, check, planning",
     ),
     Variable(
         "SITE_CHECK",
-        "0: plan without trying whether a container starts here and looking for engines and models, on login nodes "
-        "that have less than compute nodes",
+        "0: plan without checking Apptainer, engines and models, for login nodes that lack what compute nodes have",
         "1",
         "planning",
     ),
     Variable(
         "REQUEUES",
-        "starts in a row of a pod or server that stored nothing before its element is given up",
+        "consecutive starts without progress after which a pod or server is not requeued",
         "slurm.requeues of the campaign",
         "batch scripts",
     ),
@@ -82,31 +81,34 @@ _IMAGES = (
     Variable(
         "IMAGE_STORE",
         "directories of images, separated by colons; the first is written to",
-        "environment.image_store of the campaign; else below the first of SCRATCH, PSCRATCH, GSCRATCH, WORK, PROJECT "
-        "that has room; else ~/.megaflow-hpc/images",
+        "environment.image_store of the campaign; else in the first of SCRATCH, PSCRATCH, GSCRATCH, WORK, PROJECT "
+        "with enough space; else ~/.megaflow-hpc/images",
         "images, planning, pods",
     ),
     Variable(
-        "CACHE_GB", "10^9 bytes that a node's copies of images may take", "four fifths of what scratch has free", "pods"
+        "CACHE_GB",
+        "size limit of a node's image cache, in GB (10^9 bytes)",
+        "four fifths of the free space of scratch",
+        "pods",
     ),
 )
 _MODELS = (
     Variable(
         "ENGINE_VENV",
-        "virtual environment that has vllm or sglang",
+        "virtual environment that contains vllm or sglang",
         "the interpreter that runs megaflow-hpc",
         "engine servers, doctor, launchers/setup",
     ),
     Variable(
         "TRAINER_PYTHON",
-        "interpreter or virtual environment that has torch and transformers",
+        "interpreter or virtual environment that contains torch and transformers",
         "ENGINE_VENV's",
         "the trainer's job, doctor",
     ),
     Variable("TLS", "0: engine servers speak HTTP without TLS", "1", "engine servers"),
     Variable(
         "AGENTS",
-        "directory with the programs of command-line agents, which sandboxes see",
+        "directory with the programs of command-line agents, visible in sandboxes",
         "~/.megaflow-hpc/agents",
         "agents of presets, launchers/agents.sh",
     ),
@@ -114,21 +116,23 @@ _MODELS = (
         "TASK_ENV",
         "names of variables, separated by commas, that tasks may take from this environment as ${NAME}",
         "none",
-        "reading of Harbor tasks",
+        "Harbor tasks",
     ),
 )
 _BY_HAND = (
     Variable(
         "SANDBOX_WITHOUT",
-        "features that sandboxes do without, separated by commas: clones, overlay, nsenter, program",
-        "none: each is used where it works",
+        "sandbox features to switch off, separated by commas: clones, overlay, nsenter, program",
+        "none; each is used if it works",
         "sandboxes",
     ),
 )
 _CLONE = (
-    Variable("HOME", "where everything is set up", "~/.megaflow-hpc", "every launcher"),
-    Variable("BUILD", "what a clone has for itself, such as its lab", "HOME/NAME-SUM of its path", "every launcher"),
-    Variable("SITE", "1: use the site's Slurm; 0: start a lab", "1 where a Slurm answers", "every launcher"),
+    Variable("HOME", "directory for everything that launchers install", "~/.megaflow-hpc", "every launcher"),
+    Variable(
+        "BUILD", "directory for the clone's own files, like its lab", "HOME/NAME-SUM of its path", "every launcher"
+    ),
+    Variable("SITE", "1: use the site's Slurm; 0: start a lab", "1 if a Slurm answers", "every launcher"),
     Variable("USER", "user to work as, when started as root", "megaflow", "every launcher"),
     Variable("PYTHON", "a Python 3.11 or later", "the first on PATH", "launchers/setup, launchers/lab"),
     Variable("REQUIREMENTS", "list of packages with their hashes", "launchers/requirements.txt", "launchers/setup"),
@@ -144,23 +148,23 @@ VARIABLES: Mapping[str, tuple[Variable, ...]] = {
     "the site": _SITE,
     "images": _IMAGES,
     "models, trainers, agents": _MODELS,
-    "by hand, where what was found out is wrong": _BY_HAND,
+    "overrides of detected features": _BY_HAND,
     "launchers of a clone": _CLONE,
 }
-"""Title → the variables that a user may set."""
+"""Title → variables that users may set."""
 
 INTERNAL: Mapping[str, str] = {
     "POD": "batch script → pod: its name",
-    "POD_DIR": "batch script → pod: directory in which the two talk",
-    "START": "batch script → pod: which start of it this is",
+    "POD_DIR": "batch script → pod: directory for messages between the two",
+    "START": "batch script → pod: number of this start",
     "END": "batch script → pod: when its walltime ends, in seconds UTC",
-    "ELASTIC": "env.sh → batch script: engine servers come and go",
+    "ELASTIC": "env.sh → batch script: engine servers start and stop on demand",
     "SERVER": "batch script → rank: the engine server that it runs",
     "TRAINER_SHARE": "env.sh → batch script: whether the trainer's job holds the engine server too",
-    "TRAINER_REQUEUES": "env.sh → batch script: starts in a row without a commit, after which a trainer is given up",
-    "TRAINER_STORE": "batch script → processes of a trainer: where they meet",
-    "ASK_PODS": "batch script, local campaign → trainer: what prints how many pods run or are queued",
-    "COMMAND": "sandbox → its processes: the command that they belong to",
+    "TRAINER_REQUEUES": "env.sh → batch script: consecutive starts without a commit after which a trainer is given up",
+    "TRAINER_STORE": "batch script → processes of a trainer: the address at which they meet",
+    "ASK_PODS": "batch script, local campaign → trainer: command that prints how many pods run or are queued",
+    "COMMAND": "sandbox → its processes: id of their command",
     "CALL_S": "agent → its program: seconds that a model call may take",
     "INSTRUCTION_FILE": "agent → its program: the file with the task's instruction",
     "SKILLS_DIR": "task → agent: the directory of its skills in the sandbox",
@@ -170,7 +174,7 @@ INTERNAL: Mapping[str, str] = {
     "KEEP_LAB": "launchers/demo → lab-session: leave the lab running",
     "LAB_ID": "launchers/lab → its daemons: which lab they belong to",
 }
-"""Name without ``MEGAFLOW_`` → who sets it for whom; nobody else does."""
+"""Name without ``MEGAFLOW_`` → which part sets it for which other part."""
 
 
 def markdown() -> str:

@@ -1,8 +1,8 @@
-"""Sandboxes over plain Apptainer (``sandbox``) and the images they are made of (``images``).
+"""Sandboxes on plain Apptainer (``sandbox``), images (``images``) and builds of Dockerfiles (``builds``).
 
-Agents' and verifiers' code asks for sandboxes here: an :class:`ApptainerProvider` gets a :class:`SandboxSpec` and hands
-out :class:`ApptainerSandbox`, the one implementation of :class:`megaflow_hpc.types.Sandbox`. Nothing here knows of
-tasks, agents or models. The names are imported on first use: who needs one module does not pay for all.
+Agents and verifiers get sandboxes here. An :class:`ApptainerProvider` takes a :class:`SandboxSpec` and returns an
+:class:`ApptainerSandbox`, the only implementation of :class:`megaflow_hpc.types.Sandbox`. This room knows nothing of
+tasks, agents or models. The names are imported on first use, which keeps imports of single modules fast.
 """
 
 from __future__ import annotations

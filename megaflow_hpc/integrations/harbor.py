@@ -128,7 +128,7 @@ class ApptainerEnvironment(BaseEnvironment):
         """Returns image file, work directory, variables and user of the task's definition."""
         dockerfile = self.environment_dir / "Dockerfile"
         named = self.task_env_config.docker_image
-        parsed = None if named else Dockerfile.read(dockerfile)
+        parsed = None if named else Dockerfile(dockerfile)
         name, bases = (parsed.base, parsed.bases) if parsed else (str(named), [str(named)])
         mapping = dict(self._images)
         for base in bases:

@@ -16,19 +16,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby, pairwise
+from itertools import groupby, islice, pairwise
 from typing import Any
+
+import msgspec
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.host.atomic import make_directory
-from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.ledger.calls import Link, Names, Read, Steps
 from megaflow_hpc.ledger.files import Files, passing
 from megaflow_hpc.ledger.names import ADDED, FIRST_HANDED_OFF, TASKS, added_path, block_numbers, task_path
+from megaflow_hpc.rundir.json_files import read_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
 
@@ -42,14 +45,16 @@ TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 MAX_LOOKS = 10
 """Readings of a file that exists, because a link to its name was refused, but that a cache does not show yet."""
 
-_NAME = re.compile(r"(\d{6,})\.json\Z")
-
 
 @dataclass(frozen=True)
 class Block:
     """Rollouts that are claimed together."""
 
     number: int
+    rollouts: tuple[Rollout, ...]
+
+
+class _BlockFile(msgspec.Struct):
     rollouts: tuple[Rollout, ...]
 
 
@@ -178,20 +183,21 @@ def add(blocks: Sequence[Sequence[Rollout]], token: str, private: str) -> Steps[
         raise LedgerError(
             f"token {token}: {record['rollouts']} other rollouts were added with it; give each batch a token of its own"
         )
-    ends = [sum(record["cut"][:n]) for n in range(len(record["cut"]) + 1)]
+    remaining = iter(rollouts)
+    parts = [list(islice(remaining, size)) for size in record["cut"]]
     placed: list[int] = []
-    for turn in count(1):
-        first = int(record["first"]) - len(placed)
-        for number in range(len(placed), len(ends) - 1):
-            part = rollouts[ends[number] : ends[number + 1]]
-            content = {"rollouts": [rollout.to_dict() for rollout in part], "added": [token, number]}
-            if not (yield from _place(first + number, content, f"{private}.{number}.{turn}")):
+    turn = 0
+    while True:
+        turn += 1
+        offset = int(record["first"]) - len(placed)
+        for n in range(len(placed), len(parts)):
+            content = {"rollouts": [rollout.to_dict() for rollout in parts[n]], "added": [token, n]}
+            if not (yield from _place(offset + n, content, f"{private}.{n}.{turn}")):
                 break
-            placed.append(first + number)
-        if len(placed) == len(ends) - 1:
-            break
+            placed.append(offset + n)
+        else:
+            return placed
         record = yield from _agree(token, turn, {}, private)
-    return placed
 
 
 def digest(rollouts: Sequence[Rollout]) -> str:
@@ -233,8 +239,7 @@ def _read_existing(path: str) -> Steps[Mapping[str, Any]]:
 
 def numbers(run: RunDir) -> list[int]:
     """Returns the numbers of the blocks that exist, by one listing."""
-    names = [entry.name for entry in run.tasks.iterdir()] if run.tasks.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := _NAME.match(name)))
+    return block_numbers(os.listdir(run.tasks)) if run.tasks.is_dir() else []
 
 
 def read_block(run: RunDir, number: int) -> Block:
@@ -245,9 +250,8 @@ def read_block(run: RunDir, number: int) -> Block:
         OSError: the run directory is away.
     """
     try:
-        content = json.loads(read_regular(run.block(number)))
-        return Block(number, tuple(Rollout(**rollout) for rollout in content["rollouts"]))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return Block(number, read_json(run.block(number), _BlockFile).rollouts)
+    except (OSError, ValueError) as error:
         if isinstance(error, OSError) and passing(error):
             raise
         raise LedgerError(

@@ -62,7 +62,7 @@ def finish(by: str, known: Iterable[int] = ()) -> Steps[bool]:
         if not all_done(done, blocks):
             return False
         count = sum(block < FIRST_HANDED_OFF for block in blocks)
-        if counts((yield from _finished_mark()), count):
+        if counts((yield Read(FINISHED)), count):
             return True
         yield Publish(FINISHED, {"by": by, "blocks": count})
         before = len(blocks)
@@ -71,11 +71,3 @@ def finish(by: str, known: Iterable[int] = ()) -> Steps[bool]:
             return True
         # This mark may have replaced one of more blocks, whose pod may have left. So look once more.
     return False
-
-
-def _finished_mark() -> Steps[dict[str, object] | None]:
-    try:
-        content: dict[str, object] | None = yield Read(FINISHED)
-    except ValueError:
-        return {}  # an empty mark of an earlier version
-    return content

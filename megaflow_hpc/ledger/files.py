@@ -5,22 +5,20 @@
 - *Rename.* A repeated rename finds nothing to rename. The file is published once more.
 - *Stale handles.* The file is opened again.
 - *Outages.* The error says nothing about the file. Each call waits until the file system is back, so no operation is
-  left half known. The beginning and the end of an outage are reported once.
+  left half known.
 - *Full disks and quotas.* The caller decides. The pod keeps its lease, which needs no space, and tries again.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Generic
 
-from megaflow_hpc.host.atomic import file_mode, make_directory, to_json, write_json
-from megaflow_hpc.host.files import read_regular
+from megaflow_hpc.host.atomic import file_mode, to_json, write_json
 from megaflow_hpc.ledger.calls import (
     Call,
     Clock,
@@ -37,6 +35,7 @@ from megaflow_hpc.ledger.calls import (
     There,
 )
 from megaflow_hpc.ledger.calls import Touch as TouchCall
+from megaflow_hpc.rundir.json_files import read_json
 from megaflow_hpc.rundir.layout import RunDir
 
 MAX_STALE_TRIES = 5
@@ -64,19 +63,10 @@ def boot_clock() -> float:
 
 
 class Files:
-    """Carries out the ledger's calls on one run directory.
+    """Carries out the ledger's calls on one run directory."""
 
-    Args:
-        say: reports a line of text when the file system goes away, and when it is back.
-    """
-
-    def __init__(
-        self,
-        run: RunDir,
-        clock: Callable[[], float] = boot_clock,
-        say: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self._root, self.clock, self.say = run.path, clock, say
+    def __init__(self, run: RunDir, clock: Callable[[], float] = boot_clock) -> None:
+        self._root, self.clock = run.path, clock
         self.journal_length: Callable[[str], int] = lambda owner: 0
         """Bytes of whole records in the journal of a ``<pod>.<start>``."""
         self._rewritten: dict[str, BinaryIO] = {}
@@ -104,25 +94,17 @@ class Files:
         """
         if isinstance(call, Do):
             return self._do(call)  # the journal handles its own errors
-        stale, away = 0, 0.0
+        stale_tries, began = 0, time.monotonic()
         while True:
             try:
-                answer = getattr(self, f"_{type(call).__name__.lower()}")(call)
+                return getattr(self, f"_{type(call).__name__.lower()}")(call)
             except OSError as error:
-                now = time.monotonic()
-                if stale < MAX_STALE_TRIES and (error.errno == errno.ESTALE or _repeated(error, call)):
-                    stale += 1
+                if stale_tries < MAX_STALE_TRIES and (error.errno == errno.ESTALE or _repeated(error, call)):
+                    stale_tries += 1
                     continue
-                if not passing(error) or (away and now - away > GIVE_UP_S):
+                if not passing(error) or time.monotonic() - began > GIVE_UP_S:
                     raise
-                if not away:
-                    away = now
-                    self.say(f"the run directory does not answer ({error}); waiting for it")
                 time.sleep(RETRY_S)
-            else:
-                if away:
-                    self.say(f"the run directory is back after {time.monotonic() - away:.0f} s")
-                return answer
 
     # --- one method per call ---
 
@@ -143,14 +125,9 @@ class Files:
 
     def _read(self, call: Read) -> dict[str, Any] | None:
         try:
-            content = json.loads(read_regular(self._root / call.path))
+            return read_json(self._root / call.path, dict[str, Any])
         except FileNotFoundError:
             return None
-        except RecursionError:
-            raise ValueError(f"{self._root / call.path}: nested too deeply") from None
-        if not isinstance(content, dict):
-            raise ValueError(f"{self._root / call.path}: not a JSON object")
-        return content
 
     def _there(self, call: There) -> bool:
         try:
@@ -177,11 +154,12 @@ class Files:
 
     def _touch(self, call: TouchCall) -> None:
         path = self._root / call.path
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _mark(path)
-        except FileNotFoundError:  # runs of earlier versions lack some directories
-            make_directory(path.parent)
-            _mark(path)
+            if (mode := file_mode(path.parent)) != 0o600:
+                os.fchmod(descriptor, mode)
+        finally:
+            os.close(descriptor)
 
     def _remove(self, call: Remove) -> None:
         (self._root / call.path).unlink(missing_ok=True)
@@ -248,15 +226,6 @@ class Operation(Generic[T]):
             self.result = stop.value
             return True
         return False
-
-
-def _mark(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if (mode := file_mode(path.parent)) != 0o600:
-            os.fchmod(descriptor, mode)
-    finally:
-        os.close(descriptor)
 
 
 def _repeated(error: OSError, call: Call) -> bool:

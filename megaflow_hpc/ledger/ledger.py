@@ -18,7 +18,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,9 +115,9 @@ class Ledger:
         """
         leases = {}
         for name in sorted(self._names(names.LEASES)):
-            with contextlib.suppress(ValueError):  # its pod is writing it; the next look reads it
-                content = self._files.answer(Read(f"{names.LEASES}/{name}"))
-                job = content.get("job_id") or "" if content is not None else None
+            content = self._read(f"{names.LEASES}/{name}")
+            if content is not None:
+                job = content.get("job_id") or ""
                 if isinstance(job, str) and (not job or JOB_ID.fullmatch(job)):
                     leases[name] = content
         return leases
@@ -221,12 +220,9 @@ class Ledger:
 
     def rollouts_added(self, record: str) -> int:
         """Returns the number of rollouts in a record of :meth:`added`. 0 if the record is damaged."""
-        with contextlib.suppress(ValueError):
-            content = self._files.answer(Read(f"{names.ADDED}/{record}")) or {}
-            rollouts = content.get("rollouts")
-            if isinstance(rollouts, int) and 0 <= rollouts < 1 << 53:
-                return rollouts
-        return 0
+        content = self._read(f"{names.ADDED}/{record}") or {}
+        rollouts = content.get("rollouts")
+        return rollouts if isinstance(rollouts, int) and 0 <= rollouts < 1 << 53 else 0
 
     def view(self) -> LedgerView:
         """Lists which blocks are claimed, and which are done except for what was handed off."""
@@ -261,6 +257,13 @@ class Ledger:
 
     def _names(self, directory: str) -> tuple[str, ...]:
         return self._files.answer(Names(directory))
+
+    def _read(self, path: str) -> dict[str, Any] | None:
+        """Reads a file. ``None`` if it is missing, damaged, or being written: the next look reads it."""
+        try:
+            return self._files.answer(Read(path))
+        except ValueError:
+            return None
 
     @property
     def _rules(self) -> LedgerRules:

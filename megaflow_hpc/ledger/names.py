@@ -29,7 +29,8 @@ def earlier(start: str, than: str) -> bool:
 
 def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
     """Returns (block, epoch) of names like ``000012.3``."""
-    return {(int(block), int(epoch)) for block, _, epoch in (name.partition(".") for name in names)}
+    parts = (name.split(".") for name in names)
+    return {(int(block), int(epoch)) for block, epoch in parts}
 
 
 def latest(names: Iterable[str]) -> dict[int, int]:
@@ -46,14 +47,15 @@ def done_path(block: int, epoch: int, given: int) -> str:
 
 
 def done_blocks(names: Iterable[str]) -> dict[int, int]:
-    """Returns the done blocks, each with the number of blocks handed off from it. Old marks have no epoch."""
-    return {int(block): int(rest.rpartition(".")[2] or 0) for block, _, rest in (name.partition(".") for name in names)}
+    """Returns the done blocks, each with the number of blocks handed off from it."""
+    marks = (name.split(".") for name in names)
+    return {int(block): int(given) for block, _, given in marks}
 
 
 def ends(names: Iterable[str]) -> set[tuple[int, int]]:
     """Returns (block, epoch) of the claims that ended a block, by the done marks."""
-    parts = (name.split(".") for name in names)
-    return {(int(each[0]), int(each[1])) for each in parts if len(each) == 3}
+    marks = (name.split(".") for name in names)
+    return {(int(block), int(epoch)) for block, epoch, _ in marks}
 
 
 def block_numbers(names: Iterable[str]) -> list[int]:

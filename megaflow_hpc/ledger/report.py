@@ -77,7 +77,7 @@ def reported(leader: Leader) -> Report:
 def progress_of(lease: dict[str, object]) -> Progress | None:
     """Returns the progress that a pod's lease shows, ``None`` if it shows none."""
     try:
-        content = {**Progress._field_defaults, **lease}  # an earlier version wrote fewer fields
+        content = {**Progress._field_defaults, **lease}
         return msgspec.convert([content[name] for name in Progress._fields], Progress)
     except (KeyError, ValueError):
         return None

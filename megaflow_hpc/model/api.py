@@ -1,4 +1,4 @@
-"""Names of the engines' HTTP API on which engines, proxy and gateway agree: paths, and the header of the weights."""
+"""Names of the engines' HTTP API that engines, proxy and gateway share: paths, and the header of the weights."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ RENDER, DERENDER = f"{CHAT}/render", f"{CHAT}/derender"
 TEXTS = f"{COMPLETIONS}/derender"
 """vLLM's endpoint that decodes token ids to plain text."""
 WEIGHT_VERSION = "X-Megaflow-Weight-Version"
-"""Header of every answer of a proxy: the version of the weights that sampled it."""
+"""Header of every answer of a proxy, with the version of the weights that sampled it."""

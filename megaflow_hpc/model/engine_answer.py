@@ -1,8 +1,8 @@
-"""What an engine's answer has to be before it is recorded and passed on.
+"""Validates an engine's answer before it is recorded and passed on.
 
-The engine may be a stranger's endpoint, and what it says becomes rows of a file, messages that dialects convert, and an
-agent's answer. So each field that anything here reads is of its type, in bounds, and nothing is nested deeply; fields
-that nothing reads pass as they are.
+The engine may be another party's endpoint. Its answer becomes rows of a file, messages that dialects convert, and an
+agent's answer. So every field that this package reads must have its type and be within bounds, and nothing may be
+nested deeply. Other fields pass unchanged.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megaflow_hpc.model.json_text import TooMuch
 from megaflow_hpc.texts import containers_at
 
 MAX_TEXT = 8 * 2**20
-"""Characters of the texts of an answer, all choices together."""
-DEPTH = 64
-"""Arrays and objects within one another, at most; tokens and log-probabilities that nobody asked for aside."""
-_NAME = 256
+"""Characters of all texts of an answer."""
+MAX_DEPTH = 64
+"""Nesting of arrays and objects, without tokens and log-probabilities that the agent did not ask for."""
+_MAX_NAME = 256
 """Characters of an identifier."""
 
 
@@ -48,11 +48,11 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Said(_Choice, kw_only=True):
+class _ChatChoice(_Choice, kw_only=True):
     message: _Message
 
 
-class _Completed(_Choice):
+class _TextChoice(_Choice):
     text: str = ""
 
 
@@ -62,32 +62,32 @@ class _Usage(msgspec.Struct):
     total_tokens: int | None = None
 
 
-def check(reply: dict[str, Any], chat: bool, most: int) -> None:
-    """Makes sure that an answer's choices are what an answer's are; drops other fields of it that are not.
+def check(reply: dict[str, Any], chat: bool, max_choices: int) -> None:
+    """Checks the choices of an answer, and drops invalid values of its other fields.
 
     Args:
-        reply: The answer of a chat endpoint, or of the one for plain completions.
-        chat: Which of them.
-        most: Choices that were asked for.
+        reply: The answer.
+        chat: True for an answer of the chat endpoint, false for one of the endpoint for plain completions.
+        max_choices: Choices that were asked for.
 
     Raises:
-        ValueError: They are not.
+        ValueError: The choices are invalid.
     """
     choices = reply.get("choices")
-    if not isinstance(choices, list) or not 1 <= len(choices) <= most:
-        found = len(choices) if isinstance(choices, list) else type(choices).__name__
-        raise ValueError(f"choices: expected 1 to {most}, found {found}")
+    if not isinstance(choices, list) or not 1 <= len(choices) <= max_choices:
+        given = len(choices) if isinstance(choices, list) else type(choices).__name__
+        raise ValueError(f"choices: expected 1 to {max_choices}, found {given}")
     try:
-        msgspec.convert(choices, list[_Said] if chat else list[_Completed])
+        msgspec.convert(choices, list[_ChatChoice] if chat else list[_TextChoice])
     except msgspec.ValidationError as error:
         raise ValueError(f"choices: {error}") from None
     for number, choice in enumerate(choices):
         choice.setdefault("index", number)
-        if len(choice.get("finish_reason") or "") > _NAME:
+        if len(choice.get("finish_reason") or "") > _MAX_NAME:
             raise ValueError("finish_reason: too long")
     for name, kinds in (("id", str), ("object", str), ("created", int | float)):
         value = reply.get(name)
-        if name in reply and (not isinstance(value, kinds) or (isinstance(value, str) and len(value) > _NAME)):
+        if name in reply and (not isinstance(value, kinds) or (isinstance(value, str) and len(value) > _MAX_NAME)):
             del reply[name]
     try:
         msgspec.convert(reply.get("usage") or {}, _Usage)
@@ -96,20 +96,21 @@ def check(reply: dict[str, Any], chat: bool, most: int) -> None:
 
 
 def check_size(reply: Mapping[str, Any], size: int) -> None:
-    """Makes sure that an answer is not nested deeply and has no endless texts.
+    """Checks the nesting and the texts of an answer.
 
     Args:
         reply: The answer, without what the agent did not ask for.
         size: Bytes that the engine sent.
 
     Raises:
-        ValueError: It is; :class:`~megaflow_hpc.model.json_text.TooMuch` for its texts.
+        ValueError: It is nested too deeply.
+        TooMuch: Its texts are too long.
     """
-    if containers_at(reply, DEPTH):
-        raise ValueError(f"nested more than {DEPTH} deep")
+    if containers_at(reply, MAX_DEPTH):
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
     if size > MAX_TEXT:
-        told = [{k: v for k, v in choice.items() if k != "logprobs"} for choice in reply["choices"]]
-        if sum(map(len, _texts(told))) > MAX_TEXT:
+        choices = [{k: v for k, v in choice.items() if k != "logprobs"} for choice in reply["choices"]]
+        if sum(map(len, _texts(choices))) > MAX_TEXT:
             raise TooMuch(f"texts of more than {MAX_TEXT >> 20} million characters")
 
 
@@ -121,33 +122,33 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def ids(tokens: Any) -> array[int]:
+def token_ids(values: Any) -> array[int]:
     """Returns token ids.
 
     Raises:
-        ValueError, TypeError, OverflowError: They are none.
+        ValueError, TypeError, OverflowError: The values are no token ids.
     """
-    found = array("i", _listed(tokens))
-    if found and min(found) < 0:
+    tokens = array("i", _checked_list(values))
+    if tokens and min(tokens) < 0:
         raise ValueError("a negative token id")
-    return found
+    return tokens
 
 
-def scores(logprobs: Any, count: int) -> array[float]:
-    """Returns log-probabilities of ``count`` tokens.
+def log_probabilities(values: Any, count: int) -> array[float]:
+    """Returns the log-probabilities of ``count`` tokens.
 
     Raises:
-        ValueError, TypeError: They are none, or not as many.
+        ValueError, TypeError: The values are no log-probabilities, or their number differs.
     """
-    found = array("f", _listed(logprobs))
-    if len(found) != count:
-        raise ValueError(f"{count} token ids, {len(found)} log-probabilities")
-    if not math.isfinite(sum(found)):
+    logprobs = array("f", _checked_list(values))
+    if len(logprobs) != count:
+        raise ValueError(f"{count} token ids, {len(logprobs)} log-probabilities")
+    if not math.isfinite(sum(logprobs)):
         raise ValueError("a log-probability that is no number")
-    return found
+    return logprobs
 
 
-def _listed(value: Any) -> Sequence[Any]:
-    if not isinstance(value, list):  # of bytes and texts an array would take the memory
+def _checked_list(value: Any) -> Sequence[Any]:
+    if not isinstance(value, list):  # an array would read bytes and texts as memory
         raise TypeError(f"expected a list, found {type(value).__name__}")
     return value

@@ -1,37 +1,56 @@
-"""Decodes and encodes the JSON of requests and answers.
+"""Decodes and encodes the JSON of requests and answers, large documents in a worker thread.
 
 A decoder holds the interpreter's lock until it returns, and small JSON can become large objects: an empty array has
 two bytes of JSON and 56 bytes of memory. So :func:`decoded` counts brackets, names and commas before it decodes.
 Callers bound the bytes.
+
+One thread processes all large documents, because each further thread would compete with the event loop for the
+interpreter's lock. So a large document waits for the large documents before it, and small ones do not wait.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from megaflow_hpc.model.offload import OFFLOAD_BYTES
 from megaflow_hpc.texts import containers_at
 
+T = TypeVar("T")
+OFFLOAD_BYTES = 2**20
+"""The event loop itself processes documents up to this size."""
 LARGE = 256 * 2**10
-"""Bytes of a document that is large: a lenient decoder or a deep check would take long."""
-DEPTH = 254
-"""Largest nesting: orjson encodes no more, and what is recorded is encoded again."""
+"""Bytes above which a lenient decoder or a check of the nesting would take long."""
+MAX_DEPTH = 254
+"""Largest nesting that orjson encodes. Recorded documents are encoded again."""
 _WINDOW = 16 * 2**10
 _OBJECT = 512
 """Bytes of text that take as long to process as one object or array."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_thread = ThreadPoolExecutor(1, "large-documents")
+
+
+async def offload(size: int, work: Callable[..., T], *args: Any) -> T:
+    """Calls ``work``, in the thread if it processes more than :data:`OFFLOAD_BYTES`.
+
+    Args:
+        size: Bytes of the document, or its :func:`effort`.
+    """
+    if size <= OFFLOAD_BYTES:
+        return work(*args)
+    return await asyncio.get_running_loop().run_in_executor(_thread, work, *args)
 
 
 class TooMuch(ValueError):
-    """A document holds more than its bounds allow."""
+    """A document exceeds its bounds."""
 
 
 class Bounds(NamedTuple):
-    """Numbers of the parts of a document outside its strings."""
+    """Largest numbers of a document's parts, or their counts. Strings are not looked into."""
 
     objects: int
     """Arrays and objects."""
@@ -58,12 +77,30 @@ def effort(raw: bytes | bytearray) -> int:
     return len(raw) + _OBJECT * objects
 
 
-def parsed(raw: bytes | bytearray) -> Any:
-    """Decodes JSON, also what strict readers refuse: half a surrogate pair from a cut-off tool output; small, ``NaN``.
+def packed(value: Any, *, sort_keys: bool = False) -> bytes:
+    """Encodes JSON as UTF-8. Half a surrogate pair is escaped.
 
     Raises:
+        RecursionError: The value is nested more than :data:`MAX_DEPTH` deep.
+    """
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort_keys else None)
+    except TypeError:  # a surrogate, or too deep
+        if containers_at(value, MAX_DEPTH):
+            raise RecursionError(f"nested more than {MAX_DEPTH} deep") from None
+        return json.dumps(value, sort_keys=sort_keys).encode()
+
+
+def decoded(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> Any:
+    """Decodes untrusted JSON.
+
+    Accepts half a surrogate pair, as from a truncated tool output, and ``NaN`` in small documents.
+
+    Raises:
+        TooMuch: The document exceeds its bounds.
         ValueError, RecursionError: The document is not JSON.
     """
+    check_bounds(raw, bounds)
     try:
         return orjson.loads(raw)
     except ValueError as error:
@@ -72,36 +109,11 @@ def parsed(raw: bytes | bytearray) -> Any:
         return json.loads(raw)
 
 
-def packed(value: Any, *, sort_keys: bool = False) -> bytes:
-    """Encodes JSON as UTF-8; half a surrogate pair is escaped.
-
-    Raises:
-        RecursionError: The value is nested more than :data:`DEPTH` deep.
-    """
-    try:
-        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort_keys else None)  # refuses such a depth too
-    except TypeError:
-        if containers_at(value, DEPTH):
-            raise RecursionError(f"nested more than {DEPTH} deep") from None
-        return json.dumps(value, sort_keys=sort_keys).encode()
-
-
-def decoded(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> Any:
-    """Decodes untrusted JSON as :func:`parsed` does, within bounds.
-
-    Raises:
-        TooMuch: The document holds more.
-        ValueError, RecursionError: The document is not JSON.
-    """
-    check_bounds(raw, bounds)
-    return parsed(raw)
-
-
 def check_bounds(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> None:
-    """Makes sure that a document takes no more time and memory to decode than its bounds allow.
+    """Checks a document before it is decoded, to bound the time and memory of decoding.
 
     Raises:
-        TooMuch: The document holds more.
+        TooMuch: The document exceeds its bounds.
     """
     if len(raw) <= LARGE:
         return
@@ -113,16 +125,16 @@ def check_bounds(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> None:
 
 
 def brackets(raw: bytes | bytearray) -> Iterator[tuple[bytes, int]]:
-    """Yields the brackets outside strings, some kilobytes of a document at a time, with the number of commas there.
+    """Yields the brackets outside strings and the number of commas, for some kilobytes of a document at a time.
 
-    A malformed document has those brackets that a decoder sees up to the mistake.
+    For a malformed document, these are the brackets that a decoder sees up to the mistake.
     """
     for part in _outside_strings(raw):
         yield part.translate(None, _NO_BRACKETS), part.count(b",")
 
 
 def _running_counts(raw: bytes | bytearray) -> Iterator[Bounds]:
-    """Yields the contents of a document up to the end of each window."""
+    """Yields the counts of a document's parts up to the end of each window."""
     objects = names = values = 0
     for part in _outside_strings(raw):
         objects += part.count(b"{") + part.count(b"[")
@@ -144,7 +156,7 @@ def _outside_strings(raw: bytes | bytearray) -> Iterator[bytes]:
 
 
 def _cut(raw: bytes | bytearray, start: int) -> int:
-    """Returns the end of the window that begins at ``start``; it does not separate a backslash from what it escapes."""
+    """Returns the end of the window that begins at ``start``, without cutting an escape sequence."""
     end = min(start + _WINDOW, len(raw))
     escapes = 0
     while end - escapes > start and raw[end - escapes - 1] == 0x5C:

@@ -1,4 +1,4 @@
-"""Which planned rollouts no pod has stored yet, by their ids: one that ended twice stands for no other."""
+"""Counts the planned rollouts that no pod has stored yet. It compares ids, since a rollout may end twice."""
 
 from __future__ import annotations
 
@@ -17,29 +17,37 @@ class Backlog:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._policy_of: dict[str, str] = {}
-        """Of those that are left in the blocks that were read."""
-        self._read: set[int] = set()
+        self._policies: dict[str, str] = {}
+        """Rollout → policy, for the rollouts that are not stored."""
+        self._read_blocks: set[int] = set()
         self._events: EventReader[Summary] = EventReader(run.events, only="rollout", begin=summary.begin)
         self._ended: list[str] = []
-        """Those that the last look found; a block that was written meanwhile may have them."""
+        """Rollouts that ended at the last look. A block that was written meanwhile may hold them."""
 
     def look(self) -> Counter[str]:
-        """Reads the blocks and events that are new; returns how many are left, by policy."""
-        new = set(numbers(self._run)) - self._read
+        """Reads new blocks and events. Returns the number of remaining rollouts, by policy."""
+        new = set(numbers(self._run)) - self._read_blocks
         for block in read_blocks(self._run, sorted(new)):
-            self._policy_of.update((rollout.id, rollout.policy) for rollout in block.rollouts)
-        self._read |= new
-        told: list[Summary] = []
+            self._policies.update((rollout.id, rollout.policy) for rollout in block.rollouts)
+        self._read_blocks |= new
+        ended = self._read_ended()
+        for rollout in (*self._ended, *ended):
+            self._policies.pop(rollout, None)
+        self._ended = ended
+        return Counter(self._policies.values())
+
+    def _read_ended(self) -> list[str]:
+        summaries: list[Summary] = []
         ended: list[str] = []
         for _, events in self._events.read():
-            told += [event for event in events if isinstance(event, Summary)]
-            ended += [event.id for event in events if isinstance(event, RolloutEvent)]
-        if told:
-            wanted = WantedPods(self._policy_of)
-            for one in told:
-                ended += [*wanted.among(one.digests), *(rollout.id for rollout in one.ended_badly)]
-        for rollout in (*self._ended, *ended):
-            self._policy_of.pop(rollout, None)
-        self._ended = ended
-        return Counter(self._policy_of.values())
+            for event in events:
+                if isinstance(event, Summary):
+                    summaries.append(event)
+                elif isinstance(event, RolloutEvent):
+                    ended.append(event.id)
+        if summaries:
+            remaining = WantedPods(self._policies)
+            for each in summaries:
+                ended += remaining.among(each.digests)
+                ended += [rollout.id for rollout in each.ended_badly]
+        return ended

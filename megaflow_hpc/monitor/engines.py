@@ -1,4 +1,4 @@
-"""The engine servers of a run, as their files tell: which answer, which could not be started, which pools are away."""
+"""The engine servers of a run, from their files: serving, starting and failed ones, and pools that do not answer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from megaflow_hpc.rundir.layout import RunDir
 
 
 def servers(run: RunDir, over: bool) -> list[dict[str, Any]]:
-    """Returns the registered engines, and those that could not be started with their cause.
+    """Returns the engine servers of a run, with the cause of each failure.
 
     Args:
-        over: the campaign has ended, and nothing starts any more.
+        over: the campaign has ended, so nothing starts any more.
     """
-    files, found = EndpointFiles(run), []
+    files = EndpointFiles(run)
+    shown: list[dict[str, Any]] = []
     for server in files.serving():
-        shown = {
+        entry: dict[str, Any] = {
             "server": server.server,
             "policy": server.policy,
             "node": server.node,
@@ -30,19 +31,29 @@ def servers(run: RunDir, over: bool) -> list[dict[str, Any]]:
             "state": "serving",
         }
         if refused := server.refused:
-            shown["cause"] = f"weights {refused.version} could not be loaded: {refused.cause}"
-        found.append(shown)
-    for state, servers in (("starting", [] if over else files.starting()), ("failed", files.failed())):
-        for gone in servers:
-            shown = {"server": gone.server, "policy": gone.policy, "job_id": gone.job_id, "cause": gone.cause}
-            found.append({**shown, "log": gone.log, "state": state})
-    return sorted(found, key=lambda shown: str(shown["server"]))
+            entry["cause"] = f"weights {refused.version} could not be loaded: {refused.cause}"
+        shown.append(entry)
+    others = [(failed, "failed") for failed in files.failed()]
+    if not over:
+        others += [(starting, "starting") for starting in files.starting()]
+    for other, state in others:
+        shown.append(
+            {
+                "server": other.server,
+                "policy": other.policy,
+                "job_id": other.job_id,
+                "cause": other.cause,
+                "log": other.log,
+                "state": state,
+            }
+        )
+    return sorted(shown, key=lambda entry: str(entry["server"]))
 
 
 def pool_warnings(run: RunDir) -> list[str]:
-    """Returns a sentence on each engine pool that the campaign asks, and that does not answer now."""
+    """Returns a warning for each engine pool that the campaign uses and that does not answer now."""
     warnings = []
-    with suppress(OSError):  # another user's run: its memberships are secret
+    with suppress(OSError):  # in another user's run, memberships are secret
         for member in EndpointFiles(run).memberships():
             pool = EnginePool(member.pool)
             if closed := pool.closed:

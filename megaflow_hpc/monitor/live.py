@@ -1,7 +1,7 @@
-"""What a viewer sees of a run at one moment: its status, and its rollouts in the order in which they matter.
+"""A run as a viewer shows it at one moment: its status, and its rollouts in order of interest.
 
-First those that run, the longest at the top, then those that are stored, the last one first. How far those are that
-run, and what is said in the one that is looked into, pods tell who asks (:mod:`megaflow_hpc.rundir.live`).
+Running rollouts come first, the longest at the top. Stored rollouts follow, the latest first. Viewers ask pods for the
+progress of running rollouts and for the conversation of the opened one (:mod:`megaflow_hpc.rundir.live`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megaflow_hpc.rundir.pods.running import AttemptPlace
 from megaflow_hpc.types import VERIFIED
 
 STUCK_S = 300.0
-"""A rollout that runs and of which nothing was heard for so long is called stuck."""
+"""A running rollout is called stuck if it has had no answer for this long."""
 PRESENT = ("started", "draining", "silent")
 """States of pods in which rollouts may run."""
 
@@ -30,36 +30,36 @@ class RolloutRow:
 
     id: str
     state: str
-    """``running``, ``silent`` where its pod is, or the status with which it is stored."""
+    """``running``, ``silent`` if its pod is silent, or the stored status."""
     place: AttemptPlace | None
-    """Where its last attempt runs, or ran; ``None`` where no event tells."""
+    """Place of its last attempt. ``None``: unknown."""
     seconds: float
-    """Since the attempt began; of a stored one what it took."""
+    """Time since the attempt began, or duration of a stored rollout."""
     live: LiveStatus | None = None
-    """Of one that runs, where its pod tells."""
+    """Progress of a running rollout, if its pod reports it."""
     stored: RolloutEvent | None = None
 
     @property
     def turns(self) -> int | None:
-        """Model calls; ``None`` where nobody tells."""
+        """Number of model calls. ``None``: unknown."""
         if self.stored is not None:
             return self.stored.turns
         return self.live.calls if self.live else None
 
     @property
     def stuck(self) -> bool:
-        """Whether it runs, and nothing was heard of it for :data:`STUCK_S`."""
+        """Whether it runs and has had no answer for :data:`STUCK_S`."""
         return self.live is not None and self.live.quiet_s > STUCK_S
 
 
 class Rollouts(Sequence[RolloutRow]):
-    """The rollouts of a moment; a row is made when it is looked at, so ten thousands cost little.
+    """The rollouts at one moment. Rows are made on access, so tens of thousands of rollouts cost little.
 
     Args:
-        running: what runs, the longest at the top.
-        stored: what is stored, the last one first.
+        running: running rollouts, the longest first.
+        stored: stored rollouts, the latest first.
         last: rollout → its last attempt.
-        silent: pods that have given no sign of life for long.
+        silent: pods that have shown no sign of life for long.
         now: seconds UTC.
     """
 
@@ -75,7 +75,7 @@ class Rollouts(Sequence[RolloutRow]):
         self._running, self._stored, self._last = running, stored, last
         self._live, self._silent, self._now = live, silent, now
         self.ids = [place.id for place in running] + [event.id for event in stored]
-        """By row."""
+        """Ids by row."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -92,59 +92,57 @@ class Rollouts(Sequence[RolloutRow]):
         return RolloutRow(event.id, event.status, self._last.get(event.id), event.seconds, stored=event)
 
     def of(self, rollout: str) -> RolloutRow | None:
-        """Returns the row of one rollout; ``None`` where it has not begun."""
+        """Returns the row of one rollout. ``None`` if it has not begun."""
         return self[self.ids.index(rollout)] if rollout in self.ids else None
 
     def matching(self, text: str = "", failed: bool = False) -> Rollouts:
-        """Returns those whose id, node, state or error has ``text`` in it, and with ``failed`` those alone that did."""
+        """Returns the rollouts whose id, node, state or error contains ``text``. With ``failed`` only failed ones."""
         if not text and not failed:
             return self
         wanted = text.lower()
 
-        def fits(rollout: str, *words: str) -> bool:
+        def matches(rollout: str, *words: str) -> bool:
             place = self._last.get(rollout)
-            return not wanted or wanted in " ".join((rollout, place.node if place else "", *words)).lower()
+            node = place.node if place else ""
+            return wanted in " ".join((rollout, node, *words)).lower()
 
-        running = [] if failed else [place for place in self._running if fits(place.id, "running")]
-        stored = [
-            event
-            for event in self._stored
-            if (not failed or event.status in ("failed", "cancelled"))
-            and fits(event.id, event.status, event.kind, event.error)
-        ]
+        running = [] if failed else [place for place in self._running if matches(place.id, "running")]
+        stored = [event for event in self._stored if matches(event.id, event.status, event.kind, event.error)]
+        if failed:
+            stored = [event for event in stored if event.status in ("failed", "cancelled")]
         return Rollouts(running, stored, self._last, self._live, self._silent, self._now)
 
     @property
     def stuck(self) -> int:
-        """How many of those of which pods tell are stuck."""
+        """Number of stuck rollouts among those whose progress is known."""
         return sum(live.quiet_s > STUCK_S for live in self._live.values())
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """What was seen at one look."""
+    """Everything that one look has shown."""
 
     status: Mapping[str, Any]
     rollouts: Rollouts
     transcript: Transcript | None = None
-    """Of the rollout that is looked into, while it runs."""
+    """Conversation of the opened rollout, while it runs."""
     unasked: str = ""
-    """Why pods cannot be asked what they do; empty where they can."""
+    """Why pods cannot be asked for progress. Empty if they can."""
     unlisted: int = 0
-    """Rollouts that ended well and are too many to be listed."""
+    """Number of rollouts that ended well and are not listed, because there are too many."""
 
 
 @dataclass
 class Live:
-    """Looks at a run again and again; for one thread, but :attr:`shown` and :attr:`opened` may be set by another."""
+    """Follows a run. For one thread, but another thread may set :attr:`shown` and :attr:`opened`."""
 
     run: RunDir
     monitor: Monitor
     clock: Callable[[], float] = time.monotonic
     shown: Sequence[str] = ()
-    """Rollouts that are on the screen."""
+    """Rollouts on the screen."""
     opened: str = ""
-    """The rollout that is looked into."""
+    """The rollout whose conversation is shown. Empty without one."""
     _asked: tuple[list[str], str] = field(default_factory=lambda: ([], ""))
     _asked_at: float = 0.0
     _unasked: str = ""
@@ -153,37 +151,38 @@ class Live:
         self._files = LiveFiles(self.run, self.clock)
 
     def look(self, status: Mapping[str, Any]) -> RunSnapshot:
-        """Returns what there is to see.
+        """Returns the current snapshot.
 
         Args:
-            status: of the same monitor, just asked.
+            status: status that :attr:`monitor` has just returned.
         """
         pods = {pod["pod"] for pod in status["pods"] if pod["state"] in PRESENT}
         running = self.monitor.running.longest(pods)
         opened = self.opened
         wanted = {*self.shown, opened} - {""}
-        asked = [place for place in running if place.id in wanted]
-        self._ask([place.id for place in asked], opened if any(place.id == opened for place in asked) else "")
+        asked = {place.id: place.pod for place in running if place.id in wanted}
+        self._ask(list(asked), opened if opened in asked else "")
         live: dict[str, LiveStatus] = {}
-        transcripts: list[Transcript] = []
-        for pod in sorted({place.pod for place in asked}):
-            shown = self._files.status(pod) or PodLiveStatus()
-            live |= shown.rollouts
-            if opened in shown.transcripts:
-                transcripts.append(shown.transcripts[opened])
+        transcript: Transcript | None = None
+        for pod in sorted(set(asked.values())):
+            reported = self._files.status(pod) or PodLiveStatus()
+            live |= reported.rollouts
+            transcript = transcript or reported.transcripts.get(opened)
         stored = list(reversed(self.monitor.rollouts.values()))
         silent = {pod["pod"] for pod in status["pods"] if pod["state"] == "silent"}
         rollouts = Rollouts(running, stored, self.monitor.running.last, live, silent, time.time())
-        unlisted = sum(status["rollouts"][state] for state in VERIFIED) - sum(e.status in VERIFIED for e in stored)
-        return RunSnapshot(status, rollouts, transcripts[0] if transcripts else None, self._unasked, max(0, unlisted))
+        ended_well = sum(status["rollouts"][state] for state in VERIFIED)
+        listed = sum(event.status in VERIFIED for event in stored)
+        return RunSnapshot(status, rollouts, transcript, self._unasked, max(0, ended_well - listed))
 
     def leave(self) -> None:
-        """Asks for nothing any more. Raises OSError."""
+        """Withdraws the questions to pods. Raises OSError."""
         self._files.leave()
 
     def _ask(self, rollouts: list[str], transcript: str) -> None:
         asked, now = (rollouts, transcript), self.clock()
-        if not (rollouts or self._asked[0]) or (asked == self._asked and now - self._asked_at < RENEW_S):
+        nothing_to_ask = not rollouts and not self._asked[0]
+        if nothing_to_ask or (asked == self._asked and now - self._asked_at < RENEW_S):
             return
         self._asked, self._asked_at, self._unasked = asked, now, ""
         try:
@@ -191,5 +190,5 @@ class Live:
                 self._files.ask(rollouts, transcript)
             else:
                 self._files.leave()
-        except OSError as error:  # another's run, or a full disk
+        except OSError as error:  # another user's run, or a full disk
             self._unasked = str(error.strerror or error)

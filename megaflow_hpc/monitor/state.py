@@ -1,62 +1,138 @@
-"""What state a run is in: the one rule, for who follows it (``status``, ``watch``) and for who glances at a thousand
-(``list``)."""
+"""The state of a run, and of each of its pods. ``status``, ``watch`` and ``list`` use the same rules."""
 
 from __future__ import annotations
 
-import msgspec
+import time
+from dataclasses import dataclass, field
 
 from megaflow_hpc.ledger.lease import TIMES
+from megaflow_hpc.ledger.report import Progress
+from megaflow_hpc.rundir.events import AnyEvent, PodEvent, WorkerEvent
+from megaflow_hpc.rundir.pods.summary import Summary, busy_at
 
 
-class Facts(msgspec.Struct, kw_only=True, frozen=True):
-    """What decides the state of a run."""
+def run_state(
+    *,
+    finished: bool = False,
+    cancelled: bool = False,
+    serves: bool = False,
+    alive: bool = False,
+    waits: bool = False,
+    submitted: bool = False,
+    queued: bool | None = None,
+    started: bool = False,
+) -> str:
+    """Returns ``planned``, ``queued``, ``running``, ``waiting``, ``serving``, ``stopped``, ``cancelled``, ``finished``,
+    or ``unknown`` if Slurm, which has the run's jobs, does not answer.
 
-    finished: bool = False
-    cancelled: bool = False
-    """As its marks say."""
-    serves: bool = False
-    """It is an engine pool, and a server has registered."""
-    alive: bool = False
-    """A pod lives."""
-    waits: bool = False
-    """All its rollouts are stored, and a trainer may add some."""
-    submitted: bool = False
-    """It has jobs of Slurm's."""
-    queued: bool | None = None
-    """Slurm still has one of its jobs; ``None`` where nobody can tell."""
-    started: bool = False
-    """A pod has started, or could not."""
-
-    @property
-    def state(self) -> str:
-        """``planned``, ``queued``, ``running``, ``waiting``, ``serving``, ``stopped``, ``cancelled``, ``finished``, or
-        ``unknown`` where Slurm, which has its jobs, does not answer."""
-        if self.finished:
-            return "finished"
-        if self.cancelled:
-            return "cancelled"
-        if self.serves and self.queued is not False:
-            return "serving"
-        if self.alive:
-            return "waiting" if self.waits else "running"
-        if self.queued:
-            return "queued"
-        if self.queued is None and self.submitted:
-            return "unknown"
-        return "stopped" if self.started or self.submitted else "planned"
+    Args:
+        finished: the run has the finished mark.
+        cancelled: the run has the cancelled mark.
+        serves: the run is an engine pool, and a server has registered.
+        alive: a pod is alive.
+        waits: all rollouts are stored, and a trainer may add some.
+        submitted: the run has Slurm jobs.
+        queued: Slurm still has one of its jobs. ``None``: unknown.
+        started: a pod has started, or has failed to.
+    """
+    if finished:
+        return "finished"
+    if cancelled:
+        return "cancelled"
+    if serves and queued is not False:
+        return "serving"
+    if alive:
+        return "waiting" if waits else "running"
+    if queued:
+        return "queued"
+    if queued is None and submitted:
+        return "unknown"
+    return "stopped" if started or submitted else "planned"
 
 
 def lives(*, ended: bool, runs: bool | None, process: bool | None, silent_s: float) -> bool:
-    """Returns whether a pod lives.
+    """Tells whether a pod is alive.
 
     Args:
-        ended: it has said its last word.
-        runs: whether Slurm runs its job; ``None`` of a pod without one, and where nobody can tell.
-        process: whether its process is there; ``None`` of one that is Slurm's, or on another host.
-        silent_s: seconds since it was last heard of, which decide where nothing else does.
+        ended: the pod has written its last word.
+        runs: whether Slurm runs its job. ``None`` if it has no job, or Slurm does not answer.
+        process: whether its process exists. ``None`` for a Slurm job, or on another host.
+        silent_s: seconds since its last sign of life. They decide if nothing else does.
     """
     if ended:
         return False
     if runs is not None:
         return runs
     return process if process is not None else silent_s < TIMES.lease_s
+
+
+@dataclass
+class PodView:
+    """One start of one pod, as its events and its lease show it."""
+
+    name: str
+    state: str = "starting"
+    node: str = ""
+    job_id: str = ""
+    running: int = 0
+    stored: int = 0
+    workers: int = 0
+    slots: int = 0
+    seen_at: float = 0.0
+    """Time of its last event or progress, by its own clock, in seconds UTC."""
+    tokens_per_s: float = 0.0
+    why: str = ""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Node that gets no more work → reason."""
+    queued: int = 0
+    """Rollouts that it has claimed and not started."""
+    busy_at: float = 0.0
+    """Time at which it last started or ended a rollout, by its own clock, in seconds UTC."""
+    grown_at: float = 0.0
+    """Time at which its file was last seen to grow, by this machine's monotonic clock."""
+    live: dict[int, int] = field(default_factory=dict, repr=False)
+    """Worker rank → slots."""
+
+    @property
+    def active(self) -> bool:
+        """Whether the pod has started and not ended."""
+        return self.state in ("started", "draining")
+
+    def adopt(self, summary: Summary) -> None:
+        """Adds the summary of its first events."""
+        for event in summary.events:
+            if isinstance(event, (PodEvent, WorkerEvent)):  # the others are summed up in the summary
+                self.apply(event)
+        self.grown_at = time.monotonic()
+        self.seen_at, self.busy_at = summary.t, summary.busy_at
+
+    def update(self, progress: Progress) -> None:
+        """Updates the progress from the pod's lease, which may be older than its last event."""
+        if progress.t <= self.seen_at:
+            return
+        self.seen_at, self.grown_at = progress.t, time.monotonic()
+        if self.active:
+            self.running, self.stored = progress.running, max(self.stored, progress.stored)
+            self.queued, self.tokens_per_s = progress.queued, progress.tokens_per_s
+
+    def apply(self, event: AnyEvent) -> None:
+        """Adds its next event."""
+        self.seen_at, self.grown_at = event.t, time.monotonic()
+        self.busy_at = busy_at(self.busy_at, event)
+        match event:
+            case PodEvent():
+                self.state = event.state
+                for name in ("job_id", "node", "why", "stored"):
+                    value = getattr(event, name)
+                    if value is not None:
+                        setattr(self, name, value)
+                if not self.active:
+                    self.running = 0
+            case WorkerEvent():
+                if event.state == "ready":
+                    self.live[event.rank] = event.slots or 0
+                else:
+                    self.live.pop(event.rank, None)
+                if event.state == "excluded":
+                    self.excluded[event.node or ""] = event.why or ""
+                self.workers, self.slots = len(self.live), sum(self.live.values())

@@ -1,8 +1,8 @@
-"""Counts by state, pods, servers, failures, rate and time to completion: ``status --json`` and what ``run`` shows.
+"""Computes the status of a campaign: ``status --json``, and the progress that ``run`` and ``watch`` show.
 
-A :class:`Monitor` reads each event file on from where it stopped, at first from where the pod's summary ends, and how
-far pods are in their leases, or of many pods in the report of the one that reads the leases for all; so the first look
-is quick at any age of the run, and looking often is cheap.
+A :class:`Monitor` reads each event file from where the last look stopped, and first from where the pod's summary ends.
+It reads progress from the pods' leases. If there are many pods, it reads it from the report of the pod that reads all
+leases. So the first look is quick at any age of the run, and further looks are cheap.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megaflow_hpc.config.campaign import pass_threshold_of
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader import COORDINATOR, Leader
 from megaflow_hpc.ledger.report import FEW, Progress, process_here, progress_of, reported
-from megaflow_hpc.monitor.causes import broken_verifiers, causes
 from megaflow_hpc.monitor.engines import servers
-from megaflow_hpc.monitor.outcomes import Outcomes
-from megaflow_hpc.monitor.pod_view import PodView
-from megaflow_hpc.monitor.state import Facts, lives
+from megaflow_hpc.monitor.outcomes import Outcomes, broken_verifiers, causes
+from megaflow_hpc.monitor.state import PodView, lives, run_state
 from megaflow_hpc.monitor.training import TrainerJob, Trainings
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.events import EventReader, RolloutEvent
@@ -35,10 +34,10 @@ from megaflow_hpc.rundir.record import read_jobs, read_run
 
 IDLE_S = 60.0
 """A pod that has had nothing to run for this long is shown as idle."""
-ENGINES_S = 10.0
-"""How often the files of more than a few engines are read."""
+ENGINES_INTERVAL_S = 10.0
+"""Interval at which the files of more than a few engines are read."""
 LISTED = 10_000
-"""Rollouts that ended well and are listed where there are too many to list all."""
+"""Latest rollouts that ended well to list, if there are too many to list all."""
 STALE_S = 60.0
 """A pod whose last event is older than this is shown as silent."""
 
@@ -49,10 +48,10 @@ class Monitor:
     def __init__(self, run: RunDir) -> None:
         self.run = run
         planned = read_run(run)
-        self.name, self._total = planned.name, planned.total
+        self.name, self._planned = planned.name, planned.total
         self._added: dict[str, int] = {}
-        """Rollouts that were added to the plan, by the record that says it."""
-        self._evaluation: dict[str, Any] = planned.campaign.get("evaluation") or {}
+        """Record of a batch that was added to the plan → its rollouts."""
+        self._pass_threshold = pass_threshold_of(planned.campaign)
         self._marks = Marks(run)
         self._is_pool = planned.campaign.get("pool") is not None and not planned.packed
         training = planned.config.training if planned.campaign.get("training") else None
@@ -61,20 +60,22 @@ class Monitor:
         self._outcomes = Outcomes()
         self._pods: dict[str, PodView] = {}
         self._processes: dict[str, Identity] = {}
-        """Of pods that run on this host outside of Slurm, or did."""
+        """Processes of the pods that run, or ran, on this host outside of Slurm."""
         self._coordinator = Leader(run, COORDINATOR)
         self._ledger = Ledger(run)
         self.running = RunningRollouts()
-        """Which rollouts run, and where."""
+        """The running rollouts, and their places."""
         self._servers: list[dict[str, Any]] = []
         self._servers_at = 0.0
         self._finished = False
-        self._began = math.inf
-        """When the first look was over: what files held until then may be of any age."""
+        self._first_look_at = math.inf
+        """End of the first look. Events that files held before may be of any age."""
+
+    # --- reading ---
 
     def refresh(self) -> None:
         """Reads what was appended since the last look."""
-        self._finished = self._marks.finished  # first: the events before the mark are there then
+        self._finished = self._marks.finished  # read it first: the events before the mark are visible then
         for record in self._ledger.added() - self._added.keys():
             self._added[record] = self._ledger.rollouts_added(record)
         for name, events in self._events.read():
@@ -93,21 +94,8 @@ class Monitor:
             self.running.forget(rollout)
         for name, progress in self._progress():
             if name in self._pods:
-                self._pods[name].hear(progress)
-        self._began = min(self._began, time.monotonic())
-
-    def list_rollouts(self, within: int | None = None) -> None:
-        """Has :attr:`rollouts` list those that ended well too; to be called before the first look.
-
-        Args:
-            within: Where all event files together have more bytes, only those are listed that end from now on, the last
-                :data:`LISTED` of them.
-        """
-        size = 0 if within is None else sum(path.stat().st_size for path in self.run.events.glob("*.jsonl"))
-        if within is None or size <= within:
-            self._outcomes, self._events = Outcomes(None), EventReader(self.run.events)
-        else:
-            self._outcomes = Outcomes(LISTED)
+                self._pods[name].update(progress)
+        self._first_look_at = min(self._first_look_at, time.monotonic())
 
     def _progress(self) -> Iterator[tuple[str, Progress]]:
         if len(self._pods) > FEW and self._coordinator.holder():
@@ -119,16 +107,50 @@ class Monitor:
             if (progress := progress_of(lease)) is not None:
                 yield name, progress
 
-    def warnings(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns :meth:`idle_warning` and, if all rollouts are listed, one for each verifier that always fails."""
-        found = self.idle_warning(pods)
-        return [*found, *broken_verifiers(self.rollouts.values())] if self._outcomes.lists_all else found
-
-    def idle_warning(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns a sentence on pods without work while others have more than they can run, if there are any.
+    def list_rollouts(self, max_bytes: int | None = None) -> None:
+        """Makes :attr:`rollouts` list rollouts that ended well too. Call it before the first look.
 
         Args:
-            pods: As :meth:`status` shows them.
+            max_bytes: if the event files together are larger, only rollouts that end from now on are listed, the last
+                :data:`LISTED` of them.
+        """
+        size = 0 if max_bytes is None else sum(path.stat().st_size for path in self.run.events.glob("*.jsonl"))
+        if max_bytes is None or size <= max_bytes:
+            self._outcomes, self._events = Outcomes(None), EventReader(self.run.events)
+        else:
+            self._outcomes = Outcomes(LISTED)
+
+    def settle(self, stored: Iterable[RolloutEvent]) -> None:
+        """Replaces the outcomes from events by the stored rollouts."""
+        self.refresh()
+        self._outcomes.settle(stored)
+
+    # --- results ---
+
+    @property
+    def rollouts(self) -> dict[str, RolloutEvent]:
+        """The listed rollouts by id: those that ended badly, and others as :meth:`list_rollouts` says."""
+        return self._outcomes.listed
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Returns the figures of each policy, over the listed rollouts: after :meth:`settle`, over all."""
+        return self._outcomes.policies(self._pass_threshold)
+
+    def at_work(self) -> list[tuple[str, float]]:
+        """Returns the job id of its pod and the start time (seconds UTC) of each running rollout."""
+        active = {name: pod.job_id for name, pod in self._pods.items() if pod.active}
+        return [(active[place.pod], place.began_at) for place in self.running.longest(active)]
+
+    def warnings(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Returns :meth:`idle_warning` and, if all rollouts are listed, one for each verifier that always fails."""
+        warnings = self.idle_warning(pods)
+        return [*warnings, *broken_verifiers(self.rollouts.values())] if self._outcomes.lists_all else warnings
+
+    def idle_warning(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Returns a warning if some pods have no work while others have more than they can run.
+
+        Args:
+            pods: the pods in :meth:`status`.
         """
         idle = [pod for pod in pods if "idle_s" in pod]
         queued = sum(pod.queued for pod in self._pods.values() if pod.active)
@@ -141,21 +163,6 @@ class Monitor:
             f"let some go with: megaflow-hpc scale {self.run} --pods N"
         ]
 
-    def settle(self, stored: Iterable[RolloutEvent]) -> None:
-        """Replaces what the events say of rollouts by what is stored of them."""
-        self.refresh()
-        self._outcomes.settle(stored)
-
-    def at_work(self) -> list[tuple[str, float]]:
-        """Returns the job id of the pod and the begin, in seconds UTC, of each rollout that runs."""
-        active = {name: pod.job_id for name, pod in self._pods.items() if pod.active}
-        return [(active[place.pod], place.began_at) for place in self.running.longest(active)]
-
-    @property
-    def rollouts(self) -> dict[str, RolloutEvent]:
-        """The stored rollouts that are listed, by id: those that ended badly, and as :meth:`list_rollouts` says."""
-        return self._outcomes.listed
-
     def status(
         self,
         live_jobs: Collection[str] | None = None,
@@ -163,50 +170,49 @@ class Monitor:
         asked_at: float = math.inf,
         trainers: Mapping[str, TrainerJob] | None = None,
     ) -> dict[str, Any]:
-        """The contract of ``status --json``.
+        """Returns the content of ``status --json``.
 
         Args:
-            live_jobs: elements that Slurm still has, where the caller asked; tells a silent pod from a dead one.
-            pending: of them, those that wait in the queue.
-            asked_at: when it did (monotonic); a pod that was seen to write since then lives, whatever Slurm said.
-            trainers: those that run or wait, by policy; ``None`` where the caller cannot tell.
+            live_jobs: elements that Slurm still has. They tell silent pods from dead ones. ``None``: unknown.
+            pending: those of them that wait in the queue.
+            asked_at: when Slurm was asked (monotonic). A pod that was seen to write later is alive.
+            trainers: trainers that run or wait, by policy. ``None``: unknown.
         """
         self.refresh()
-        total = self._total + sum(self._added.values())
+        total = self._planned + sum(self._added.values())
         counts, failed = self._outcomes.by_status(total), self._outcomes.failures
+        stored = counts.total()
+        remaining = max(0, total - stored)
         jobs = None if live_jobs is None else set(live_jobs) - set(pending)
         pods = [self._pod(pod, jobs, asked_at) for pod in self._pods.values()]
         running = sum(pod["running"] for pod in pods)
-        stored = counts.total()
-        states = ("completed", "truncated", "failed", "cancelled")
-        rollouts = {
-            "pending": max(0, total - stored - running),
-            "running": running,
-            **{state: counts[state] for state in states},
-            "total": total,
-        }
         unstarted = [asdict(pod) for pod in self._marks.unstarted()]
-        rate = self._outcomes.rate()
-        left, waits_for = max(0, total - stored), [] if self._finished else self._marks.open
-        alive = [pod["pod"] for pod in pods if pod["state"] in ("started", "draining")]
-        # One that was counted twice may stand for one that runs.
-        idle = bool(waits_for) and not left and not self.running.longest(alive)
-        state = Facts(
+        waits_for = self._waits_for(remaining, pods)
+        state = run_state(
             finished=self._finished,
             cancelled=self._marks.cancelled,
             serves=self._is_pool and bool(EndpointFiles(self.run).serving()),
-            alive=any(self._lives(pod, jobs, asked_at, by_silence=True) for pod in self._pods.values()),
-            waits=idle,
+            alive=any(self._lives(pod, jobs, asked_at, self._silent_s(pod)) for pod in self._pods.values()),
+            waits=bool(waits_for),
             submitted=any(pod["job_id"] for pod in pods) or bool(read_jobs(self.run)),
             queued=None if live_jobs is None else bool(live_jobs),
             started=bool(pods or unstarted),
-        ).state
-        goes_on = rate and state not in ("finished", "cancelled", "stopped")
+        )
+        rate = self._outcomes.rate()
+        eta_s: int | None = 0
+        if remaining:
+            continues = rate and state not in ("finished", "cancelled", "stopped")
+            eta_s = round(remaining / rate) if continues else None
         return {
             "run": str(self.run),
             "state": state,
-            **({"waits_for": waits_for} if idle else {}),
-            "rollouts": rollouts,
+            **({"waits_for": waits_for} if waits_for else {}),
+            "rollouts": {
+                "pending": max(0, total - stored - running),
+                "running": running,
+                **{status: counts[status] for status in ("completed", "truncated", "failed", "cancelled")},
+                "total": total,
+            },
             "pods": pods,
             "servers": self._engines(),
             "unstarted": unstarted,
@@ -217,23 +223,31 @@ class Monitor:
             "failed_at": self.running.by_cause(),
             "tokens_per_s": round(sum(pod["tokens_per_s"] for pod in pods), 1),
             "rate_per_s": round(rate, 3),
-            "eta_s": round(left / rate) if goes_on and left else (0 if not left else None),
+            "eta_s": eta_s,
         }
 
+    def _waits_for(self, remaining: int, pods: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Returns the consumers that may add rollouts, if nothing is left to run until they do."""
+        if self._finished or remaining:
+            return []
+        # A rollout that was counted twice may hide one that runs.
+        present = [pod["pod"] for pod in pods if pod["state"] in ("started", "draining")]
+        return [] if self.running.longest(present) else self._marks.open
+
     def _engines(self) -> list[dict[str, Any]]:
-        """Many engines, whose files are read one by one, are looked at less often than pods."""
+        """Returns the engine servers. The files of many engines, read one by one, are read less often."""
         now = time.monotonic()
-        if len(self._servers) <= FEW or self._finished or now - self._servers_at >= ENGINES_S:
+        if len(self._servers) <= FEW or self._finished or now - self._servers_at >= ENGINES_INTERVAL_S:
             self._servers, self._servers_at = servers(self.run, self._finished), now
         return [*self._servers]
 
     def _pod(self, pod: PodView, jobs: Collection[str] | None, asked_at: float) -> dict[str, Any]:
         state, silent_s = pod.state, self._silent_s(pod)
-        if pod.active and not self._lives(pod, jobs, asked_at, by_silence=False):
+        if pod.active and not self._lives(pod, jobs, asked_at, silent_s=0.0):
             state = "gone"
         elif pod.active and silent_s > STALE_S:
             state = "silent"
-        works = state in ("started", "draining") and not self._finished  # its last word is older than the end
+        works = state in ("started", "draining") and not self._finished  # its last progress may be older than the end
         idle_s = pod.seen_at - pod.busy_at if state == "started" and not (pod.running or pod.queued) else 0.0
         return {
             "pod": pod.name,
@@ -251,34 +265,27 @@ class Monitor:
             **({"excluded": pod.excluded} if pod.excluded else {}),
         }
 
-    def _lives(self, pod: PodView, jobs: Collection[str] | None, asked_at: float, by_silence: bool) -> bool:
-        """Whether a pod that has not ended lives; ``by_silence``: it does not where it is all that tells."""
-        wrote = pod.grown_at > max(self._began, asked_at)  # since then it lives, whatever Slurm said
+    def _lives(self, pod: PodView, jobs: Collection[str] | None, asked_at: float, silent_s: float) -> bool:
+        """Tells whether a pod is alive. ``silent_s`` decides if neither Slurm nor the process table does."""
+        if not pod.active:
+            return False
+        if pod.grown_at > max(self._first_look_at, asked_at):
+            return True  # it has written since Slurm was asked
         process = self._processes.get(pod.name)
-        return pod.active and (
-            wrote
-            or lives(
-                ended=False,
-                runs=None if jobs is None or not pod.job_id else pod.job_id in jobs,
-                process=process.alive() if process else None,
-                silent_s=self._silent_s(pod) if by_silence else 0.0,
-            )
+        return lives(
+            ended=False,
+            runs=None if jobs is None or not pod.job_id else pod.job_id in jobs,
+            process=process.alive() if process else None,
+            silent_s=silent_s,
         )
 
     @property
     def heard_s(self) -> float:
-        """Seconds, of our own clock, since any pod was seen to write; infinite before the second look."""
-        grown = max((pod.grown_at for pod in self._pods.values() if pod.active), default=0.0)
-        return time.monotonic() - grown if grown > self._began else math.inf
+        """Seconds since any pod was seen to write. Infinite before the second look."""
+        grown_at = max((pod.grown_at for pod in self._pods.values() if pod.active), default=0.0)
+        return time.monotonic() - grown_at if grown_at > self._first_look_at else math.inf
 
     def _silent_s(self, pod: PodView) -> float:
-        """Seconds since the pod's last sign of life: of our clock from the second look on, of both before."""
-        grown = time.monotonic() - pod.grown_at
-        return grown if pod.grown_at > self._began else max(grown, time.time() - pod.seen_at)
-
-    def summary(self) -> dict[str, dict[str, Any]]:
-        """Per policy: rollouts, statuses, mean reward, how many were solved, and what an evaluation says of them.
-
-        Of those that are listed: after :meth:`settle`, of all.
-        """
-        return self._outcomes.policies(self._evaluation)
+        """Returns the seconds since the pod's last sign of life, by our clock or, at the first look, by both clocks."""
+        unseen_s = time.monotonic() - pod.grown_at
+        return unseen_s if pod.grown_at > self._first_look_at else max(unseen_s, time.time() - pod.seen_at)

@@ -1,4 +1,4 @@
-"""How far training is: the section ``training`` of ``status --json``, and what ``status`` and ``watch`` show of it."""
+"""Progress of training: the section ``training`` of ``status --json``, which ``status`` and ``watch`` show too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUSPICIOUS_SHARE = 0.03
 """Do not warn if ``sampling_temperature`` differs from 1 by less than this: with much data, z is large for harmless
 differences too."""
 STEPS = 5
-"""The last steps that are shown; their means stand for how it goes now."""
+"""Number of last steps to show. Their means describe the current state."""
 SHOWN = {
     "reward": "reward",
     "pass_rate": "passed",
@@ -34,40 +34,40 @@ SHOWN = {
     "seconds": "seconds",
     "seconds/wait": "wait_s",
 }
-"""Metrics of a commit that status tells, and what they are called there."""
+"""Metric of a commit → its name in the status."""
 
 
 @dataclass(frozen=True)
 class TrainerJob:
-    """Where a trainer runs or waits, as who started it knows."""
+    """State of a trainer that runs or waits."""
 
     state: str
     """``running`` or ``queued``."""
     job_id: str = ""
     node: str = ""
     reason: str = ""
-    """Slurm's, while it is queued."""
+    """Slurm's reason, while it is queued."""
 
 
 class Trainings:
-    """Follows the policies of one run that learn."""
+    """Follows the trained policies of one run."""
 
     def __init__(self, run: RunDir, config: TrainingConfig) -> None:
         self._config, self._marks = config, Marks(run)
         self._views = {policy: TrainingView(run, policy) for policy in config.policies}
 
     def status(self, jobs: Mapping[str, TrainerJob] | None) -> dict[str, dict[str, Any]]:
-        """Returns what is to be said of each policy.
+        """Returns the progress of each trained policy.
 
         Args:
-            jobs: Trainers that run or wait, by policy; ``None`` where nobody can tell.
+            jobs: trainers that run or wait, by policy. ``None``: unknown.
         """
         return {policy: self._policy(view, jobs) for policy, view in self._views.items()}
 
     def _policy(self, view: TrainingView, jobs: Mapping[str, TrainerJob] | None) -> dict[str, Any]:
         commits = view.commits(STEPS)
         newest = commits[-1] if commits else Commit(step=0)
-        last = [{"step": commit.step, "at": round(commit.at, 3), **_told(commit)} for commit in commits]
+        last = [{"step": commit.step, "at": round(commit.at, 3), **_shown(commit)} for commit in commits]
         means = _means(last)
         return {
             "step": newest.step,
@@ -81,32 +81,29 @@ class Trainings:
 
     def _trainer(self, view: TrainingView, newest: Commit, jobs: Mapping[str, TrainerJob] | None) -> dict[str, Any]:
         starts, word = view.trainers(), view.last_word()
-        now = starts[-1] if starts else None
-        found: dict[str, Any] = {
+        latest = starts[-1] if starts else None
+        trainer: dict[str, Any] = {
             "starts": len(starts),
-            "node": now.node if now else "",
-            "job_id": now.job_id if now else "",
+            "node": latest.node if latest else "",
+            "job_id": latest.job_id if latest else "",
         }
         job = (jobs or {}).get(view.policy)
         if job is not None:
-            found |= {"state": job.state, "job_id": job.job_id, "node": job.node}
-            found |= {"cause": job.reason} if job.reason else {}
+            trainer |= {"state": job.state, "job_id": job.job_id, "node": job.node}
+            if job.reason:
+                trainer["cause"] = job.reason
         elif not view.open and (newest.step or self._marks.finished):
-            found["state"] = "done"
+            trainer["state"] = "done"
         elif jobs is None:
-            found["state"] = "unknown"
+            trainer["state"] = "unknown"
         else:
-            found["state"] = "ended" if now or word else "not started"
+            trainer["state"] = "ended" if latest or word else "not started"
         if word is not None:
-            found["last_word"] = {
-                "word": word.word,
-                "node": word.node,
-                "exit_status": word.exit_status,
-                "log": word.log,
-            }
+            last_word = {"word": word.word, "node": word.node, "exit_status": word.exit_status, "log": word.log}
             if word.word != "done":
-                found["last_word"]["cause"] = word.cause
-        return found
+                last_word["cause"] = word.cause
+            trainer["last_word"] = last_word
+        return trainer
 
 
 def _sampling_warning(means: Mapping[str, float | None]) -> Iterator[str]:
@@ -128,16 +125,16 @@ def _nothing_warning(commits: list[Commit]) -> Iterator[str]:
         )
 
 
-def _told(commit: Commit) -> dict[str, float]:
+def _shown(commit: Commit) -> dict[str, float]:
     return {name: commit.metrics[metric] for metric, name in SHOWN.items() if metric in commit.metrics}
 
 
 def _means(steps: list[dict[str, float]]) -> dict[str, float | None]:
-    """Means over steps, of each metric over those that have it; ``wait_share`` is of the time of all."""
-    found: dict[str, float | None] = {}
+    """Returns the mean of each metric over the steps that have it, and ``wait_share`` of the time of all steps."""
+    means: dict[str, float | None] = {}
     for name in SHOWN.values():
         values = [step[name] for step in steps if name in step]
-        found[name] = sum(values) / len(values) if values else None
+        means[name] = sum(values) / len(values) if values else None
     seconds = sum(step.get("seconds", 0.0) for step in steps)
-    found["wait_share"] = sum(step.get("wait_s", 0.0) for step in steps) / seconds if seconds else None
-    return found
+    means["wait_share"] = sum(step.get("wait_s", 0.0) for step in steps) / seconds if seconds else None
+    return means

@@ -1,8 +1,7 @@
 """Entry point of every rank: ``python -m megaflow_hpc.pod RUN``, under srun, mpiexec or alone.
 
-Alone it is a pod of one process and its runner, without MPI. ``MEGAFLOW_SERVER`` names the engine server that a rank
-keeps, where engines and pod are one job; what rank 0 reads from the environment stands in
-:mod:`megaflow_hpc.pod.master.assembly`.
+Alone it is a pod of one process and its runner, without MPI. If engines and pod are one job, ``MEGAFLOW_SERVER`` names
+the engine server of a rank. :mod:`megaflow_hpc.pod.master.assembly` lists the variables that rank 0 reads.
 """
 
 from __future__ import annotations
@@ -17,22 +16,21 @@ from pathlib import Path
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.mpi import mpi_library, mpi_order
 from megaflow_hpc.pod.comm import ChildComm, Comm, MpiComm, world_hint
-from megaflow_hpc.pod.engine_rank import accompany, start_server
-from megaflow_hpc.pod.worker import serve, start_runner, stop_runner
+from megaflow_hpc.pod.worker import keep_server, serve, start_runner, start_server, stop_runner
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import ORDERLY, WORLD
 from megaflow_hpc.texts import printable
 
 LEAVE_S = 30
-"""Seconds for which rank 0 waits for workers that stop their runners."""
+"""Seconds that rank 0 waits for workers, which stop their runners."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one rank and ends the process: with 0 after an orderly end, else the error's exit status or 1."""
+    """Runs one rank and ends the process: with 0 after an orderly end, otherwise with the error's status or 1."""
     parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.pod", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", help="run directory, as megaflow-hpc plan printed it")
     run = RunDir(parser.parse_args(argv).run)
-    # Draining comes through the drain file; a step's signals must not kill a rank in the middle of a commit.
+    # The drain file starts a drain. Signals to the step must not kill a rank in the middle of a commit.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     status = 1
@@ -53,10 +51,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _alone(run: RunDir) -> int:
-    _say_found()
-    runner = start_runner()
-    state = _lead(run, ChildComm(runner[1]))
-    stop_runner(*runner)
+    process, link = start_runner()
+    state = _lead(run, ChildComm(link))
+    stop_runner(process, link)
     return 0 if state in ORDERLY else 1
 
 
@@ -67,33 +64,36 @@ def _rank(run: RunDir, rank: int, size: int) -> int:
     runner = start_runner() if server is None and rank > 0 else None
     comm = MpiComm()
     if comm.size != size:
-        library, now = mpi_library(), os.environ.get("MEGAFLOW_MPI", "")
-        others = " or ".join(plugin for plugin in mpi_order(library)[:2] if plugin != now)
-        raise MegaflowError(
-            f"MPI sees {comm.size} ranks where the launcher started {size}: mpi4py's {library or 'MPI'} and "
-            f"{f'srun --mpi={now}' if now else 'the launcher'} do not fit; set MEGAFLOW_MPI to {others}, or to another "
-            "type of srun --mpi=list"
-        )
-    if server is not None or runner is not None:
-        led = accompany(comm, server) if server is not None else serve(comm, *runner) if runner is not None else False
-        if led:
-            comm.leave()  # however long rank 0 goes on: when it ends otherwise, so do we
-        return 0
-    _say_found()
-    state = _lead(run, comm)
-    comm.flush(5.0)
-    comm.leave(LEAVE_S)
-    return 0 if state in ORDERLY else 1
+        raise _wrong_size(comm.size, size)
+    if rank == 0 and server is None:
+        state = _lead(run, comm)
+        comm.flush(5.0)
+        comm.leave(LEAVE_S)
+        return 0 if state in ORDERLY else 1
+    if server is not None:
+        master_is_there = keep_server(comm, server)
+    else:
+        assert runner is not None
+        master_is_there = serve(comm, *runner)
+    if master_is_there:
+        comm.leave()  # waits for rank 0, however long it takes; the launcher ends us if rank 0 is killed
+    return 0
 
 
-def _say_found() -> None:
-    """Tells the batch shell that the ranks have found each other."""
-    if directory := os.environ.get("MEGAFLOW_POD_DIR"):
-        (Path(directory) / WORLD).touch()
+def _wrong_size(seen: int, started: int) -> MegaflowError:
+    library, plugin = mpi_library(), os.environ.get("MEGAFLOW_MPI", "")
+    others = " or ".join(other for other in mpi_order(library)[:2] if other != plugin)
+    return MegaflowError(
+        f"MPI sees {seen} ranks where the launcher started {started}: mpi4py's {library or 'MPI'} and "
+        f"{f'srun --mpi={plugin}' if plugin else 'the launcher'} do not fit; set MEGAFLOW_MPI to {others}, or to "
+        "another type of srun --mpi=list"
+    )
 
 
 def _lead(run: RunDir, comm: Comm) -> str:
-    # Imported by rank 0 alone: the models of a campaign file would be most of what another rank takes to start.
+    if directory := os.environ.get("MEGAFLOW_POD_DIR"):
+        (Path(directory) / WORLD).touch()  # tells the batch shell that the ranks have found each other
+    # Only rank 0 imports the models of the campaign file: they would double the start time of another rank.
     from megaflow_hpc.pod.master.assembly import lead
 
     return lead(run, comm)

@@ -1,9 +1,12 @@
 """Message passing between the ranks of a pod. The only importer of mpi4py.
 
-A :class:`Comm` sends messages to ranks and yields what has come in; it never blocks in MPI, because a blocking
-receive spins a core, and of a rank that dies inside a large message it waits for ever. Messages to one rank are
-gathered until :meth:`Comm.push` and leave as one: what MPI costs is paid by the turn of a loop and not by the message.
-No collectives, no pickle, no message to a rank known dead.
+A :class:`Comm` never blocks in MPI: a blocking receive spins a core, and waits for ever if the sender dies inside a
+large message. Messages to one rank are collected until :meth:`Comm.push` and sent as one parcel, so that MPI's overhead
+is paid once for each turn of a loop. There are no collectives and no pickle.
+
+``op`` names a message; :mod:`megaflow_hpc.host.wire` packs it. Rank 0 sends ``init`` ``start`` ``cancel`` ``endpoints``
+``images`` ``suspend`` ``mirror`` ``beat`` ``stop``. A worker sends ``ready`` ``result`` ``activity`` ``transcript``
+``beat`` ``left``. A rank with an engine server sends ``engine`` in place of ``ready``.
 """
 
 from __future__ import annotations
@@ -23,53 +26,55 @@ from megaflow_hpc.host.mpi import network_variables
 from megaflow_hpc.host.process import mapped_files
 from megaflow_hpc.host.wire import Message, WireLink, pack, packer, unpack_all
 
+BEAT, STOP = pack({"op": "beat"}), pack({"op": "stop"})
+"""Each is sent as a parcel of its own, so that a rank recognizes it without unpacking."""
 TAG = 77
-SWEEP = 1024
-"""Messages on their way at which all of them are looked at, not only the oldest."""
 BEAT_S = 5.0
-"""How often each side sends a heartbeat."""
+"""Interval at which each side sends a heartbeat."""
 FIRST_S, SHORT_S, LONG_S = 5e-5, 1e-3, 0.08
-"""Sleeps of a rank to which nothing happens."""
+"""Sleeps of an idle rank."""
 PUSH_BYTES = 1 << 20
-"""Gathered bytes that leave without waiting for a push."""
+"""A larger message is sent at once, without waiting for a push."""
 INIT_S = 120
 """Seconds that starting MPI may take."""
 
 
 class Comm(Protocol):
-    """The world of a pod as rank 0 uses it: messages to ranks and from them. No method waits."""
+    """Messages between rank 0 and the other ranks of a pod. No method waits."""
 
     rank: int
     size: int
 
     @property
     def link(self) -> WireLink | None:
-        """Where there is one, ``select`` can wait by it for messages."""
+        """A link on which ``select`` can wait for messages. ``None`` under MPI."""
 
     def send(self, rank: int, message: Message | bytes) -> None:
-        """Hands over a message, or a packed one; it leaves with the next push at the latest."""
+        """Queues a message, which may be packed already. It is sent with the next push at the latest."""
 
     def push(self) -> None:
-        """Sends what was handed over."""
+        """Sends the queued messages."""
 
     def poll(self) -> tuple[int, Message] | None:
-        """Returns the next message with its sender, or ``None``. One known to be gone sends ``{"op": "left"}``."""
+        """Returns the next message with its sender, or ``None``. A lost rank appears to send ``{"op": "left"}``."""
 
 
 def world_hint() -> tuple[int, int]:
-    """Returns (rank, size) as the launcher's environment gives them, before MPI is initialised; (0, 1) without one."""
-    pairs = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMIX_RANK", "SLURM_NTASKS"))
-    for rank, size in (*pairs, ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank in os.environ and size in os.environ and ("SLURM" not in rank or "SLURM_STEP_ID" in os.environ):
+    """Returns rank and size from the launcher's environment, before MPI is initialised. (0, 1) without a launcher."""
+    pairs = [("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMIX_RANK", "SLURM_NTASKS")]
+    if "SLURM_STEP_ID" in os.environ:
+        pairs.append(("SLURM_PROCID", "SLURM_NTASKS"))
+    for rank, size in pairs:
+        if rank in os.environ and size in os.environ:
             return int(os.environ[rank]), int(os.environ[size])
     return 0, 1
 
 
 def unlink_shared_memory() -> None:
-    """Unlinks the shared-memory files of MPI that this process has mapped; call when every rank has them mapped.
+    """Unlinks MPI's shared-memory files that this process has mapped. Call it once every rank has mapped them.
 
-    They stay mapped and vanish with the last rank. A rank that is killed, or leaves by ``os._exit`` as ours do, would
-    leave them on the node; MPICH names them by job and step, so a requeued job would even attach to the old ones.
+    The mappings stay until the last rank ends. A rank that is killed, or leaves by ``os._exit`` as ours do, would leave
+    the files on the node. MPICH names them by job and step, so a requeued job would attach to the old files.
     """
     for path in mapped_files(os.getpid()):
         if path.startswith("/dev/shm/") and not path.endswith("(deleted)"):
@@ -78,15 +83,15 @@ def unlink_shared_memory() -> None:
 
 
 def check_shared_memory() -> None:
-    """Raises :class:`SiteError` if a stranger shares memory with this rank; call before any rank unlinks its files.
+    """Raises :class:`SiteError` if another user shares memory with this rank. Call it before any rank unlinks files.
 
-    MPICH takes whatever file has its name, which every user of the node can work out from the numbers of job and step.
+    MPICH opens an existing file of that name, and any user of the node can derive the name from job and step.
     """
     for path in mapped_files(os.getpid()):
         if path.startswith("/dev/shm/mpich"):
             try:
                 owner = os.lstat(path).st_uid
-            except OSError:  # taken away: none of ours does that yet
+            except OSError:  # another user removed it: our ranks do not do so yet
                 owner = -1
             if owner != os.getuid():
                 raise SiteError(
@@ -96,9 +101,9 @@ def check_shared_memory() -> None:
 
 
 class MpiComm:
-    """Point-to-point messages over MPI_COMM_WORLD; a :class:`Comm`.
+    """A :class:`Comm` of point-to-point messages over MPI_COMM_WORLD.
 
-    Making one initialises MPI and waits for every rank; the process is ended by SIGALRM after :data:`INIT_S`.
+    The constructor initialises MPI and waits for every rank. SIGALRM ends the process after :data:`INIT_S`.
     """
 
     link: WireLink | None = None
@@ -108,7 +113,7 @@ class MpiComm:
 
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False  # MPI_Finalize would wait for a rank that is dead
-        # One rank that dies in MPI_Init leaves the others waiting in it for ever; SIGALRM ends them.
+        # If a rank dies in MPI_Init, the others would wait in it for ever. SIGALRM ends them.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(INIT_S)
         from mpi4py import MPI
@@ -122,17 +127,18 @@ class MpiComm:
         self.size: int = self._world.Get_size()
         self._status = MPI.Status()
         self.lost: dict[int, str] = {}
-        """Ranks with which MPI could not exchange a message, and what it said."""
-        self._outgoing: deque[tuple[Any, bytes, int]] = deque()
+        """Ranks with which MPI could not exchange a message, with its error."""
+        self._unreported: list[int] = []
+        """Lost ranks that :meth:`poll_parcel` has not returned yet."""
+        self._queued: dict[int, list[bytes]] = {}
+        """Rank → messages of its next parcel."""
+        self._outgoing: list[tuple[Any, bytes, int]] = []
+        """Parcels in flight: request, data, receiver."""
         self._arriving: dict[int, deque[tuple[Any, bytearray]]] = {}
-        """By rank, what it has announced and what is not here whole, in the order in which it was sent."""
-        self._lost: list[int] = []
-        """Those of them that were not reported yet."""
-        self._said = False
-        self._gathered: dict[int, list[bytes]] = {}
-        self._pack = packer()
+        """Rank → parcels that have arrived in part, in the order in which they were sent."""
         self._incoming: deque[tuple[int, Message]] = deque()
-        self._look_at = SWEEP
+        self._pack = packer()
+        self._reported_error = False
         self._world.Barrier()
         check_shared_memory()
         self._world.Barrier()
@@ -140,27 +146,25 @@ class MpiComm:
         unlink_shared_memory()
 
     def send(self, rank: int, message: Message | bytes) -> None:
-        parts = self._gathered.setdefault(rank, [])
-        parts.append(message if isinstance(message, bytes) else self._pack(message))
-        if len(parts[-1]) > PUSH_BYTES:
-            self._pack = packer()  # it keeps what its longest message took
+        data = message if isinstance(message, bytes) else self._pack(message)
+        self._queued.setdefault(rank, []).append(data)
+        if len(data) > PUSH_BYTES:
+            self._pack = packer()  # frees the buffer of the large message
             self.push()
 
     def push(self) -> None:
-        if not self._gathered:
+        if not self._queued:
             return
-        for rank, parts in self._gathered.items():
-            data = parts[0] if len(parts) == 1 else b"".join(parts)
+        for rank, messages in self._queued.items():
+            data = b"".join(messages)
             try:
-                self._outgoing.append((self._world.Isend([data, self._mpi.BYTE], dest=rank, tag=TAG), data, rank))
+                request = self._world.Isend([data, self._mpi.BYTE], dest=rank, tag=TAG)
             except self._mpi.Exception as error:
                 self._lose(rank, error)
-        self._gathered.clear()
-        while self._outgoing and self._has_left(self._outgoing[0]):
-            self._outgoing.popleft()
-        if len(self._outgoing) > self._look_at:  # one to a dead rank may stand before many that have left
-            self._sweep()
-            self._look_at = 2 * len(self._outgoing) + SWEEP
+            else:
+                self._outgoing.append((request, data, rank))
+        self._queued.clear()
+        self._forget_sent()
 
     def poll(self) -> tuple[int, Message] | None:
         if not self._incoming:
@@ -170,21 +174,21 @@ class MpiComm:
             source, parcel = received
             try:
                 self._incoming.extend([(source, message) for message in unpack_all(parcel)])
-            except ValueError as error:  # Intel MPI over TCP calls whole what a rank was killed within
+            except ValueError as error:  # Intel MPI over TCP delivers half a parcel if its sender is killed
                 self._lose(source, error)
                 return None
         return self._incoming.popleft()
 
     def poll_parcel(self) -> tuple[int, bytes | bytearray] | None:
-        """Returns a rank and what it sent in one go, unopened, or ``None``.
+        """Returns a rank and its next parcel, packed, or ``None``.
 
-        Of a rank that MPI reports as failed comes ``{"op": "left"}``, once; of one that dies or stops inside a message,
-        nothing: its silence tells.
+        A rank that MPI reports as failed appears to send ``{"op": "left"}`` once. A rank that dies or stops inside a
+        message sends nothing more; its missing heartbeat shows that.
         """
-        if self._lost:
-            rank = self._lost.pop()
+        if self._unreported:
+            rank = self._unreported.pop()
             return rank, pack({"op": "left", "why": f"MPI: {self.lost[rank]}"})
-        message = self._probe() or self._probe()  # the first may take a message in without showing it (MPICH)
+        message = self._probe() or self._probe()  # MPICH's first probe may receive a message without showing it
         if message is not None:
             source = self._status.Get_source()
             data = bytearray(self._status.Get_count(self._mpi.BYTE))
@@ -199,7 +203,7 @@ class MpiComm:
         return self._arrived() if self._arriving else None
 
     def _arrived(self) -> tuple[int, bytearray] | None:
-        """Returns the next whole parcel of those that took longer than a look."""
+        """Returns the next parcel that has arrived whole, of those that took longer than one poll."""
         for source, parcels in self._arriving.items():
             try:
                 if not parcels[0][0].Test():
@@ -216,9 +220,9 @@ class MpiComm:
     def _probe(self) -> Any:
         try:
             return self._world.Improbe(source=self._mpi.ANY_SOURCE, tag=TAG, status=self._status)
-        except self._mpi.Exception as error:  # nobody's in particular: a rank that is gone is known by its silence
-            if not self._said:
-                self._said = True
+        except self._mpi.Exception as error:  # it names no rank; the heartbeats show which rank is gone
+            if not self._reported_error:
+                self._reported_error = True
                 print(f"rank {self.rank}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
             return None
 
@@ -226,42 +230,43 @@ class MpiComm:
         self._arriving.pop(rank, None)
         if rank not in self.lost:
             self.lost[rank] = str(error).splitlines()[-1]
-            self._lost.append(rank)
+            self._unreported.append(rank)
 
     def flush(self, seconds: float) -> None:
-        """Sends what was handed over, and waits at most ``seconds`` until it has left."""
+        """Sends the queued messages, and waits at most ``seconds`` until they are sent."""
         self.push()
         end = time.monotonic() + seconds
         while self._outgoing and time.monotonic() < end:
-            self._sweep()
+            self._forget_sent()
             time.sleep(0.001)
 
     def leave(self, seconds: int = 0) -> None:
-        """Ends MPI where a rank that just ends is taken for a lost one, for which the launcher ends all others (PMIx).
+        """Calls MPI_Finalize under PMIx, whose launcher would take a rank that just ends for a lost one and end all.
 
-        That waits for the other ranks, at most so many seconds if any are given: SIGALRM ends the process then. Under
-        other launchers nothing is done: MPI_Finalize would wait for a rank that is dead.
+        This waits for the other ranks. SIGALRM ends the process after ``seconds``, unless they are 0. Does nothing
+        under other launchers, because MPI_Finalize would wait for a dead rank.
         """
         if "PMIX_NAMESPACE" in os.environ:
             signal.alarm(seconds)
             self._mpi.Finalize()
             signal.alarm(0)
 
-    def _sweep(self) -> None:
-        self._outgoing = deque(parcel for parcel in self._outgoing if not self._has_left(parcel))
+    def _forget_sent(self) -> None:
+        self._outgoing = [parcel for parcel in self._outgoing if not self._is_sent(parcel)]
 
-    def _has_left(self, parcel: tuple[Any, bytes, int]) -> bool:
-        """Whether nothing of a parcel is to be done any more."""
+    def _is_sent(self, parcel: tuple[Any, bytes, int]) -> bool:
+        """Tells whether a parcel is sent, or cannot be sent any more."""
+        request, _, rank = parcel
         try:
-            left: bool = parcel[0].Test()
+            sent: bool = request.Test()
         except self._mpi.Exception as error:
-            self._lose(parcel[2], error)
+            self._lose(rank, error)
             return True
-        return left
+        return sent
 
 
 class ChildComm:
-    """A world of two without MPI; a :class:`Comm`. This process is rank 0, the runner behind ``link`` is rank 1.
+    """A :class:`Comm` of two processes without MPI: this one is rank 0, and its runner behind ``link`` is rank 1.
 
     Args:
         clock: seconds of a clock that never jumps.
@@ -282,7 +287,7 @@ class ChildComm:
             pass  # poll reports it
 
     def push(self) -> None:
-        """Does nothing: messages leave at once here."""
+        """Does nothing: messages are sent at once."""
 
     def poll(self) -> tuple[int, Message] | None:
         if self._gone:
@@ -293,20 +298,20 @@ class ChildComm:
             self._gone = True
             return 1, {"op": "left", "why": "the runner process ended"}
         if message is None and self._clock() - self._beaten > BEAT_S:
-            # No rank stands between us and the runner to beat for it: an open socket says that it lives.
+            # No worker rank sends heartbeats for the runner. The open socket shows that it is alive.
             self._beaten = self._clock()
             message = {"op": "beat"}
         return None if message is None else (1, message)
 
     def flush(self, seconds: float) -> None:
-        """Does nothing: messages leave at once here."""
+        """Does nothing: messages are sent at once."""
 
 
 class Backoff:
     """Sleeps longer the longer nothing happens, so that an idle rank costs little and a busy one adds no latency.
 
-    The first sleep is :data:`FIRST_S`, each one after it twice as long up to :data:`SHORT_S`; from then on a sleep is a
-    fiftieth of the time for which nothing has happened: that much later at most is noticed what comes.
+    The first sleep takes :data:`FIRST_S`. Each further one is twice as long, up to :data:`SHORT_S`. Later sleeps take a
+    fiftieth of the idle time, up to :data:`LONG_S`.
 
     Args:
         clock: seconds of a clock that never jumps.
@@ -318,11 +323,11 @@ class Backoff:
         self._since = 0.0
 
     def reset(self) -> None:
-        """Notes that something happened: the next sleep is short."""
+        """Makes the next sleep short, because something happened."""
         self._sleep_s = 0.0
 
     def next_s(self) -> float:
-        """Returns how long to sleep now, in seconds."""
+        """Returns the seconds to sleep now."""
         if not self._sleep_s:
             self._since, self._sleep_s = self._clock(), FIRST_S
         elif self._sleep_s < SHORT_S:
@@ -332,5 +337,5 @@ class Backoff:
         return self._sleep_s
 
     def sleep(self, link: WireLink | None = None) -> None:
-        """Sleeps; returns at once when ``link`` has data."""
+        """Sleeps, but returns as soon as ``link`` has data."""
         select.select([link] if link else [], [], [], self.next_s())

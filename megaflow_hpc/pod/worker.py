@@ -1,71 +1,114 @@
-"""A worker rank: moves parcels between rank 0 (MPI) and its runner (a socket), unopened, and watches both.
+"""Ranks other than rank 0. The main thread drives MPI and nothing else, so nothing delays a heartbeat.
 
-The main thread drives MPI and nothing else, so a rollout that blocks cannot delay a heartbeat.
+A *worker rank* passes parcels between rank 0 (MPI) and its runner (a socket) without unpacking them, and watches both.
+
+An *engine rank* belongs to a heterogeneous job in which engines and pod share one MPI world. It keeps an engine server,
+which registers and answers gateways over its own port like any other. Rank 0 learns at once that an engine has ended,
+the engine ends with the pod, and neither waits in Slurm's queue for the other.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
+from megaflow_hpc.host.process import node_name
 from megaflow_hpc.host.wire import WireLink
-from megaflow_hpc.pod.comm import BEAT_S, Backoff, MpiComm
-from megaflow_hpc.pod.messages import BEAT, STOP
+from megaflow_hpc.pod.comm import BEAT, BEAT_S, STOP, Backoff, MpiComm
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.texts import printable
 
 MASTER_LOST_S = 30.0
-STOP_S = 20.0
-"""What a runner may take to stop its sandboxes before it is killed."""
-
-PRIVATE = ("PMI_", "PMIX_", "PMI2_", "MPI", "HYDI_", "HYDRA_", "OMPI_", "SLURM_PMI")
+RUNNER_STOP_S = 20.0
+"""A runner is killed if it needs longer to stop its sandboxes."""
+SERVER_STOP_S = 30.0
+"""An engine server is killed if it needs longer to end."""
+MPI_VARIABLES = ("PMI_", "PMIX_", "PMI2_", "MPI", "HYDI_", "HYDRA_", "OMPI_", "SLURM_PMI")
+"""Prefixes of variables that a child process must not inherit."""
 
 
 def start_runner() -> tuple[subprocess.Popen[bytes], WireLink]:
-    """Starts the runner; call before MPI is initialised. It ends when this process does (end-of-file on its socket)."""
+    """Starts the runner before MPI is initialised. It ends with this process, by end-of-file on its socket."""
     ours, theirs = socket.socketpair()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(PRIVATE)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megaflow_hpc.pod.rollout.runner", str(theirs.fileno())],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        start_new_session=True,  # a terminal's Ctrl-C and a step's signals are the master's business
-    )
+    number = theirs.fileno()
+    process = _start("megaflow_hpc.pod.rollout.runner", [str(number)], pass_fds=[number])
     theirs.close()
     return process, WireLink(ours)
 
 
+def start_server(run: RunDir, index: int) -> subprocess.Popen[bytes]:
+    """Starts engine server ``index`` of ``run.json`` before MPI is initialised."""
+    return _start("megaflow_hpc.model.server", [str(run), "--index", str(index)])
+
+
+def _start(module: str, arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        pass_fds=pass_fds,
+        stdin=subprocess.DEVNULL,
+        env={name: value for name, value in os.environ.items() if not name.startswith(MPI_VARIABLES)},
+        start_new_session=True,  # signals to the terminal or the step must not reach it
+    )
+
+
 def stop_runner(process: subprocess.Popen[bytes], link: WireLink) -> None:
-    """Closes the runner's socket, waits :data:`STOP_S` for its end, and then kills it."""
+    """Ends a runner by closing its socket."""
     link.close()
+    _await_end(process, RUNNER_STOP_S)
+
+
+def _await_end(process: subprocess.Popen[bytes], seconds: float) -> None:
     try:
-        process.wait(STOP_S)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
 
 
-def master_lost(comm: MpiComm, silent_s: float) -> str:
-    """Returns why rank 0 is given up, silent for so many seconds; empty while it is not."""
-    if 0 in comm.lost:
-        return f"rank 0 is lost: {comm.lost[0]}"
-    return f"nothing from rank 0 for {MASTER_LOST_S:.0f} s" if silent_s > MASTER_LOST_S else ""
+class _Heart:
+    """Sends heartbeats to rank 0, and notices when rank 0 is lost."""
+
+    def __init__(self, comm: MpiComm, name: str) -> None:
+        self._comm, self._name = comm, name
+        self._heard_at = self._beaten_at = time.monotonic()
+
+    def heard(self) -> None:
+        """Records a parcel from rank 0."""
+        self._heard_at = time.monotonic()
+
+    def beat(self) -> None:
+        """Sends a heartbeat when that is due."""
+        if time.monotonic() - self._beaten_at > BEAT_S:
+            self._beaten_at = time.monotonic()
+            self._comm.send(0, BEAT)
+
+    def master_lost(self) -> bool:
+        """Tells whether rank 0 is lost, and reports that on stderr."""
+        if 0 in self._comm.lost:
+            why = f"rank 0 is lost: {self._comm.lost[0]}"
+        elif time.monotonic() - self._heard_at > MASTER_LOST_S:
+            why = f"nothing from rank 0 for {MASTER_LOST_S:.0f} s"
+        else:
+            return False
+        print(f"{self._name} {self._comm.rank}: {why}; leaving", file=sys.stderr)
+        return True
 
 
 def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: WireLink) -> bool:
-    """Runs the loop of a worker rank; returns when it has nothing more to do, and whether rank 0 is still there."""
-    backoff = Backoff()
-    heard = beaten = time.monotonic()
+    """Runs a worker rank until the pod or its runner ends. Returns whether rank 0 is still there."""
+    backoff, heart = Backoff(), _Heart(comm, "worker")
     try:
         while True:
             busy = False
             received = comm.poll_parcel()
             if received is not None:
-                heard = time.monotonic()
-                if received[1] != BEAT:  # with nothing else to do a rank sleeps on
+                heart.heard()
+                if received[1] != BEAT:  # a heartbeat does not end an idle rank's long sleeps
                     busy = True
                     link.send_parcel(bytes(received[1]))
                 if received[1] == STOP:
@@ -74,13 +117,9 @@ def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: WireLink) -> bo
             if parcel is not None:
                 busy = True
                 comm.send(0, parcel)
-            now = time.monotonic()
-            if now - beaten > BEAT_S:
-                comm.send(0, BEAT)
-                beaten = now
+            heart.beat()
             comm.push()
-            if why := master_lost(comm, now - heard):
-                print(f"worker {comm.rank}: {why}; leaving", file=sys.stderr)
+            if heart.master_lost():
                 return False
             if busy:
                 backoff.reset()
@@ -93,3 +132,30 @@ def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: WireLink) -> bo
         return True
     finally:
         stop_runner(process, link)
+
+
+def keep_server(comm: MpiComm, server: subprocess.Popen[bytes]) -> bool:
+    """Runs an engine rank until the pod or its server ends. Returns whether rank 0 is still there."""
+    backoff, heart = Backoff(), _Heart(comm, "engine rank")
+    comm.send(0, {"op": "engine", "node": node_name()})
+    try:
+        while True:
+            comm.push()
+            received = comm.poll_parcel()
+            if received is None:
+                backoff.sleep()
+            else:
+                heart.heard()
+                if received[1] == STOP:
+                    return True
+            heart.beat()
+            if heart.master_lost():
+                return False
+            if server.poll() is not None:
+                comm.send(0, {"op": "left", "why": f"its engine server ended with {server.returncode}"})
+                comm.push()
+                return True
+    finally:
+        if server.poll() is None:
+            server.send_signal(signal.SIGTERM)
+            _await_end(server, SERVER_STOP_S)

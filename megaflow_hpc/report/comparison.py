@@ -1,14 +1,14 @@
 """Compares campaigns with the first one, policy by policy and task by task.
 
 Policies with the same name are compared. If two runs have one policy each, these are compared whatever their names.
-A difference is the mean over the tasks that both runs have rated, each task counting once. Its 95 % interval is that
-of paired differences (Student over tasks). If all tasks differ by the same amount, the sample says nothing about the
-spread. The interval is then as wide as Wilson's interval for tasks that differ otherwise, of which none was seen.
+A difference is the mean over the tasks that both runs have rated. Each task counts once. Its 95 % interval is that of
+paired differences (Student over tasks). If all tasks differ by the same amount, the sample does not show the spread.
+The interval then uses Wilson's upper bound for a share of which no example was seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -41,7 +41,7 @@ class Difference(msgspec.Struct, kw_only=True):
     """The tasks that changed most, best first: ``task +1``."""
 
 
-CHANGED = 12
+MAX_CHANGED = 12
 
 
 def labels_of(runs: Sequence[RunFigures]) -> list[str]:
@@ -55,57 +55,57 @@ def labels_of(runs: Sequence[RunFigures]) -> list[str]:
 
 def compare(runs: Sequence[RunFigures]) -> list[Difference]:
     """Returns the differences of every run from the first."""
-    labels = labels_of(runs)
-    found = []
-    for run, label in list(zip(runs, labels, strict=True))[1:]:
-        theirs = {policy.policy for policy in runs[0].policies}
+    first, *others = zip(labels_of(runs), runs, strict=True)
+    differences = []
+    for label, run in others:
+        names = {policy.policy for policy in first[1].policies}
         for policy in run.policies:
-            other = policy.policy
-            if other not in theirs and len(theirs) == len(run.policies) == 1:
-                (other,) = theirs
-            if other in theirs:
-                here, there = _means(run, policy.policy), _means(runs[0], other)
-                found.append(_difference(label, policy.policy, labels[0], other, here, there))
-    return found
+            against = policy.policy
+            if against not in names and len(names) == len(run.policies) == 1:
+                (against,) = names
+            if against in names:
+                differences.append(_difference((label, run), policy.policy, first, against))
+    return differences
 
 
 def _means(run: RunFigures, policy: str) -> dict[str, float]:
     return {task.task: task.mean for task in run.tasks if task.policy == policy and task.mean is not None}
 
 
-def _difference(
-    run: str, policy: str, against: str, other: str, here: Mapping[str, float], there: Mapping[str, float]
-) -> Difference:
+def _difference(named: tuple[str, RunFigures], policy: str, first: tuple[str, RunFigures], against: str) -> Difference:
+    here = _means(named[1], policy)
+    there = _means(first[1], against)
     both = sorted(here.keys() & there.keys())
-    found = Difference(
-        run=run,
+    result = Difference(
+        run=named[0],
         policy=policy,
-        against_run=against,
-        against_policy=other,
+        against_run=first[0],
+        against_policy=against,
         tasks=len(both),
         tasks_only_here=len(here.keys() - there.keys()),
         tasks_only_there=len(there.keys() - here.keys()),
     )
     if not both:
-        return found
+        return result
     by_task = {task: here[task] - there[task] for task in both}
-    differences = list(by_task.values())
-    mean = sum(differences) / len(differences)
-    low, high = paired_interval(differences)
-    found.mean = significant(sum(here[task] for task in both) / len(both))
-    found.against_mean = significant(sum(there[task] for task in both) / len(both))
-    found.difference, found.low, found.high = (round(value, 6) for value in (mean, low, high))
-    found.better = sum(d > 0 for d in differences)
-    found.worse = sum(d < 0 for d in differences)
-    most = sorted((task for task in both if by_task[task]), key=lambda task: -abs(by_task[task]))[:CHANGED]
-    found.changed = [f"{task} {by_task[task]:+.3g}" for task in sorted(most, key=lambda task: -by_task[task])]
-    return found
+    low, high = paired_interval(list(by_task.values()))
+    result.mean = significant(sum(here[task] for task in both) / len(both))
+    result.against_mean = significant(sum(there[task] for task in both) / len(both))
+    result.difference = round(sum(by_task.values()) / len(both), 6)
+    result.low = round(low, 6)
+    result.high = round(high, 6)
+    changed = [task for task in both if by_task[task]]
+    result.better = sum(by_task[task] > 0 for task in changed)
+    result.worse = len(changed) - result.better
+    most = sorted(changed, key=lambda task: -abs(by_task[task]))[:MAX_CHANGED]
+    result.changed = [f"{task} {by_task[task]:+.3g}" for task in sorted(most, key=lambda task: -by_task[task])]
+    return result
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
     """Returns the 95 % interval of the mean of at least one paired difference, as the module describes it."""
-    known = mean_interval(differences)
-    if known is not None:
-        return known
-    unseen = wilson(0.0, len(differences))[1]
+    interval = mean_interval(differences)
+    if interval is not None:
+        return interval
+    _, unseen = wilson(0.0, len(differences))
     return differences[0] - unseen, differences[0] + unseen

@@ -81,7 +81,7 @@ class Cost(HeldHours, kw_only=True):
     jobs_left_out: int = 0
 
 
-JOBS_SHOWN = 400
+MAX_JOBS = 400
 
 
 def cost_of(
@@ -99,57 +99,58 @@ def cost_of(
         rollouts: job id of the pod and span of each attempt, for the idle time.
         stored, passed: numbers of rollouts that share the price.
     """
-    found = _of_accounting(uses, rollouts) if uses else _of_reports(run) if run else Cost(source="none")
-    found.currency = prices.currency
-    for role in found.roles:
-        role.price = _price(role.core_hours, role.gpu_hours, prices)
-    found.price = _price(found.core_hours, found.gpu_hours, prices)
-    if found.price is not None:
-        found.price_per_rollout = significant(found.price / stored) if stored else None
-        found.price_per_passed = significant(found.price / passed) if passed else None
-    return found
+    if uses:
+        cost = _of_accounting(uses, rollouts)
+    elif run:
+        cost = _of_reports(run)
+    else:
+        cost = Cost(source="none")
+    cost.currency = prices.currency
+    for held in (cost, *cost.roles):
+        held.price = _price(held, prices)
+    if cost.price is not None:
+        cost.price_per_rollout = significant(cost.price / stored) if stored else None
+        cost.price_per_passed = significant(cost.price / passed) if passed else None
+    return cost
 
 
-def _price(core_hours: float, gpu_hours: float, prices: Prices) -> float | None:
+def _price(held: HeldHours, prices: Prices) -> float | None:
     if prices.core_hour is None and prices.gpu_hour is None:
         return None
-    return significant(core_hours * (prices.core_hour or 0.0) + gpu_hours * (prices.gpu_hour or 0.0))
+    return significant(held.core_hours * (prices.core_hour or 0.0) + held.gpu_hours * (prices.gpu_hour or 0.0))
 
 
 def _of_accounting(uses: Sequence[JobUse], rollouts: Iterable[tuple[str, Span]]) -> Cost:
-    roles: dict[str, RoleCost] = {}
-    for use, whole, idle_s in idled(uses, rollouts):
-        idle = idle_s / HOUR
-        role = roles.setdefault(use.role, RoleCost(role=use.role, idle_core_hours=0.0, idle_gpu_hours=0.0))
+    by_role: dict[str, RoleCost] = {}
+    for use, seconds, idle_s in idled(uses, rollouts):
+        role = by_role.setdefault(use.role, RoleCost(role=use.role, idle_core_hours=0.0, idle_gpu_hours=0.0))
         role.jobs += 1
-        role.core_hours += whole * use.cores / HOUR
-        role.gpu_hours += whole * use.gpus / HOUR
-        role.idle_core_hours = (role.idle_core_hours or 0.0) + idle * use.cores
-        role.idle_gpu_hours = (role.idle_gpu_hours or 0.0) + idle * use.gpus
-    for role in roles.values():
-        for name in ("core_hours", "gpu_hours", "idle_core_hours", "idle_gpu_hours"):
-            setattr(role, name, significant(getattr(role, name)))
-    every = sorted(roles.values(), key=lambda role: role.role)
+        role.core_hours += seconds * use.cores / HOUR
+        role.gpu_hours += seconds * use.gpus / HOUR
+        role.idle_core_hours = (role.idle_core_hours or 0.0) + idle_s / HOUR * use.cores
+        role.idle_gpu_hours = (role.idle_gpu_hours or 0.0) + idle_s / HOUR * use.gpus
+    roles = sorted(by_role.values(), key=lambda role: role.role)
     jobs = sorted(map(_figures, uses), key=lambda job: -job.seconds * job.cores)
-    known = [(job.cpu_efficiency, job.seconds * job.cores) for job in jobs if job.cpu_efficiency is not None]
-    asked = [(job.memory_efficiency, job.memory_asked_mb or 0.0) for job in jobs if job.memory_efficiency is not None]
-    return Cost(
+    cost = Cost(
         source="accounting",
-        core_hours=significant(sum(role.core_hours for role in every)),
-        gpu_hours=significant(sum(role.gpu_hours for role in every)),
-        idle_core_hours=significant(sum(role.idle_core_hours or 0.0 for role in every)),
-        idle_gpu_hours=significant(sum(role.idle_gpu_hours or 0.0 for role in every)),
-        cpu_efficiency=_weighted(known),
-        memory_efficiency=_weighted(asked),
-        roles=every,
-        jobs=jobs[:JOBS_SHOWN],
-        jobs_left_out=max(0, len(jobs) - JOBS_SHOWN),
+        cpu_efficiency=_mean([(job.cpu_efficiency, job.seconds * job.cores) for job in jobs]),
+        memory_efficiency=_mean([(job.memory_efficiency, job.memory_asked_mb or 0.0) for job in jobs]),
+        roles=roles,
+        jobs=jobs[:MAX_JOBS],
+        jobs_left_out=max(0, len(jobs) - MAX_JOBS),
     )
+    for name in ("core_hours", "gpu_hours", "idle_core_hours", "idle_gpu_hours"):
+        for role in roles:
+            setattr(role, name, significant(getattr(role, name)))
+        setattr(cost, name, significant(sum(getattr(role, name) for role in roles)))
+    return cost
 
 
 def _figures(use: JobUse) -> JobFigures:
-    seconds = max(0.0, use.span[1] - use.span[0])
-    cores_s, asked, peak = seconds * use.cores, use.memory_asked_mb, use.memory_peak_mb
+    start, end = use.span
+    seconds = max(0.0, end - start)
+    cores_s = seconds * use.cores
+    asked, peak = use.memory_asked_mb, use.memory_peak_mb
     return JobFigures(
         job=use.job,
         role=use.role,
@@ -164,9 +165,11 @@ def _figures(use: JobUse) -> JobFigures:
     )
 
 
-def _weighted(values: Sequence[tuple[float, float]]) -> float | None:
-    total = sum(weight for _, weight in values)
-    return significant(sum(value * weight for value, weight in values) / total) if total else None
+def _mean(weighted: Sequence[tuple[float | None, float]]) -> float | None:
+    """Returns the mean of the known values by their weights; ``None`` without one."""
+    known = [(value, weight) for value, weight in weighted if value is not None]
+    total = sum(weight for _, weight in known)
+    return significant(sum(value * weight for value, weight in known) / total) if total else None
 
 
 def _of_reports(run: RunDir) -> Cost:
@@ -175,8 +178,7 @@ def _of_reports(run: RunDir) -> Cost:
     except (OSError, ValueError):
         leases = []
     core_s = sum(measured(lease.get("core_s")) or 0.0 for lease in leases)
-    servers = sorted(run.gpus.glob("*.json"))
-    gpu_s = sum(map(held_before, servers))
+    gpu_s = sum(held_before(server) for server in sorted(run.gpus.glob("*.json")))
     if not (core_s or gpu_s):
         return Cost(source="none")
     cores, gpus = significant(core_s / HOUR), significant(gpu_s / HOUR)

@@ -9,6 +9,7 @@ grow with the rollouts (errors, stragglers, jobs, points of curves) are bounded 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +18,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megaflow_hpc.config import resolved
-from megaflow_hpc.config.sections import EvaluationConfig
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.config.campaign import pass_threshold_of
+from megaflow_hpc.monitor.training import SHOWN
 from megaflow_hpc.monitor.usage import JobUse
 from megaflow_hpc.report.cost import Cost, Prices, cost_of
-from megaflow_hpc.report.pods import Events, read_events
 from megaflow_hpc.report.policies import (
     STATES,
     LatencyStage,
@@ -34,16 +33,30 @@ from megaflow_hpc.report.policies import (
     stages_of,
     tasks_of,
 )
-from megaflow_hpc.report.rollouts import read_rollouts, worked
-from megaflow_hpc.report.series import significant
-from megaflow_hpc.report.timeline import Concurrency, PodFigures, concurrency_of, pods_of
-from megaflow_hpc.report.training import TrainingCurve, curves_of
+from megaflow_hpc.report.rollouts import attempt_spans, read_rollouts
+from megaflow_hpc.report.series import significant, thinned
+from megaflow_hpc.report.timeline import Concurrency, Events, PodFigures, concurrency_of, pods_of, read_events
 from megaflow_hpc.report.troubles import Failure, Straggler, counted, failures_of, stragglers_of
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_jobs, read_run
+from megaflow_hpc.rundir.training import TrainingView
 from megaflow_hpc.trajectories.hdf5.file import attribute
 from megaflow_hpc.trajectories.reading.sources import Hdf5Source
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore, open_trajectories
+
+MAX_CURVE_POINTS = 500
+MAX_COMMITS = 1_000_000
+
+
+class TrainingCurve(msgspec.Struct, kw_only=True):
+    """One metric of one policy by step."""
+
+    policy: str
+    metric: str
+    """Name of the metric in ``status --json``."""
+    steps: list[int]
+    values: list[float]
 
 
 class RunFigures(msgspec.Struct, kw_only=True):
@@ -116,53 +129,59 @@ class LoadedRun:
 
     def _figures(self, path: Path, record: RunRecord, uses: Sequence[JobUse], prices: Prices) -> RunFigures:
         rows, events = self.rollouts, self.events
-        settings = evaluation_of(record, self.store)
-        self.threshold = settings.threshold
+        self.threshold = threshold_of(record, self.store)
         """Minimum reward of a rollout that has passed."""
-        policies = [policy_figures(rows, name, settings) for name in rows.policy.names]
-        states = {state: int(rows.status.where(state).sum()) for state in STATES}
-        began = float(rows.started_at.min()) if len(rows) else 0.0
-        submitted = [job.submitted_at for job in (read_jobs(self.run) if self.run else {}).values() if job.submitted_at]
-        submitted_at = min(submitted, default=0.0)
-        ended = np.sort(rows.finished_at)
-        seconds = float(ended[-1] - began) if len(rows) else 0.0
-        passed = sum(p.evaluation["passed"] for p in policies if p.evaluation)
-        total = max(record.total, len(rows))
-        failed = rows.status.where("failed")
+        policies = [policy_figures(rows, name, self.threshold) for name in rows.policy.names]
+        began = seconds = tail_seconds = 0.0
+        if len(rows):
+            ended = np.sort(rows.finished_at)
+            began = float(rows.started_at.min())
+            seconds = float(ended[-1] - began)
+            tail_seconds = float(ended[-1] - ended[int(0.95 * (len(rows) - 1))])
+        stages: list[LatencyStage] = []
         grows = bool(record.campaign.get("training"))
+        if not grows:
+            stages = stages_of(rows, record.planned_at, self._submitted_at())
+        total = max(record.total, len(rows))
+        passed = sum(policy.evaluation["passed"] for policy in policies if policy.evaluation)
+        attempts = attempt_spans(self.store, rows) if uses else []
+        failed = rows.status.where("failed")
         return RunFigures(
             run=path.resolve().name,
             campaign=self.store.campaign or record.name,
-            state=self._state(record),
+            state=self._state(),
             versions=self.store.versions,
             total=total,
             stored=len(rows),
-            states=states,
+            states={state: int(rows.status.where(state).sum()) for state in STATES},
             started_at=began,
             seconds=significant(seconds),
-            tail_seconds=significant(float(ended[-1] - ended[int(0.95 * (len(rows) - 1))])) if len(rows) else 0.0,
+            tail_seconds=significant(tail_seconds),
             rollouts_per_hour=significant(len(rows) / seconds * 3600) if seconds else 0.0,
             policies=policies,
             phases=phases_of(rows),
-            stages=[] if grows else stages_of(rows, record.planned_at, submitted_at),
+            stages=stages,
             unphased=int((rows.carried_out & np.isnan(rows.phases["environment"])).sum()),
             concurrency=concurrency_of(rows, events, total, grows),
             pods=pods_of(rows, events),
-            tasks=tasks_of(rows, settings.threshold),
+            tasks=tasks_of(rows, self.threshold),
             failures=failures_of(rows),
             failures_by_kind=counted(rows.error_kind.names, rows.error_kind.codes[failed]),
             failures_by_node=counted(rows.node.names, rows.node.codes[failed]),
             repeated=dict(sorted(events.repeated.items())),
             stragglers=stragglers_of(rows),
-            cost=cost_of(self.run, uses, worked(self.store, rows) if uses else [], prices, len(rows), passed),
+            cost=cost_of(self.run, uses, attempts, prices, len(rows), passed),
             training=curves_of(self.run, record) if self.run else [],
         )
 
-    def _state(self, record: RunRecord) -> str:
+    def _submitted_at(self) -> float:
+        """Returns the time of the first submission of a job; 0 if unknown."""
+        jobs = read_jobs(self.run).values() if self.run else ()
+        return min((job.submitted_at for job in jobs if job.submitted_at), default=0.0)
+
+    def _state(self) -> str:
         if self.run is None:
             return "a file"
-        from megaflow_hpc.rundir.marks import Marks
-
         marks = Marks(self.run)
         if marks.finished:
             return "finished"
@@ -175,19 +194,35 @@ def figures_of(path: str | os.PathLike[str], uses: Sequence[JobUse] = (), prices
         return loaded.figures
 
 
-def evaluation_of(record: RunRecord, store: TrajectoryStore) -> EvaluationConfig:
-    """Returns the campaign's section ``evaluation``, or the default if the file has none."""
-    said = record.campaign
-    if not said and isinstance(store.source, Hdf5Source):
-        said = attribute(store.source.file, "config")
-    try:
-        return resolved(EvaluationConfig, (said or {}).get("evaluation") or {})
-    except ConfigError:
-        return EvaluationConfig()
+def threshold_of(record: RunRecord, store: TrajectoryStore) -> float:
+    """Returns the campaign's ``pass_threshold``, or the default if the file has no campaign."""
+    campaign = record.campaign
+    if not campaign and isinstance(store.source, Hdf5Source):
+        campaign = attribute(store.source.file, "config") or {}
+    return pass_threshold_of(campaign)
 
 
 def to_builtins(figures: Any) -> Any:
     """Returns figures as values that JSON can represent."""
-    return msgspec.to_builtins(
-        figures, enc_hook=str, str_keys=True
-    )  # not with msgspec's encoder, because texts may be invalid UTF-8
+    return msgspec.to_builtins(figures, enc_hook=str, str_keys=True)  # msgspec's encoder refuses lone surrogates
+
+
+def curves_of(run: RunDir, record: RunRecord) -> list[TrainingCurve]:
+    """Returns the curves of every trained policy, from its trainer's commits. Leaves out unreadable commits."""
+    if not record.campaign.get("training") or not record.config.training:
+        return []
+    curves = []
+    for policy in record.config.training.policies:
+        commits = TrainingView(run, policy).commits(MAX_COMMITS)
+        for metric, name in SHOWN.items():
+            points = []
+            for commit in commits:
+                value = commit.metrics.get(metric, math.nan)
+                if math.isfinite(value):
+                    points.append((commit.step, significant(value)))
+            points = [points[index] for index in thinned(len(points), MAX_CURVE_POINTS).tolist()]
+            if points:
+                steps = [step for step, _ in points]
+                values = [value for _, value in points]
+                curves.append(TrainingCurve(policy=policy, metric=name, steps=steps, values=values))
+    return curves

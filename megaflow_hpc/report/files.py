@@ -1,25 +1,33 @@
 """Writes the files of a report: ``index.html``, ``figures.json`` and a PNG of each chart; or one file of metrics.
 
 Each file is published by a rename, the page last. A second report replaces the files that it writes and leaves all
-others, including PNGs of charts that it does not have.
+others, including PNGs of charts that it does not have. vl-convert draws the PNGs with its own engine, without a browser
+and without a network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import to_json, without_links, write_atomic
 from megaflow_hpc.report import prometheus
-from megaflow_hpc.report.charts.every import charts_of
-from megaflow_hpc.report.charts.pictures import pictures
-from megaflow_hpc.report.comparison import Difference
+from megaflow_hpc.report.charts import resources, results
+from megaflow_hpc.report.charts.specs import Chart, theme
+from megaflow_hpc.report.comparison import Difference, labels_of
 from megaflow_hpc.report.figures import LoadedRun, RunFigures, to_builtins
 from megaflow_hpc.report.page import page
-from megaflow_hpc.report.timeline import bars_of
+from megaflow_hpc.report.timeline import Bar, bars_of
 from megaflow_hpc.report.transcripts import Wanted
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.texts import in_one_line
+
+PICTURE_WIDTH = 720
+"""Width in pixels of a chart that fills its container. PNGs have twice as many."""
 
 Say = Callable[[str], object]
 
@@ -35,13 +43,13 @@ def write_report(
     differences: Sequence[Difference],
     wanted: Wanted = "some",
     with_pictures: bool = True,
-    say: Say = lambda said: None,
+    say: Say = lambda text: None,
 ) -> list[Path]:
     """Writes a report and returns its files, the page last.
 
     Args:
         wanted: the transcripts in the page.
-        say: gets lines of progress.
+        say: called with each line of progress.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -50,20 +58,19 @@ def write_report(
     figures = [run.figures for run in runs]
     charts = charts_of(figures, bars, differences)
     written: list[Path] = []
-
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with without_links(folder) as place:
+        with without_links(folder) as opened:
 
             def put(name: str, data: bytes | str) -> None:
-                write_atomic(place / name, data)
+                write_atomic(opened / name, data)
                 written.append(folder / name)
 
-            told = {"runs": to_builtins(figures), "comparison": to_builtins(differences)}
-            put("figures.json", to_json(told))
-            for name, data in pictures(charts) if with_pictures else ():
-                say(f"report: {name}")
-                put(name, data)
+            put("figures.json", to_json({"runs": to_builtins(figures), "comparison": to_builtins(differences)}))
+            if with_pictures:
+                for name, data in pictures(charts):
+                    say(f"report: {name}")
+                    put(name, data)
             say("report: index.html")
             put("index.html", page(runs, charts, differences, wanted))
     except OSError as error:
@@ -84,3 +91,80 @@ def write_metrics(path: Path, figures: Sequence[RunFigures]) -> Path:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
     return path
+
+
+def charts_of(
+    runs: Sequence[RunFigures], bars: Sequence[Sequence[Bar]], differences: Sequence[Difference]
+) -> list[Chart]:
+    """Returns the charts for which these runs have data, in the order of the page.
+
+    Args:
+        bars: the timeline of each run.
+    """
+    labels = labels_of(runs)
+    named = list(zip(labels, runs, strict=True))
+    timelines = []
+    for label, run, own in zip(labels, runs, bars, strict=True):
+        timelines.append(resources.timeline(label, run, own, several=len(runs) > 1))
+    charts = (
+        results.pass_at(named),
+        results.differences(differences),
+        results.rewards(named),
+        *timelines,
+        resources.concurrency(named),
+        resources.phases(named),
+        resources.stages(named),
+        *results.tokens(named),
+        *results.use(named),
+        resources.failures(named),
+        resources.tasks(named),
+        resources.cost(named),
+        resources.efficiency(named),
+        *results.training(named),
+    )
+    return [_printable(chart) for chart in charts if chart]
+
+
+def _printable(chart: Chart) -> Chart:
+    """Returns the chart without control characters, NaN and infinities, which SVG and JSON cannot hold."""
+    return Chart(
+        name=chart.name, title=in_one_line(chart.title), note=chart.note, spec=_clean(chart.spec), wide=chart.wide
+    )
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return in_one_line(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _clean(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    return value
+
+
+def check_installed() -> None:
+    """Imports the libraries of a report, so that a missing one is reported before any run is read.
+
+    Raises:
+        ModuleNotFoundError: a library is not installed.
+    """
+    import jinja2  # noqa: F401
+    import vl_convert  # noqa: F401
+
+
+def pictures(charts: Sequence[Chart]) -> Iterator[tuple[str, bytes]]:
+    """Yields the file name and the bytes of each chart's PNG, in the light theme."""
+    import vl_convert
+
+    for chart in charts:
+        spec = {**chart.spec, "config": theme(dark=False), "title": {"text": chart.title}, "padding": 16}
+        if spec.get("width") == "container":
+            spec["width"] = PICTURE_WIDTH
+        yield f"{file_name(chart.name)}.png", vl_convert.vegalite_to_png(spec, scale=2, allowed_base_urls=[])
+
+
+def file_name(name: str) -> str:
+    """Returns a safe file name for a chart, whose name contains the campaign's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "chart"

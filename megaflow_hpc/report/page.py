@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -22,16 +23,15 @@ from megaflow_hpc.report.charts.specs import Chart, theme
 from megaflow_hpc.report.comparison import Difference, labels_of
 from megaflow_hpc.report.figures import LoadedRun
 from megaflow_hpc.report.series import significant
-from megaflow_hpc.report.transcripts import Wanted, chosen, transcripts
+from megaflow_hpc.report.transcripts import Transcript, Wanted, chosen, transcripts
 from megaflow_hpc.texts import printable
 from megaflow_hpc.version import __version__
 
-ROWS = 20_000
-"""Rollouts in the list of transcripts."""
-CHUNK = 400_000
+MAX_LISTED_ROLLOUTS = 20_000
+CHUNK_CHARS = 400_000
 """Characters of transcripts that the page unpacks together."""
-TASKS, PODS = 1000, 200
-"""Rows of these tables."""
+MAX_TASKS, MAX_PODS = 1000, 200
+"""Maximum number of rows of the tables of tasks and pods."""
 
 
 def page(
@@ -42,11 +42,13 @@ def page(
     Args:
         wanted: the transcripts in it.
     """
+    import vl_convert
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
-    def plain(value: Any) -> Any:
-        return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    def finalize(value: Any) -> Any:
+        is_text = isinstance(value, str) and not isinstance(value, Markup)
+        return printable(value) if is_text else value
 
     environment = Environment(
         loader=PackageLoader("megaflow_hpc.report", "web"),
@@ -54,34 +56,33 @@ def page(
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=plain,
+        finalize=finalize,
     )
     environment.filters |= {"utc": _utc, "duration": duration}
     figures = [run.figures for run in runs]
     labels = labels_of(figures)
-    library, script = _library(), _own("page.js")
-    rows, chunks, told = _browser(runs, labels, wanted)
-    payloads = [
-        (
-            "charts",
-            {"charts": [chart.spec for chart in charts], "themes": {"dark": theme(True), "light": theme(False)}},
-        ),
-        ("rollouts", rows),
-        *((f"transcripts-{number}", chunk) for number, chunk in enumerate(chunks)),
-    ]
+    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")  # Vega, Vega-Lite and vega-embed
+    script = _web_file("page.js")
+    listed, chunks, explanation = _browser(runs, labels, wanted)
+    payloads: dict[str, Any] = {
+        "charts": {"charts": [chart.spec for chart in charts], "themes": {"dark": theme(True), "light": theme(False)}},
+        "rollouts": listed,
+    }
+    for number, chunk in enumerate(chunks):
+        payloads[f"transcripts-{number}"] = chunk
     return environment.get_template("page.html.j2").render(
         title=f"{labels[0]}: report" if len(runs) == 1 else " and ".join(labels),
         policy=_policy(library, script),
-        css=Markup(_own("page.css")),
+        css=Markup(_web_file("page.css")),
         runs=list(zip(labels, figures, strict=True)),
         differences=differences,
         charts=charts,
-        tasks_shown=TASKS,
-        pods_shown=PODS,
-        browsable=told,
+        tasks_shown=MAX_TASKS,
+        pods_shown=MAX_PODS,
+        browsable=explanation,
         made_at=time.time(),
         version=__version__,
-        payloads=[(name, packed(data)) for name, data in payloads],
+        payloads=[(name, packed(data)) for name, data in payloads.items()],
         library=Markup(library),
         script=Markup(script),
     )
@@ -101,29 +102,24 @@ def duration(seconds: float) -> str:
     """Returns a number of seconds as ``12.3 s``, ``4:05 min`` or ``1:02:03 h``."""
     if abs(seconds) < 60:
         return f"{seconds:.1f} s"
-    sign, whole = "-" if seconds < 0 else "", round(abs(seconds))
-    hours, rest = divmod(whole, 3600)
-    minutes = f"{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
-    return f"{sign}{hours}:{minutes} h" if hours else f"{sign}{minutes} min"
+    sign = "-" if seconds < 0 else ""
+    minutes, rest = divmod(round(abs(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{sign}{hours}:{minutes:02d}:{rest:02d} h"
+    return f"{sign}{minutes}:{rest:02d} min"
 
 
 def _utc(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds else "–"
 
 
-def _own(name: str) -> str:
+def _web_file(name: str) -> str:
     return resources.files("megaflow_hpc.report").joinpath("web", name).read_text(encoding="utf-8")
 
 
-def _library() -> str:
-    """Returns Vega, Vega-Lite and vega-embed as one script, from vl-convert."""
-    import vl_convert
-
-    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    return bundle
-
-
 def _policy(*scripts: str) -> str:
+    """Returns a Content-Security-Policy that allows only these scripts, and no requests."""
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
@@ -132,77 +128,79 @@ def _policy(*scripts: str) -> str:
     )
 
 
-def _known(value: float, digits: int) -> float | None:
+def _rounded(value: float, digits: int) -> float | None:
     return round(float(value), digits) if np.isfinite(value) else None
+
+
+_COLUMNS = (
+    *("run", "id", "policy", "status", "kind", "node", "reward", "seconds"),
+    *("turns", "tokens", "attempts", "cpu", "memory", "place"),
+)
+"""Columns of the list of rollouts."""
+
+
+class _Chunks:
+    """Lists of transcripts. The page unpacks a whole list when a reader opens one of its transcripts."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[Transcript]] = []
+        self._size = CHUNK_CHARS
+
+    def add(self, transcript: Transcript) -> tuple[int, int]:
+        """Adds a transcript. Returns the number of its list, and its index there."""
+        if self._size >= CHUNK_CHARS:
+            self.lists.append([])
+            self._size = 0
+        self.lists[-1].append(transcript)
+        self._size += sum(len(text) for message in transcript for text in message.values())
+        return len(self.lists) - 1, len(self.lists[-1]) - 1
 
 
 def _browser(
     runs: Sequence[LoadedRun], labels: Sequence[str], wanted: Wanted
-) -> tuple[dict[str, Any], list[list[Any]], str]:
+) -> tuple[dict[str, Any], list[list[Transcript]], str]:
     """Returns the columns of the list of rollouts, the chunks of transcripts, and a sentence about those left out."""
     names: dict[str, dict[str, int]] = {key: {} for key in ("policies", "statuses", "kinds", "nodes")}
-    columns = (
-        "run",
-        "id",
-        "policy",
-        "status",
-        "kind",
-        "node",
-        "reward",
-        "seconds",
-        "turns",
-        "tokens",
-        "attempts",
-        "cpu",
-        "memory",
-        "place",
-    )
-    found: dict[str, Any] = {name: [] for name in columns}
-    error: dict[str, str] = {}
-    chunks: list[list[Any]] = []
-    size, stored = CHUNK, 0
+    columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+    errors: dict[str, str] = {}
+    chunks = _Chunks()
+    listed = carried = 0
     for number, run in enumerate(runs):
         rows = run.rollouts
-        stored += len(rows)
         texts = transcripts(run.store, rows, wanted, len(runs))
-        shown = {row for row, _ in zip(chosen(rows), range(ROWS // len(runs)), strict=False)} | texts.keys()
-        seconds = rows.seconds
+        shown = {*itertools.islice(chosen(rows), MAX_LISTED_ROLLOUTS // len(runs)), *texts}
+        carried += len(texts)
         for row in sorted(shown):
-            place = None
-            if row in texts:
-                if size >= CHUNK:
-                    chunks.append([])
-                    size = 0
-                place = (len(chunks) - 1, len(chunks[-1]))
-                chunks[-1].append(texts[row])
-                size += sum(len(text) for message in texts[row] for text in message.values())
             if rows.error[row]:
-                error[str(len(found["id"]))] = rows.error[row]
+                errors[str(listed)] = rows.error[row]
             reward = rows.reward[row]
-            values = (
-                number,
-                rows.ids[row],
-                names["policies"].setdefault(rows.policy.of(row), len(names["policies"])),
-                names["statuses"].setdefault(rows.status.of(row), len(names["statuses"])),
-                names["kinds"].setdefault(rows.error_kind.of(row), len(names["kinds"])),
-                names["nodes"].setdefault(rows.node.of(row), len(names["nodes"])),
-                significant(float(reward)) if np.isfinite(reward) else None,
-                round(float(seconds[row]), 2),
-                int(rows.turns[row]),
-                int(rows.tokens[row]),
-                int(rows.attempts[row]),
-                _known(rows.cpu_s[row], 1),
-                _known(rows.memory_peak_mb[row], 0),
-                place,
-            )
-            for name, value in zip(columns, values, strict=True):
-                found[name].append(value)
-    carried = sum(place is not None for place in found["place"])
-    told = f"{carried} of {stored} transcripts are in this page"
-    told += f", and {len(found['id'])} of the rollouts in its list" if len(found["id"]) < stored else ""
-    told += ": failures, the best and worst, the longest and slowest first." if 0 < carried < stored else "."
-    return (
-        {**found, **{key: list(known) for key, known in names.items()}, "error": error, "runs": list(labels)},
-        chunks,
-        told,
-    )
+            entry = {
+                "run": number,
+                "id": rows.ids[row],
+                "policy": _code(names["policies"], rows.policy.of(row)),
+                "status": _code(names["statuses"], rows.status.of(row)),
+                "kind": _code(names["kinds"], rows.error_kind.of(row)),
+                "node": _code(names["nodes"], rows.node.of(row)),
+                "reward": significant(float(reward)) if np.isfinite(reward) else None,
+                "seconds": round(float(rows.seconds[row]), 2),
+                "turns": int(rows.turns[row]),
+                "tokens": int(rows.tokens[row]),
+                "attempts": int(rows.attempts[row]),
+                "cpu": _rounded(rows.cpu_s[row], 1),
+                "memory": _rounded(rows.memory_peak_mb[row], 0),
+                "place": chunks.add(texts[row]) if row in texts else None,
+            }
+            for name, value in entry.items():
+                columns[name].append(value)
+            listed += 1
+    stored = sum(len(run.rollouts) for run in runs)
+    explanation = f"{carried} of {stored} transcripts are in this page"
+    if listed < stored:
+        explanation += f", and {listed} of the rollouts in its list"
+    explanation += ": failures, the best and worst, the longest and slowest first." if 0 < carried < stored else "."
+    distinct = {key: list(codes) for key, codes in names.items()}
+    return {**columns, **distinct, "error": errors, "runs": list(labels)}, chunks.lists, explanation
+
+
+def _code(codes: dict[str, int], name: str) -> int:
+    return codes.setdefault(name, len(codes))

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from megaflow_hpc.config.sections import EvaluationConfig
 from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.report.rollouts import PHASES, RolloutColumns
-from megaflow_hpc.report.series import Bin, Spread, edges_of, histogram, significant, spread
+from megaflow_hpc.report.series import Bin, Floats, Spread, edges_of, histogram, significant, spread
 
-KS = 64
+MAX_KS = 64
 """Maximum number of points of a pass@k curve."""
 STAGES = ("submission", "scheduling", "environment startup", "task execution")
-"""Stages of a rollout's time since the campaign was planned. Submission lasts until jobs are submitted. Scheduling
-lasts until the attempt that counts starts: in Slurm's queue, while pods and engines start, behind other rollouts, and
-in failed attempts. Environment startup lasts until the agent begins. Task execution lasts until the verdict."""
+"""Stages of a rollout's time since the campaign was planned.
+
+Submission lasts until jobs are submitted. Scheduling lasts until the attempt that counts starts: in Slurm's queue,
+while pods and engines start, behind other rollouts, and in failed attempts. Environment startup lasts until the agent
+begins. Task execution lasts until the verdict."""
 STATES = ("completed", "truncated", "failed", "cancelled")
 
 
@@ -97,61 +99,65 @@ class TaskFigures(msgspec.Struct, kw_only=True):
     """Median duration."""
 
 
-def policy_figures(rows: RolloutColumns, policy: str, settings: EvaluationConfig) -> PolicyFigures:
+def policy_figures(rows: RolloutColumns, policy: str, threshold: float) -> PolicyFigures:
     """Returns the figures of one policy."""
     own = rows.policy.where(policy)
     by_task: dict[str, list[float | None]] = {}
     for task, reward in zip(rows.task.codes[own].tolist(), rows.reward[own].tolist(), strict=True):
-        by_task.setdefault(rows.task.names[task], []).append(None if reward != reward else reward)
-    most = max((sum(r is not None for r in given) for given in by_task.values()), default=0)
-    found = evaluate(by_task, tuple(settings.ks), settings.threshold)
-    ks = tuple(int(k) + 1 for k in _ks(most))
-    curve = evaluate(by_task, ks, settings.threshold) if ks else None
+        by_task.setdefault(rows.task.names[task], []).append(None if math.isnan(reward) else reward)
+    max_samples = max((len(rewards) - rewards.count(None) for rewards in by_task.values()), default=0)
+    ks = _ks(max_samples)
+    curve = evaluate(by_task, ks, threshold) if ks else None
     ran = own & rows.carried_out
-    tokens, turns = rows.tokens[ran].astype(np.float64), rows.turns[ran].astype(np.float64)
-    rewards = rows.reward[own]
+    tokens = rows.tokens.astype(np.float64)
+    turns = rows.turns.astype(np.float64)
+
+    def bins(values: Floats) -> list[Bin]:
+        return histogram(values[ran], edges_of(values[rows.carried_out]))
+
     return PolicyFigures(
         policy=policy,
         rollouts=int(own.sum()),
         states={state: int((own & rows.status.where(state)).sum()) for state in STATES},
-        evaluation=found,
-        pass_at=[PassAt(k=int(k), **point) for k, point in (curve["pass_at"].items() if curve else ())],
-        rewards=histogram(rewards, edges_of(rows.reward, 20)),
-        tokens=spread(tokens),
+        evaluation=evaluate(by_task, threshold=threshold),
+        pass_at=[PassAt(k=int(k), **point) for k, point in curve["pass_at"].items()] if curve else [],
+        rewards=histogram(rows.reward[own], edges_of(rows.reward, 20)),
+        tokens=spread(tokens[ran]),
         sampled_tokens=spread(rows.sampled[ran]),
-        turns=spread(turns),
+        turns=spread(turns[ran]),
         seconds=spread(rows.seconds[ran]),
         cpu_s=spread(rows.cpu_s[ran]),
         memory_peak_mb=spread(rows.memory_peak_mb[ran]),
         disk_peak_mb=spread(rows.disk_peak_mb[ran]),
-        cpu_bins=histogram(rows.cpu_s[ran], edges_of(rows.cpu_s[rows.carried_out])),
-        memory_bins=histogram(rows.memory_peak_mb[ran], edges_of(rows.memory_peak_mb[rows.carried_out])),
-        token_bins=histogram(tokens, edges_of(rows.tokens[rows.carried_out].astype(np.float64))),
-        turn_bins=histogram(turns, edges_of(rows.turns[rows.carried_out].astype(np.float64))),
+        cpu_bins=bins(rows.cpu_s),
+        memory_bins=bins(rows.memory_peak_mb),
+        token_bins=bins(tokens),
+        turn_bins=bins(turns),
         inexact=int(rows.inexact[own].sum()),
     )
 
 
 def phases_of(rows: RolloutColumns) -> list[RolloutPhase]:
     """Returns the phases of every policy, over rollouts that were carried out and have recorded phases."""
-    found = []
+    phases = []
+    has_phases = rows.carried_out & ~np.isnan(rows.phases["model"] + rows.phases["environment"])
     for policy in rows.policy.names:
-        own = (
-            rows.policy.where(policy) & rows.carried_out & ~np.isnan(rows.phases["model"] + rows.phases["environment"])
-        )
+        own = rows.policy.where(policy) & has_phases
         if not own.any():
             continue
         parts = {name: rows.phases[name][own] for name in PHASES}
         # A rollout that continued in another allocation has the phases of both allocations and the times of the last.
         parts["other"] = np.maximum(0.0, rows.seconds[own] - sum(parts.values()))
-        total = float(sum(values.sum() for values in parts.values())) or 1.0
-        found += [
-            RolloutPhase(
-                policy=policy, phase=name, seconds=spread(values), share=significant(float(values.sum()) / total)
-            )
-            for name, values in parts.items()
-        ]
-    return found
+        for name, seconds, share in _shares(parts):
+            phases.append(RolloutPhase(policy=policy, phase=name, seconds=seconds, share=share))
+    return phases
+
+
+def _shares(parts: dict[str, Floats]) -> Iterator[tuple[str, Spread, float]]:
+    """Yields the name of each part, the distribution of its seconds, and its share of the seconds of all parts."""
+    total = sum(float(seconds.sum()) for seconds in parts.values()) or 1.0
+    for name, seconds in parts.items():
+        yield name, spread(seconds), significant(float(seconds.sum()) / total)
 
 
 def stages_of(rows: RolloutColumns, planned_at: float, submitted_at: float) -> list[LatencyStage]:
@@ -161,23 +167,22 @@ def stages_of(rows: RolloutColumns, planned_at: float, submitted_at: float) -> l
         planned_at: planning time of the campaign, seconds UTC; 0 if unknown, which gives no stages.
         submitted_at: submission of its first job; 0 if unknown, and then all time before the start is scheduling.
     """
-    found: list[LatencyStage] = []
-    for policy in rows.policy.names if planned_at else ():
-        own = rows.policy.where(policy) & rows.carried_out & ~np.isnan(rows.phases["environment"])
+    stages: list[LatencyStage] = []
+    if not planned_at:
+        return stages
+    has_startup = rows.carried_out & ~np.isnan(rows.phases["environment"])
+    for policy in rows.policy.names:
+        own = rows.policy.where(policy) & has_startup
         if not own.any():
             continue
-        began = np.maximum(rows.started_at[own], planned_at)  # clocks of nodes may be wrong
-        submission = np.minimum(max(0.0, submitted_at - planned_at), began - planned_at)
-        startup = np.minimum(rows.phases["environment"][own], rows.seconds[own])
-        parts = (submission, began - planned_at - submission, startup, rows.seconds[own] - startup)
-        total = float(sum(values.sum() for values in parts)) or 1.0
-        found += [
-            LatencyStage(
-                policy=policy, stage=name, seconds=spread(values), share=significant(float(values.sum()) / total)
-            )
-            for name, values in zip(STAGES, parts, strict=True)
-        ]
-    return found
+        seconds = rows.seconds[own]
+        waited = np.maximum(rows.started_at[own], planned_at) - planned_at  # clocks of nodes may be wrong
+        submission = np.minimum(max(0.0, submitted_at - planned_at), waited)
+        startup = np.minimum(rows.phases["environment"][own], seconds)
+        parts = dict(zip(STAGES, (submission, waited - submission, startup, seconds - startup), strict=True))
+        for name, spread_of_stage, share in _shares(parts):
+            stages.append(LatencyStage(policy=policy, stage=name, seconds=spread_of_stage, share=share))
+    return stages
 
 
 def tasks_of(rows: RolloutColumns, threshold: float) -> list[TaskFigures]:
@@ -187,14 +192,15 @@ def tasks_of(rows: RolloutColumns, threshold: float) -> list[TaskFigures]:
     seconds = rows.seconds
     key = rows.task.codes * len(rows.policy.names) + rows.policy.codes
     order = np.lexsort((seconds, key))
-    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+    starts = np.flatnonzero(np.diff(key[order], prepend=-1))  # of each task and policy, in the sorted order
     samples = np.diff(np.append(starts, len(order)))
     rewards = rows.reward[order]
     known = ~np.isnan(rewards)
     rated = np.add.reduceat(known.astype(np.int64), starts)
     passed = np.add.reduceat((rewards >= threshold).astype(np.int64), starts)
     sums = np.add.reduceat(np.where(known, rewards, 0.0), starts)
-    middle = (seconds[order[starts + (samples - 1) // 2]] + seconds[order[starts + samples // 2]]) / 2
+    seconds = seconds[order]
+    medians = (seconds[starts + (samples - 1) // 2] + seconds[starts + samples // 2]) / 2
     return [
         TaskFigures(
             task=rows.task.of(row),
@@ -203,14 +209,14 @@ def tasks_of(rows: RolloutColumns, threshold: float) -> list[TaskFigures]:
             rated=int(rated[at]),
             passed=int(passed[at]),
             mean=significant(float(sums[at] / rated[at])) if rated[at] else None,
-            seconds=significant(float(middle[at])),
+            seconds=significant(float(medians[at])),
         )
         for at, row in enumerate(order[starts].tolist())
     ]
 
 
-def _ks(most: int) -> NDArray[np.int64]:
-    """Returns values of k below ``most``: all of them, or some in growing steps."""
-    if most <= KS:
-        return np.arange(most)
-    return np.unique(np.geomspace(1, most, KS).round().astype(np.int64)) - 1
+def _ks(most: int) -> tuple[int, ...]:
+    """Returns the values of k for a curve up to ``most``: all of them, or some in growing steps."""
+    if most <= MAX_KS:
+        return tuple(range(1, most + 1))
+    return tuple(np.unique(np.geomspace(1, most, MAX_KS).round().astype(np.int64)).tolist())

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from megaflow_hpc.report.cost import HOUR
 from megaflow_hpc.report.figures import RunFigures
 
-Sample = tuple[str, str, str, dict[str, str], float | None]
-"""Name, kind, help, labels, value; ``None`` if the value is unknown."""
+Sample = tuple[str, str, dict[str, str], float | None]
+"""Name, help, labels, value; ``None`` if the value is unknown."""
 NAMESPACE = "megaflow"
 
 
@@ -25,71 +25,69 @@ def text(runs: Sequence[RunFigures]) -> str:
     for number, run in enumerate(runs, 1):
         name = run.run if names.count(run.run) == 1 else f"{run.run} ({number})"
         labels = {"campaign": run.campaign, "run": name}
-        for metric, kind, help_, more, value in _samples(run):
+        for metric, help_, more, value in _samples(run):
             if value is None or not math.isfinite(value):
                 continue
             full = f"{NAMESPACE}_{metric}"
+            kind = "counter" if metric.endswith("_total") else "gauge"
             lines = families.setdefault(full, [f"# HELP {full} {help_}", f"# TYPE {full} {kind}"])
-            shown = ",".join(f'{key}="{_escaped(said)}"' for key, said in {**labels, **more}.items())
-            lines.append(f"{full}{{{shown}}} {value:.12g}")
+            pairs = [f'{key}="{_escaped(text)}"' for key, text in {**labels, **more}.items()]
+            lines.append(f"{full}{{{','.join(pairs)}}} {value:.12g}")
     return "\n".join(line for lines in families.values() for line in lines) + "\n"
 
 
 def _samples(run: RunFigures) -> Iterator[Sample]:
-    yield "run_finished", "gauge", "Whether the campaign has finished.", {}, float(run.state == "finished")
-    yield "report_timestamp_seconds", "gauge", "When these figures were made.", {}, time.time()
-    yield "rollouts_planned", "gauge", "Rollouts of the campaign.", {}, run.total
+    yield "run_finished", "Whether the campaign has finished.", {}, float(run.state == "finished")
+    yield "report_timestamp_seconds", "When these figures were made.", {}, time.time()
+    yield "rollouts_planned", "Rollouts of the campaign.", {}, run.total
     for policy in run.policies:
         own = {"policy": policy.policy}
         for state, count in policy.states.items():
-            yield "rollouts_stored_total", "counter", "Rollouts stored, by status.", {**own, "status": state}, count
-        found = policy.evaluation or {}
-        yield "rollouts_passed_total", "counter", "Rollouts whose reward passes.", own, found.get("passed")
-        yield "reward_mean", "gauge", "Mean reward over tasks.", own, found.get("mean")
-        for k, point in found.get("pass_at", {}).items():
-            yield "pass_at_k_ratio", "gauge", "Chance that one of k samples passes.", {**own, "k": k}, point["value"]
-        yield "tokens_total", "counter", "Tokens, prompts included.", own, policy.tokens.total
-        yield "sampled_tokens_total", "counter", "Tokens that a model sampled.", own, policy.sampled_tokens.total
-        yield "rollout_cpu_seconds_total", "counter", "CPU seconds of sandboxes.", own, policy.cpu_s.total
+            yield "rollouts_stored_total", "Rollouts stored, by status.", {**own, "status": state}, count
+        evaluation = policy.evaluation or {}
+        yield "rollouts_passed_total", "Rollouts whose reward passes.", own, evaluation.get("passed")
+        yield "reward_mean", "Mean reward over tasks.", own, evaluation.get("mean")
+        for k, point in evaluation.get("pass_at", {}).items():
+            yield "pass_at_k_ratio", "Chance that one of k samples passes.", {**own, "k": k}, point["value"]
+        yield "tokens_total", "Tokens, prompts included.", own, policy.tokens.total
+        yield "sampled_tokens_total", "Tokens that a model sampled.", own, policy.sampled_tokens.total
+        yield "rollout_cpu_seconds_total", "CPU seconds of sandboxes.", own, policy.cpu_s.total
         peak = 1e6 * policy.memory_peak_mb.max
-        yield "rollout_memory_peak_bytes", "gauge", "The most memory of a rollout's sandbox.", own, peak
-        yield "model_calls_total", "counter", "Calls of a model.", own, policy.turns.total
+        yield "rollout_memory_peak_bytes", "The most memory of a rollout's sandbox.", own, peak
+        yield "model_calls_total", "Calls of a model.", own, policy.turns.total
         for quantile, value in (("0.5", policy.seconds.p50), ("0.9", policy.seconds.p90), ("0.99", policy.seconds.p99)):
             quantiles = {**own, "quantile": quantile}
-            yield "rollout_duration_quantile_seconds", "gauge", "Durations of rollouts.", quantiles, value
+            yield "rollout_duration_quantile_seconds", "Durations of rollouts.", quantiles, value
     for phase in run.phases:
         labels = {"policy": phase.policy, "phase": phase.phase}
-        yield "phase_seconds_total", "counter", "Seconds of rollouts, by phase.", labels, phase.seconds.total
+        yield "phase_seconds_total", "Seconds of rollouts, by phase.", labels, phase.seconds.total
     for stage in run.stages:
         labels = {"policy": stage.policy, "stage": stage.stage}
-        yield (
-            "stage_seconds_total",
-            "counter",
-            "Seconds from planning to the end of rollouts.",
-            labels,
-            stage.seconds.total,
-        )
+        about = "Seconds from planning to the end of rollouts."
+        yield "stage_seconds_total", about, labels, stage.seconds.total
     for cause, count in run.failures_by_kind.items():
-        yield "rollouts_failed_total", "counter", "Rollouts that failed, by cause.", {"cause": cause}, count
+        yield "rollouts_failed_total", "Rollouts that failed, by cause.", {"cause": cause}, count
     for cause, count in run.repeated.items():
-        yield "attempts_repeated_total", "counter", "Attempts that were made again.", {"cause": cause}, count
-    yield "rollouts_running_peak", "gauge", "The most rollouts at once.", {}, run.concurrency.peak
-    yield "slot_use_ratio", "gauge", "Share of the slots' time in which a rollout ran.", {}, run.concurrency.slot_use
+        yield "attempts_repeated_total", "Attempts that were made again.", {"cause": cause}, count
+    yield "rollouts_running_peak", "The most rollouts at once.", {}, run.concurrency.peak
+    yield "slot_use_ratio", "Share of the slots' time in which a rollout ran.", {}, run.concurrency.slot_use
     for role in run.cost.roles:
         own = {"role": role.role}
-        yield "core_seconds_total", "counter", "Core-seconds held.", own, role.core_hours * HOUR
-        yield "gpu_seconds_total", "counter", "GPU-seconds held.", own, role.gpu_hours * HOUR
-        yield "price_total", "counter", "Price of what was held.", {**own, "currency": run.cost.currency}, role.price
-    yield "cpu_efficiency_ratio", "gauge", "CPU time over time of the cores held.", {}, run.cost.cpu_efficiency
-    yield "memory_efficiency_ratio", "gauge", "Memory peak over memory asked for.", {}, run.cost.memory_efficiency
+        yield "core_seconds_total", "Core-seconds held.", own, role.core_hours * HOUR
+        yield "gpu_seconds_total", "GPU-seconds held.", own, role.gpu_hours * HOUR
+        yield "price_total", "Price of what was held.", {**own, "currency": run.cost.currency}, role.price
+    yield "cpu_efficiency_ratio", "CPU time over time of the cores held.", {}, run.cost.cpu_efficiency
+    yield "memory_efficiency_ratio", "Memory peak over memory asked for.", {}, run.cost.memory_efficiency
+    steps: dict[str, int] = {}
     for curve in run.training:
         labels = {"policy": curve.policy, "metric": curve.metric}
-        yield "training_step_value", "gauge", "A metric of the last step of training.", labels, curve.values[-1]
-        if curve is next(one for one in run.training if one.policy == curve.policy):
-            yield "training_steps_total", "counter", "Steps of training.", {"policy": curve.policy}, curve.steps[-1]
+        yield "training_step_value", "A metric of the last step of training.", labels, curve.values[-1]
+        steps.setdefault(curve.policy, curve.steps[-1])
+    for policy_name, step in steps.items():
+        yield "training_steps_total", "Steps of training.", {"policy": policy_name}, step
 
 
 def _escaped(value: str) -> str:
     """Escapes the value of a label; returns valid UTF-8."""
-    known = value.encode("utf-8", "replace").decode()
-    return known.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    text = value.encode("utf-8", "replace").decode()
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.report.series import Span
+from megaflow_hpc.report.series import Floats, Integers, Mask, Span
 from megaflow_hpc.trajectories.hdf5.columns import text
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 from megaflow_hpc.types import VERIFIED
@@ -25,16 +25,16 @@ class Labels(NamedTuple):
 
     names: list[str]
     """The distinct texts, sorted."""
-    codes: NDArray[np.int64]
+    codes: Integers
     """(n) indices into :attr:`names`."""
 
     def of(self, row: int) -> str:
         """Returns the text of a row."""
         return self.names[self.codes[row]]
 
-    def where(self, *names: str) -> NDArray[np.bool_]:
+    def where(self, *names: str) -> Mask:
         """Returns a mask (n) of the rows that have one of these texts."""
-        return np.isin(self.codes, [place for place, name in enumerate(self.names) if name in names])
+        return np.isin(self.codes, [code for code, name in enumerate(self.names) if name in names])
 
 
 @dataclass(frozen=True)
@@ -51,32 +51,32 @@ class RolloutColumns:
     """Objects of ``str``, cut; mostly empty."""
     node: Labels
     job: Labels
-    reward: NDArray[np.float64]
+    reward: Floats
     """NaN if not verified or not finite."""
-    started_at: NDArray[np.float64]
-    finished_at: NDArray[np.float64]
-    phases: dict[str, NDArray[np.float64]]
+    started_at: Floats
+    finished_at: Floats
+    phases: dict[str, Floats]
     """Seconds by name of :data:`PHASES`; NaN if they were not recorded."""
-    cpu_s: NDArray[np.float64]
+    cpu_s: Floats
     """CPU seconds of each rollout's sandboxes. Unknown values are NaN, here and in the two columns below."""
-    memory_peak_mb: NDArray[np.float64]
-    disk_peak_mb: NDArray[np.float64]
-    turns: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    sampled: NDArray[np.int64]
-    attempts: NDArray[np.int64]
-    inexact: NDArray[np.int64]
+    memory_peak_mb: Floats
+    disk_peak_mb: Floats
+    turns: Integers
+    tokens: Integers
+    sampled: Integers
+    attempts: Integers
+    inexact: Integers
 
     def __len__(self) -> int:
         return len(self.reward)
 
     @property
-    def seconds(self) -> NDArray[np.float64]:
+    def seconds(self) -> Floats:
         """Durations in seconds of the attempts that count."""
         return np.maximum(0.0, self.finished_at - self.started_at)
 
     @property
-    def carried_out(self) -> NDArray[np.bool_]:
+    def carried_out(self) -> Mask:
         """A mask of the rollouts that ran to a verdict."""
         return self.status.where(*VERIFIED)
 
@@ -90,12 +90,12 @@ def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
     column = store.source.column
     turns = column("trajectories/turn_offset")
 
-    def by_rollout(name: str) -> NDArray[np.float64]:
-        values = np.nan_to_num(column(f"turns/{name}").astype(np.float64), posinf=0.0, neginf=0.0)
-        return np.diff(np.concatenate([[0.0], np.cumsum(values)])[turns])
+    def by_rollout(name: str) -> Floats:
+        sums = np.concatenate([[0.0], np.cumsum(_finite(column(f"turns/{name}")))])
+        return np.diff(sums[turns])
 
-    def number(name: str) -> NDArray[np.float64]:
-        values: NDArray[np.float64] = column(f"trajectories/{name}").astype(np.float64)
+    def number(name: str) -> Floats:
+        values: Floats = column(f"trajectories/{name}").astype(np.float64)
         return values
 
     model = by_rollout("model_s") + by_rollout("wait_s")
@@ -104,21 +104,21 @@ def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
         "environment": number("setup_s"),
         "model": np.where(np.isnan(agent), np.nan, np.minimum(model, agent)),
         "agent": np.maximum(0.0, agent - model),
-        "evaluation": np.nan_to_num(number("verify_s"), posinf=0.0, neginf=0.0),
+        "evaluation": _finite(number("verify_s")),
     }
-    errors = store.column("error")
+    reward = number("reward")
     return RolloutColumns(
         ids=store.column("id"),
         task=_labels(store, "task_id"),
         policy=_labels(store, "policy"),
         status=_labels(store, "status"),
         error_kind=_labels(store, "error_kind"),
-        error=np.array([error[:ERROR_CHARS] for error in errors], object),
+        error=np.array([error[:ERROR_CHARS] for error in store.column("error")], object),
         node=_labels(store, "node"),
         job=_labels(store, "job_id"),
-        reward=np.where(np.isfinite(number("reward")), number("reward"), np.nan),
-        started_at=np.nan_to_num(number("started_at"), posinf=0.0, neginf=0.0),
-        finished_at=np.nan_to_num(number("finished_at"), posinf=0.0, neginf=0.0),
+        reward=np.where(np.isfinite(reward), reward, np.nan),
+        started_at=_finite(number("started_at")),
+        finished_at=_finite(number("finished_at")),
         phases=phases,
         cpu_s=number("cpu_s"),
         memory_peak_mb=number("memory_peak_mb"),
@@ -131,17 +131,20 @@ def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
     )
 
 
-def worked(store: TrajectoryStore, rows: RolloutColumns) -> Iterator[tuple[str, Span]]:
-    """Yields the pod's job id and the span of each attempt at a rollout; attempts that count come twice."""
+def attempt_spans(store: TrajectoryStore, rows: RolloutColumns) -> Iterator[tuple[str, Span]]:
+    """Yields the pod's job id and the span of each attempt at a rollout. Attempts that count occur twice."""
+    for row in range(len(rows)):
+        yield rows.job.of(row), (float(rows.started_at[row]), float(rows.finished_at[row]))
+    column = store.source.column
+    jobs = text(column("attempts/job_id")).tolist()
+    starts = _finite(column("attempts/started_at")).tolist()
+    ends = _finite(column("attempts/finished_at")).tolist()
+    yield from zip(jobs, zip(starts, ends, strict=True), strict=True)
 
-    def times(name: str) -> list[float]:
-        values: list[float] = np.nan_to_num(store.source.column(f"attempts/{name}"), posinf=0.0, neginf=0.0).tolist()
-        return values
 
-    ours = (rows.job.names[code] for code in rows.job.codes.tolist())
-    yield from zip(ours, zip(rows.started_at.tolist(), rows.finished_at.tolist(), strict=True), strict=True)
-    jobs = text(store.source.column("attempts/job_id")).tolist()
-    yield from zip(jobs, zip(times("started_at"), times("finished_at"), strict=True), strict=True)
+def _finite(values: NDArray[Any]) -> Floats:
+    """Returns numbers with 0 for NaN and infinities."""
+    return np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
 
 
 def _labels(store: TrajectoryStore, name: str) -> Labels:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 Span = tuple[float, float]
-BINS = 240
+CURVE_POINTS = 240
 """Points of a curve over time, more than a screen shows."""
 
 
@@ -33,16 +37,22 @@ class Bin(msgspec.Struct, kw_only=True):
     count: int
 
 
-def spread(values: NDArray[np.float64] | NDArray[np.int64]) -> Spread:
+def spread(values: Floats | Integers) -> Spread:
     """Returns the distribution of numbers without NaN."""
     known = np.asarray(values, np.float64)
     known = known[np.isfinite(known)]
     if not len(known):
         return Spread()
-    p50, p90, p99 = (float(q) for q in np.quantile(known, (0.5, 0.9, 0.99)))
-    mean, most, total = float(known.mean()), float(known.max()), float(known.sum())
-    rounded = {"mean": mean, "p50": p50, "p90": p90, "p99": p99, "max": most}
-    return Spread(n=len(known), total=round(total, 3), **{name: significant(value) for name, value in rounded.items()})
+    p50, p90, p99 = np.quantile(known, (0.5, 0.9, 0.99)).tolist()
+    return Spread(
+        n=len(known),
+        mean=significant(float(known.mean())),
+        p50=significant(p50),
+        p90=significant(p90),
+        p99=significant(p99),
+        max=significant(float(known.max())),
+        total=round(float(known.sum()), 3),
+    )
 
 
 def significant(value: float) -> float:
@@ -50,7 +60,7 @@ def significant(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def edges_of(values: NDArray[np.float64], bars: int = 30) -> NDArray[np.float64]:
+def edges_of(values: Floats, bars: int = 30) -> Floats:
     """Returns the edges of at most ``bars`` bars over finite numbers. A few integers get one bar per value."""
     known = values[np.isfinite(values)]
     if not len(known):
@@ -61,20 +71,22 @@ def edges_of(values: NDArray[np.float64], bars: int = 30) -> NDArray[np.float64]
     return np.linspace(low, high if high > low else low + 1.0, bars + 1)
 
 
-def histogram(values: NDArray[np.float64], edges: NDArray[np.float64]) -> list[Bin]:
+def histogram(values: Floats, edges: Floats) -> list[Bin]:
     """Returns the bars of a histogram that are not empty."""
     counts, _ = np.histogram(values[np.isfinite(values)], edges)
-    return [
-        Bin(low=significant(edges[i]), high=significant(edges[i + 1]), count=int(n)) for i, n in enumerate(counts) if n
-    ]
+    bins = []
+    for count, (low, high) in zip(counts.tolist(), pairwise(edges.tolist()), strict=True):
+        if count:
+            bins.append(Bin(low=significant(low), high=significant(high), count=count))
+    return bins
 
 
 def mean_level(
-    starts: NDArray[np.float64],
-    ends: NDArray[np.float64],
-    edges: NDArray[np.float64],
-    weights: NDArray[np.float64] | None = None,
-) -> NDArray[np.float64]:
+    starts: Floats,
+    ends: Floats,
+    edges: Floats,
+    weights: Floats | None = None,
+) -> Floats:
     """Returns the mean number of open spans between neighbouring edges.
 
     Args:
@@ -84,18 +96,18 @@ def mean_level(
     """
     weights = np.ones(len(starts)) if weights is None else weights
 
-    def integral(times: NDArray[np.float64]) -> NDArray[np.float64]:
+    def integral(times: Floats) -> Floats:
         order = np.argsort(times)
         counted = np.concatenate([[0.0], np.cumsum(weights[order])])
         summed = np.concatenate([[0.0], np.cumsum(weights[order] * times[order])])
         before = np.searchsorted(times[order], edges)
         return counted[before] * edges - summed[before]
 
-    level: NDArray[np.float64] = np.diff(integral(starts) - integral(ends)) / np.maximum(np.diff(edges), 1e-9)
+    level: Floats = np.diff(integral(starts) - integral(ends)) / np.maximum(np.diff(edges), 1e-9)
     return np.maximum(0.0, level)
 
 
-def peak_level(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
+def peak_level(starts: Floats, ends: Floats) -> int:
     """Returns the maximum number of spans open at once. A span that ends when another begins is over."""
     times = np.concatenate([starts, ends])
     steps = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
@@ -106,17 +118,17 @@ def peak_level(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
 def lanes(spans: Sequence[Span]) -> list[int]:
     """Returns the lane of each span, in the order of their starts: the lowest lane without an open span."""
     free_at: list[float] = []
-    found = []
+    chosen = []
     for start, end in spans:
-        lane = next((i for i, free in enumerate(free_at) if free <= start), len(free_at))
+        lane = next((lane for lane, free in enumerate(free_at) if free <= start), len(free_at))
         if lane == len(free_at):
             free_at.append(end)
         free_at[lane] = end
-        found.append(lane)
-    return found
+        chosen.append(lane)
+    return chosen
 
 
-def thinned(count: int, most: int) -> NDArray[np.int64]:
+def thinned(count: int, most: int) -> Integers:
     """Returns at most ``most`` of the numbers 0 to ``count - 1``, evenly spaced, including the first and the last."""
     if count <= most:
         return np.arange(count)

@@ -1,22 +1,128 @@
-"""Timelines: running and waiting rollouts, slots, and pods with their rollouts in lanes."""
+"""Timelines: pods from the event files of a run, running and waiting rollouts, slots, and rollouts in lanes."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from megaflow_hpc.report.pods import Events
+from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.report.rollouts import RolloutColumns
-from megaflow_hpc.report.series import BINS, lanes, mean_level, peak_level, significant, thinned
+from megaflow_hpc.report.series import CURVE_POINTS, Floats, Span, lanes, mean_level, peak_level, significant, thinned
+from megaflow_hpc.rundir.events import AttemptEvent, EventReader, PodEvent, RolloutEvent, WorkerEvent
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
 
-BARS = 2500
+MAX_BARS = 2500
 """Maximum number of rollouts in a timeline."""
-LONGEST = 100
-PODS = 64
+LONGEST_BARS = 100
+"""Number of the longest rollouts that are always shown."""
+MAX_POD_ROWS = 64
 """Maximum number of pods with rows of their own; those with the most rollouts are chosen."""
+ALIVE = ("started", "draining")
+"""States of a pod before its last event."""
+
+
+@dataclass
+class PodHistory:
+    """One start of one pod. Times are seconds UTC by its node's clock."""
+
+    name: str
+    node: str = ""
+    job: str = ""
+    state: str = "started"
+    """State in its last event; ``gone`` if it was killed."""
+    why: str = ""
+    started_at: float = 0.0
+    last_at: float = 0.0
+    """Time of its last event, which is its end if it has ended."""
+    slots: int = 0
+    """Maximum number of slots at once."""
+    slot_spans: list[tuple[Span, int]] = field(default_factory=list)
+    """Spans of time, each with the slots that a worker had in it."""
+    stored: int = 0
+
+    @property
+    def element(self) -> str:
+        """The element of the array, which has several starts if it was requeued."""
+        return self.name.rpartition(".")[0]
+
+
+@dataclass
+class Events:
+    """Contents of all event files of a run."""
+
+    pods: list[PodHistory] = field(default_factory=list)
+    pod_of: dict[str, str] = field(default_factory=dict)
+    """The pod that stored each rollout, by rollout id."""
+    repeated: Counter[str] = field(default_factory=Counter)
+    """Failed attempts that were repeated, by cause."""
+    repeated_on: Counter[str] = field(default_factory=Counter)
+    """Failed attempts that were repeated, by pod."""
+
+
+def read_events(run: RunDir) -> Events:
+    """Reads every event file of a run. Unreadable files and lines are skipped."""
+    all_events = Events()
+    for name, events in EventReader(run.events).read():
+        pod = PodHistory(name)
+        workers: dict[int, tuple[float, int]] = {}
+        """Rank → the time since when it is ready, and its slots."""
+        for event in events:
+            pod.started_at = pod.started_at or event.t
+            pod.last_at = max(pod.last_at, event.t)
+            match event:
+                case PodEvent():
+                    pod.state = event.state
+                    pod.why = event.why or pod.why
+                    pod.node = event.node or pod.node
+                    pod.job = event.job_id or pod.job
+                case WorkerEvent():
+                    if event.rank in workers:
+                        _add_span(pod, workers.pop(event.rank), event.t)
+                    if event.state == "ready":
+                        workers[event.rank] = event.t, event.slots or 0
+                    pod.slots = max(pod.slots, sum(slots for _, slots in workers.values()))
+                case AttemptEvent():
+                    all_events.repeated[event.kind] += 1
+                    all_events.repeated_on[name] += 1
+                case RolloutEvent():
+                    all_events.pod_of[event.id] = name
+                    pod.stored += 1
+        for worker in workers.values():
+            _add_span(pod, worker, pod.last_at)
+        if pod.started_at:
+            all_events.pods.append(pod)
+    _mark_gone(run, all_events.pods)
+    return all_events
+
+
+def _mark_gone(run: RunDir, pods: Sequence[PodHistory]) -> None:
+    """Marks killed pods as gone.
+
+    A pod without a last event was killed if another pod found its lease expired, if its element has started again, or
+    if the campaign has finished.
+    """
+    with suppress(OSError):
+        gone = Ledger(run).gone()
+        last_start: dict[str, float] = {}
+        for pod in pods:
+            last_start[pod.element] = max(last_start.get(pod.element, 0.0), pod.started_at)
+        has_finished = Marks(run).finished
+        for pod in pods:
+            is_over = has_finished or pod.name in gone or pod.started_at < last_start[pod.element]
+            if pod.state in ALIVE and is_over:
+                pod.state = "gone"
+
+
+def _add_span(pod: PodHistory, worker: tuple[float, int], end: float) -> None:
+    start, slots = worker
+    if slots:
+        pod.slot_spans.append(((start, end), slots))
 
 
 class Concurrency(msgspec.Struct, kw_only=True):
@@ -73,7 +179,7 @@ def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool
     if not len(rows):
         return Concurrency()
     began, ended = float(rows.started_at.min()), float(rows.finished_at.max())
-    edges = np.linspace(began, max(ended, began + 1e-3), BINS + 1)
+    edges = np.linspace(began, max(ended, began + 1e-3), CURVE_POINTS + 1)
     running = mean_level(rows.started_at, rows.finished_at, edges)
     # Each rollout waits from the beginning until it starts. Rollouts that are not stored yet may wait or run.
     waiting = mean_level(np.full(len(rows), began), rows.started_at, edges) + (total - len(rows))
@@ -81,19 +187,19 @@ def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool
     slots = _slots(spans, edges) if spans else None
     held = float(slots.sum()) if slots is not None else 0.0
     counts, _ = np.histogram(rows.finished_at, edges)
-    stretch = edges[1] - edges[0]
+    stretch_s = edges[1] - edges[0]
     return Concurrency(
         at=_list((edges[1:] + edges[:-1]) / 2 - began),
         running=_list(running),
         waiting=[] if grows else _list(waiting),
         slots=[] if slots is None else _list(slots),
-        ended=_list(counts / stretch * 3600),
+        ended=_list(counts / stretch_s * 3600),
         peak=peak_level(rows.started_at, rows.finished_at),
         slot_use=significant(min(1.0, float(running.sum()) / held)) if held else None,
     )
 
 
-def _slots(spans: list[tuple[tuple[float, float], int]], edges: NDArray[np.float64]) -> NDArray[np.float64]:
+def _slots(spans: list[tuple[Span, int]], edges: Floats) -> Floats:
     starts = np.array([start for (start, _), _ in spans])
     ends = np.array([end for (_, end), _ in spans])
     return mean_level(starts, ends, edges, np.array([slots for _, slots in spans], np.float64))
@@ -119,10 +225,10 @@ def pods_of(rows: RolloutColumns, events: Events) -> list[PodFigures]:
             )
             for pod in sorted(events.pods, key=lambda pod: (pod.started_at, pod.name))
         ]
-    found = []
+    nodes = []
     for code, name in enumerate(rows.node.names):
         own = rows.node.codes == code
-        found.append(
+        nodes.append(
             PodFigures(
                 pod=name or "unknown",
                 node=name,
@@ -135,7 +241,7 @@ def pods_of(rows: RolloutColumns, events: Events) -> list[PodFigures]:
                 repeated=0,
             )
         )
-    return found
+    return nodes
 
 
 def pod_of(rows: RolloutColumns, events: Events, row: int) -> str:
@@ -144,24 +250,26 @@ def pod_of(rows: RolloutColumns, events: Events, row: int) -> str:
 
 
 def bars_of(rows: RolloutColumns, events: Events, threshold: float) -> list[Bar]:
-    """Returns a timeline of at most :data:`PODS` pods: at most :data:`BARS` rollouts, evenly spaced in time, and the
-    :data:`LONGEST` longest ones."""
+    """Returns a timeline of the pods with the most rollouts: rollouts evenly spaced in time, and the longest ones."""
     if not len(rows):
         return []
-    order = np.argsort(rows.started_at, kind="stable")
-    pods = [pod_of(rows, events, int(row)) for row in order]
-    shown = {pod for pod, _ in Counter(pods).most_common(PODS)}
-    chosen = [place for place, pod in enumerate(pods) if pod in shown]
-    seconds = rows.seconds
-    longest = sorted(chosen, key=lambda place: -seconds[order[place]])[:LONGEST] if len(chosen) > BARS else []
-    began, found = float(rows.started_at.min()), []
+    order = np.argsort(rows.started_at, kind="stable").tolist()
+    pods = {row: pod_of(rows, events, row) for row in order}
+    shown = {pod for pod, _ in Counter(pods.values()).most_common(MAX_POD_ROWS)}
+    candidates = [row for row in order if pods[row] in shown]
+    chosen = {candidates[index] for index in thinned(len(candidates), MAX_BARS).tolist()}
+    if len(candidates) > MAX_BARS:
+        chosen.update(sorted(candidates, key=lambda row: -rows.seconds[row])[:LONGEST_BARS])
     by_pod: dict[str, list[int]] = {}
-    for place in sorted({*longest, *(chosen[at] for at in thinned(len(chosen), BARS).tolist())}):
-        by_pod.setdefault(pods[place], []).append(int(order[place]))
+    for row in candidates:
+        if row in chosen:
+            by_pod.setdefault(pods[row], []).append(row)
+    began = float(rows.started_at.min())
+    bars = []
     for pod, own in sorted(by_pod.items()):
         spans = [(float(rows.started_at[row]), float(rows.finished_at[row])) for row in own]
         for row, lane, (start, end) in zip(own, lanes(spans), spans, strict=True):
-            found.append(
+            bars.append(
                 Bar(
                     rollout=rows.ids[row],
                     pod=pod,
@@ -171,16 +279,16 @@ def bars_of(rows: RolloutColumns, events: Events, threshold: float) -> list[Bar]
                     outcome=outcome_of(rows, row, threshold),
                 )
             )
-    return found
+    return bars
 
 
 def outcome_of(rows: RolloutColumns, row: int, threshold: float) -> str:
     """Returns ``passed`` or ``not passed`` for a rollout with a reward, otherwise its status."""
     reward = rows.reward[row]
-    if reward != reward:
+    if np.isnan(reward):
         return rows.status.of(row)
     return "passed" if reward >= threshold else "not passed"
 
 
-def _list(values: NDArray[np.float64]) -> list[float]:
+def _list(values: Floats) -> list[float]:
     return [significant(value) for value in values.tolist()]

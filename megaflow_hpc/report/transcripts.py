@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import zlib
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -22,35 +23,34 @@ from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 Wanted = int | Literal["all", "some", "none"]
 """A number; all transcripts; those that fit the page; none."""
 
-MOST_BYTES = 1_000_000
+MAX_BYTES = 1_000_000
 """Maximum size of packed transcripts in a page, unless all or a number are requested. Base64 adds a third."""
-MOST = 2000
+MAX_TRANSCRIPTS = 2000
 """Maximum number of transcripts, since each is read separately."""
-MESSAGE_CHARS = 12_000
+MAX_MESSAGE_CHARS = 12_000
 """Characters of one message; longer ones keep their beginning and end."""
-MESSAGES = 400
+MAX_MESSAGES = 400
 """Messages of one transcript; longer ones keep the first and the last messages."""
 
 
 def chosen(rows: RolloutColumns) -> Iterator[int]:
     """Yields every row once, the most interesting ones first: a failure, the best, the worst, a truncated, the
     longest and the slowest rollout, then the rest in their order."""
-    rewards = rows.reward
-    known = ~np.isnan(rewards)
-    order = np.arange(len(rows))
+    rated = np.flatnonzero(~np.isnan(rows.reward))
     groups = (
-        order[rows.status.where("failed", "cancelled")],
-        order[known][np.argsort(-rewards[known], kind="stable")],
-        order[known][np.argsort(rewards[known], kind="stable")],
-        order[rows.status.where("truncated")],
-        order[np.argsort(-rows.turns, kind="stable")],
-        order[np.argsort(-rows.seconds, kind="stable")],
+        np.flatnonzero(rows.status.where("failed", "cancelled")),
+        rated[np.argsort(-rows.reward[rated], kind="stable")],
+        rated[np.argsort(rows.reward[rated], kind="stable")],
+        np.flatnonzero(rows.status.where("truncated")),
+        np.argsort(-rows.turns, kind="stable"),
+        np.argsort(-rows.seconds, kind="stable"),
     )
-    seen: set[int] = set()
-    for row in itertools.chain.from_iterable(itertools.zip_longest(*(group.tolist() for group in groups))):
-        if row is not None and row not in seen:
-            seen.add(row)
-            yield row
+    seen: set[int | None] = {None}  # the filler of zip_longest
+    for one_of_each in itertools.zip_longest(*(group.tolist() for group in groups)):
+        for row in one_of_each:
+            if row not in seen:
+                seen.add(row)
+                yield row
 
 
 Transcript = list[dict[str, str]]
@@ -67,26 +67,29 @@ def transcripts(
     """
     if wanted == "none":
         return {}
-    limit = wanted if isinstance(wanted, int) else MOST // sharing if wanted == "some" else len(rows)
-    left = MOST_BYTES // sharing if wanted == "some" else None
-    found: dict[int, Transcript] = {}
+    limit, space = len(rows), math.inf
+    if isinstance(wanted, int):
+        limit = wanted
+    elif wanted == "some":
+        limit, space = MAX_TRANSCRIPTS // sharing, MAX_BYTES // sharing
+    by_row: dict[int, Transcript] = {}
     for row in itertools.islice(chosen(rows), limit):
         messages = transcript_of(store[row])
-        if left is not None:
-            left -= len(zlib.compress(json.dumps(messages).encode(), 6))
-            if left < 0 and found:
+        if wanted == "some":
+            space -= len(zlib.compress(json.dumps(messages).encode(), 6))
+            if space < 0 and by_row:
                 break
-        found[row] = messages
-    return found
+        by_row[row] = messages
+    return by_row
 
 
 def transcript_of(row: Row) -> Transcript:
     """Returns the conversations of a rollout. If there are several, each has a heading."""
-    found = row.conversations
-    if len(found) == 1:
-        return messages_of(found[0].messages)
+    conversations = row.conversations
+    if len(conversations) == 1:
+        return messages_of(conversations[0].messages)
     messages: Transcript = []
-    for number, conversation in enumerate(found):
+    for number, conversation in enumerate(conversations):
         messages.append({"role": "report", "text": heading(number, conversation)})
         messages += messages_of(conversation.messages[conversation.shared :])
     return messages
@@ -94,29 +97,30 @@ def transcript_of(row: Row) -> Transcript:
 
 def messages_of(messages: list[dict[str, Any]]) -> Transcript:
     """Returns the texts of a conversation in OpenAI message form. Other fields of a message become JSON."""
-    if len(messages) > MESSAGES:
-        left_out = f"{len(messages) - MESSAGES} messages are left out"
+    if len(messages) > MAX_MESSAGES:
+        left_out = f"{len(messages) - MAX_MESSAGES} messages are left out"
         middle = {"role": "report", "content": left_out}
-        messages = [*messages[: MESSAGES // 2], middle, *messages[-(MESSAGES // 2) :]]
+        messages = [*messages[: MAX_MESSAGES // 2], middle, *messages[-(MAX_MESSAGES // 2) :]]
     return [_message(message) for message in messages]
 
 
 def _message(message: dict[str, Any]) -> dict[str, str]:
-    found = {"role": str(message.get("role", ""))[:40], "text": cut(_text(message.get("content")))}
-    for key in ("reasoning_content", "reasoning"):
-        if thought := message.get(key):
-            found["thought"] = cut(_text(thought))
+    shown = {"role": str(message.get("role", ""))[:40], "text": cut(_text(message.get("content")))}
+    thought = message.get("reasoning") or message.get("reasoning_content")
+    if thought:
+        shown["thought"] = cut(_text(thought))
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
-        found["calls"] = cut("\n".join(map(_call, calls)))
-    return found
+        shown["calls"] = cut("\n".join(map(_call, calls)))
+    return shown
 
 
 def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "\n".join(_text(part.get("text", part)) if isinstance(part, dict) else _text(part) for part in content)
+        parts = [part.get("text", part) if isinstance(part, dict) else part for part in content]
+        return "\n".join(map(_text, parts))
     return "" if content is None else json.dumps(content, indent=1, default=str)
 
 
@@ -130,7 +134,7 @@ def _call(call: Any) -> str:
 
 def cut(text: str) -> str:
     """Returns a text without its middle if it is long."""
-    if len(text) <= MESSAGE_CHARS:
+    if len(text) <= MAX_MESSAGE_CHARS:
         return text
-    half = MESSAGE_CHARS // 2
+    half = MAX_MESSAGE_CHARS // 2
     return f"{text[:half]}\n… {len(text) - 2 * half} characters are left out …\n{text[-half:]}"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow_hpc.report.rollouts import RolloutColumns
-from megaflow_hpc.report.series import significant
+from megaflow_hpc.report.series import Integers, significant
 
-SLOWEST = 25
-ERRORS = 40
-"""Maximum number of distinct failures, or nodes."""
+MAX_STRAGGLERS = 25
+MAX_FAILURES = 40
+"""Maximum number of distinct failures, causes or nodes."""
 
 
 class Failure(msgspec.Struct, kw_only=True):
@@ -44,10 +44,12 @@ class Straggler(msgspec.Struct, kw_only=True):
 def failures_of(rows: RolloutColumns) -> list[Failure]:
     """Returns rollouts with an error, grouped by kind and text without numbers, largest group first."""
     groups: dict[tuple[str, str], list[int]] = {}
-    for row in np.flatnonzero(rows.error_kind.codes != _code(rows.error_kind.names, "")).tolist():
-        text = "".join("0" if c.isdigit() else c for c in rows.error[row])
-        groups.setdefault((rows.error_kind.of(row), text), []).append(row)
-    most = sorted(groups.items(), key=lambda item: -len(item[1]))[:ERRORS]
+    for row in range(len(rows)):
+        kind = rows.error_kind.of(row)
+        if kind:
+            pattern = re.sub(r"\d", "0", rows.error[row])
+            groups.setdefault((kind, pattern), []).append(row)
+    largest = sorted(groups.items(), key=lambda item: -len(item[1]))[:MAX_FAILURES]
     return [
         Failure(
             kind=kind,
@@ -56,36 +58,34 @@ def failures_of(rows: RolloutColumns) -> list[Failure]:
             example=rows.ids[own[0]],
             nodes=len({int(rows.node.codes[row]) for row in own}),
         )
-        for (kind, _), own in most
+        for (kind, _), own in largest
     ]
 
 
 def stragglers_of(rows: RolloutColumns) -> list[Straggler]:
     """Returns the slowest rollouts that were carried out, slowest first, with the usual duration."""
-    seconds, ran = rows.seconds, rows.carried_out
-    slowest = [int(row) for row in np.argsort(-np.where(ran, seconds, -1.0), kind="stable")[:SLOWEST] if ran[row]]
-    found = []
-    for row in slowest:
-        own = ran & (rows.policy.codes == rows.policy.codes[row])
-        alike = own & (rows.task.codes == rows.task.codes[row])
-        parts = {name: float(values[row]) for name, values in rows.phases.items() if values[row] == values[row]}
-        found.append(
+    seconds = rows.seconds
+    carried_out = np.flatnonzero(rows.carried_out)
+    slowest = carried_out[np.argsort(-seconds[carried_out], kind="stable")][:MAX_STRAGGLERS]
+    stragglers = []
+    for row in slowest.tolist():
+        of_policy = rows.carried_out & (rows.policy.codes == rows.policy.codes[row])
+        of_task = of_policy & (rows.task.codes == rows.task.codes[row])
+        alike = of_task if of_task.sum() >= 3 else of_policy
+        phases = {name: float(values[row]) for name, values in rows.phases.items() if not np.isnan(values[row])}
+        stragglers.append(
             Straggler(
                 rollout=rows.ids[row],
                 seconds=significant(float(seconds[row])),
-                usual=significant(float(np.median(seconds[alike if alike.sum() >= 3 else own]))),
-                phase=max(parts, key=lambda name: parts[name]) if any(parts.values()) else "",
+                usual=significant(float(np.median(seconds[alike]))),
+                phase=max(phases, key=lambda name: phases[name]) if any(phases.values()) else "",
                 node=rows.node.of(row),
             )
         )
-    return found
+    return stragglers
 
 
-def _code(names: Sequence[str], name: str) -> int:
-    return names.index(name) if name in names else -1
-
-
-def counted(names: Sequence[str], codes: NDArray[np.int64]) -> dict[str, int]:
+def counted(names: Sequence[str], codes: Integers) -> dict[str, int]:
     """Returns the count of each name, most frequent first."""
     counts = Counter(names[code] for code in codes.tolist())
-    return dict(counts.most_common(ERRORS))
+    return dict(counts.most_common(MAX_FAILURES))

@@ -69,10 +69,14 @@ def _with(config: CampaignConfig, changes: Changes) -> CampaignConfig:
     slurm = config.slurm.model_dump()
     for role, values in changes.items():
         section = slurm[role]
+        extra = section if role == "gather" else section["extra"]  # ``slurm.gather`` holds sbatch options only
         for key, value in values.items():
-            section[key] = value
-            for name in [name for name in section["extra"] if _option(name) in OPTIONS[key]]:
-                del section["extra"][name]
+            for name in [name for name in extra if _option(name) in OPTIONS[key]]:
+                del extra[name]
+            if role == "gather" and key == "mem_gb":
+                section["mem"] = None if value is None else f"{round(value * 1000)}M"
+            else:
+                section[key] = value
             if shared := [name for name in slurm["extra"] if _option(name) in OPTIONS[key]]:
                 raise ConfigError(f"slurm.extra sets {shared[0]} for every job of this run; plan a new run without it")
     return config.model_copy(update={"slurm": resolved(SlurmConfig, slurm)})

@@ -34,7 +34,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     ("Reservation", "it waits for its reservation", ""),
     ("BeginTime", "it was requeued or delayed, and starts in a moment", ""),
-    ("JobArrayTaskLimit", "the array's limit of running elements is reached (throttle, or the site's limits)", ""),
+    ("JobArrayTaskLimit", "the array's limit of running elements is reached (of running jobs at this site)", ""),
     ("JobHeldUser", "it is held", "scontrol release JOB"),
     ("JobHeldAdmin", "an administrator holds it", "ask the site's administrators why"),
     (

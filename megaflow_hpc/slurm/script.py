@@ -170,8 +170,7 @@ def pod_job(
     cluster = (pool and pool.cluster) or ""
     if cluster:
         options |= {"clusters": cluster, "dependency": None}  # a job cannot wait for jobs on another cluster
-    size, most = count or (pool or pods).count, throttle or pods.throttle
-    return Job("pods", options, size, run=str(run), throttle=most, cluster=cluster)
+    return Job("pods", options, count or (pool or pods).count, run=str(run), throttle=throttle, cluster=cluster)
 
 
 def server_job(
@@ -264,13 +263,12 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Se
     options = {
         **_common(config, run, "gather"),
         "output": str(run.logs / "gather-%j.log"),
-        "partition": gather.partition or pods.partition,
+        "partition": pods.partition,
         "ntasks": 1,
         "cpus-per-task": min(8, pods.ranks_per_node * (pods.cpus_per_rank or CPUS_PER_RANK)),
-        "time": _walltime(gather.time),
         "dependency": dependency,
         **config.slurm.extra,
-        **gather.extra,
+        **gather,
     }
     elsewhere = ["--wait"] if any(pool.cluster for pool in config.slurm.pods.pools) else []
     ending = ["--end-servers", *servers] if servers else []

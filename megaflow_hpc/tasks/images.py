@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megaflow_hpc.environments.images.image_config import working_directory
+from megaflow_hpc.environments.images.image_file import working_directory
 from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.tasks.formats import format_of

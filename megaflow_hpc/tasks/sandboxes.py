@@ -30,7 +30,7 @@ def sandbox_spec(task: Task, images: Mapping[str, str], environment: Environment
         cpus=limits.cpus or default.cpus,
         disk_mb=limits.disk_mb or default.disk_mb,
         processes=default.processes or limits.processes or 512,
-        cpu_s=limits.cpu_s or default.cpu_s,
+        cpu_s=limits.cpu_s,
         wall_s=limits.wall_s or default.wall_s,
         nested=environment.nested,
     )

@@ -15,8 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from megaflow_hpc.environments.sandbox.files import READ_LIMIT
-from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.sandbox import READ_LIMIT, ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.types import ExecResult, Task
 

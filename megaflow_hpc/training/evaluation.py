@@ -49,7 +49,7 @@ def evaluations(run: RunDir, policy: str) -> list[Evaluation]:
         ConfigError: the run is missing.
     """
     record = read_run(run)
-    held_out, threshold = set(record.held_out), record.config.evaluation.threshold
+    held_out, threshold = set(record.held_out), record.config.pass_threshold
     rewards_by_step: dict[int, list[float]] = {}
     with open_trajectories(run.path) as store:
         names = ("task_id", "group_id", "policy", "reward")

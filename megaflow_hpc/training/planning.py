@@ -14,7 +14,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
-from megaflow_hpc.training.algorithms.choice import Choice
+from megaflow_hpc.training.algorithms.choice import REPLAYED_STEPS, Choice
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 from megaflow_hpc.training.buffer import Arrived, Buffer, Sequences
 from megaflow_hpc.training.microbatch import Ordinal
@@ -44,7 +44,8 @@ class Planner:
         self.learned = learned
         self.lacks = 0
         """Number of groups that the last plan lacked, if none was made."""
-        self._replayable = next((step.replay.size for step in config.data if step.replay), 0)
+        replays = any(step.replay for step in config.data)
+        self._replayable = REPLAYED_STEPS * config.batch if replays else 0
         self._used: deque[tuple[SampleGroup, dict[str, Arrived]]] = deque(maxlen=self._replayable)
         """Groups that may be replayed, the latest last."""
         for plan in earlier if self._replayable else ():
@@ -207,7 +208,7 @@ class Planning:
 
     def wanted(self, step: int) -> int:
         """Returns the number of groups that a step waits for."""
-        return self.control.want(step) if self._requests else self._config.batch.tasks
+        return self.control.want(step) if self._requests else self._config.batch
 
     @property
     def complete_groups(self) -> int:
@@ -267,7 +268,7 @@ class Planning:
     def _planned(self, view: _View, step: int, version: int, trainer: int, over: bool) -> StepPlan | None:
         """Plans the step if there is enough for it, and requests groups in the place of dropped ones."""
         buffer, planner, control = view.buffer, view.planner, self.control
-        max_refills = self._config.batch.refill if self._requests else 0
+        max_refills = self._config.refill if self._requests else 0
         want, complete = self.wanted(step), buffer.complete()
         under_way = buffer.open_groups - len(complete) if max_refills else 0  # which looks for blocks
         refills_used_up = bool(max_refills) and control.refills(step) >= max_refills

@@ -71,7 +71,7 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
         owners=frozenset({name}) if planned is None or planned.samples else None,
         samples=samples,
         pods=record.config.slurm.pods.total if record.campaign else 1,
-        pass_threshold=record.config.evaluation.threshold if record.campaign else 1.0,
+        pass_threshold=record.config.pass_threshold if record.campaign else 1.0,
         seed=(record.config.seed if record.campaign else None) or 0,
         temperature=float(model.get("sampling", {}).get("temperature", 1.0)),
     )

@@ -3,7 +3,7 @@
 A batch holds the tasks of one step. With a staleness bound k, the batch of step s is requested when step s - 1 - k is
 committed. A step takes complete groups first. It waits for an incomplete group that would be older than k in the next
 step. With k = 0 training is synchronous, and a batch also waits until every engine has loaded the newest version.
-If dropped groups are replaced (``batch.refill``), a step requests further tasks itself. Tasks that a trainer requests
+If dropped groups are replaced (``refill``), a step requests further tasks itself. Tasks that a trainer requests
 (:meth:`StalenessControl.add`) make a step larger if other groups would be too old for the next step.
 """
 
@@ -58,7 +58,7 @@ class StalenessControl:
     @property
     def ahead(self) -> int:
         """Batches under way in addition to that of the next step."""
-        bound = self._config.mode.bound
+        bound = self._config.staleness
         return ASYNCHRONOUS_BATCHES if bound is None else bound
 
     def is_due(self, rounds: Collection[int], version: int) -> bool:
@@ -67,7 +67,7 @@ class StalenessControl:
         Args:
             version: ordinal of the newest weights.
         """
-        bound = self._config.mode.bound
+        bound = self._config.staleness
         records = {self._record_of(round) for round in rounds}
         return bound is not None and any(version - self._version_of(*one) >= bound for one in records)
 
@@ -79,7 +79,7 @@ class StalenessControl:
             open_groups: number of groups that are not settled, complete or not.
             version: ordinal of the newest weights.
         """
-        bound = self._config.mode.bound
+        bound = self._config.staleness
         if bound is None:
             return 0
         later_batches = [number for number in self._files.numbers(TaskBatch) if number >= step]
@@ -90,15 +90,15 @@ class StalenessControl:
     def want(self, step: int) -> int:
         """Returns the number of groups that a step waits for: those of its batch."""
         batch = self.batch(step - 1)
-        return len(batch.tasks) if batch else self._config.batch.tasks
+        return len(batch.tasks) if batch else self._config.batch
 
     def _record_of(self, round: int) -> tuple[type[TaskBatch], int]:
         """Returns kind and number of the request that a round belongs to."""
         if round < FIRST_ADDED_ROUND:
-            return TaskBatch, round // self._config.batch.tasks
+            return TaskBatch, round // self._config.batch
         if round < FIRST_REFILL_ROUND:
             return Added, round - FIRST_ADDED_ROUND
-        return Refill, (round - FIRST_REFILL_ROUND) // self._config.batch.tasks
+        return Refill, (round - FIRST_REFILL_ROUND) // self._config.batch
 
     def _version_of(self, kind: type[TaskBatch], number: int) -> int:
         if (kind, number) not in self._versions:
@@ -123,7 +123,7 @@ class StalenessControl:
                 self._add_blocks(refill, f"refill.{last:06d}")  # adds nothing if they exist
             self._refills_are_complete = True
         while self._added < min(committed + 1 + self.ahead, self._config.steps):
-            if self._config.mode.bound == 0 and (late := self._late_engines()):
+            if self._config.staleness == 0 and (late := self._late_engines()):
                 say(late)
                 return
             self._add(self._added, learned)
@@ -154,7 +154,7 @@ class StalenessControl:
             OSError: the run directory does not answer; the next :meth:`keep` continues.
         """
         number = step * MAX_REFILLS + self.refills(step)
-        first_round = FIRST_REFILL_ROUND + number * self._config.batch.tasks
+        first_round = FIRST_REFILL_ROUND + number * self._config.batch
         tasks, version, state = self._choose(self._added, count, first_round, learned, [3, number])
         if not tasks:
             return False
@@ -179,7 +179,7 @@ class StalenessControl:
     def _add(self, number: int, learned: dict[str, object]) -> None:
         batch = self.batch(number)
         if batch is None:
-            first, count = number * self._config.batch.tasks, self._config.batch.tasks
+            first, count = number * self._config.batch, self._config.batch
             tasks, version, state = self._choose(number, count, first, learned, [1, number])
             batch = TaskBatch(batch=number, tasks=tasks, samples=self._policy.samples, version=version, state=state)
             batch = self._files.claim(number, batch)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from launchers.solutions import script_from_patch
 from megaflow_hpc.agents import create
 from megaflow_hpc.errors import ModelServiceError, SandboxError
 from megaflow_hpc.host.wire import pack, unpack
-from megaflow_hpc.model.engines.scripted.script import script_from_patch
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import AgentResult, CallBudget, Task
 from tests.support.local_sandbox import LocalSandbox

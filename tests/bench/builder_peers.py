@@ -43,7 +43,7 @@ Build = Callable[[Path, Mapping[str, str]], Answer]
 
 
 class Peer:
-    """A builder of other people's, called as a program."""
+    """Another builder, called as a program."""
 
     def __init__(self, words: list[str], base: Path, place: Path) -> None:
         self.words, self.place = words, place
@@ -58,11 +58,11 @@ class Peer:
         return subprocess.run([*self.words, *words], capture_output=True, check=False, timeout=600)
 
     def load(self, archive: Path) -> None:
-        """Makes the image ``base`` of an archive."""
+        """Makes the image ``base`` from an archive."""
         raise NotImplementedError
 
     def build(self, context: Path, args: Mapping[str, str]) -> Answer:
-        """What it makes of a directory with a Dockerfile."""
+        """Builds a directory with a Dockerfile."""
         raise NotImplementedError
 
     def _failed(self, done: subprocess.CompletedProcess[bytes]) -> Answer:
@@ -77,7 +77,7 @@ class Peer:
 
 
 class Docker(Peer):
-    """BuildKit, within a Docker daemon."""
+    """BuildKit in a Docker daemon."""
 
     def load(self, archive: Path) -> None:
         done = self.run("import", str(archive), "base:latest")
@@ -147,9 +147,9 @@ class Ours:
         self.images.say = self.said.append
 
     def build(self, context: Path, args: Mapping[str, str]) -> Answer:
-        """What it makes of a directory with a Dockerfile."""
+        """Builds a directory with a Dockerfile."""
         try:
-            dockerfile = Dockerfile.read(context / "Dockerfile", build_args=args)
+            dockerfile = Dockerfile(context / "Dockerfile", build_args=args)
             image = self.images.resolve_dockerfile(dockerfile, self.mapping, timeout_s=120.0)
         except MegaflowError as error:
             return {"fails": str(error).replace(f"{context}/", "")}
@@ -161,7 +161,7 @@ class Ours:
 
 
 def build_cases(build: Build, place: Path, cases: Mapping[str, Case]) -> dict[str, Answer]:
-    """What a builder makes of each case."""
+    """Builds each case."""
 
     def one(name: str, context: Path) -> Answer:
         context.mkdir()

@@ -73,7 +73,7 @@ def write_campaign(
         "name": "chaos",
         "tasks": "tasks/*",
         "agent": {"name": "command", "args": {"command": f"python3 work.py {shlex.quote(mark)}"}},
-        "model": {"engine": "scripted", "script": "answers.yaml", "gpus": 1, "servers": {"min": 2, "max": 2}},
+        "model": {"engine": "scripted", "script": "answers.yaml", "gpus": 1, "servers": 2},
         "environment": {"network": "gateway", "images": {"base": str(image)}},
         "slurm": {
             "requeues": 20,

@@ -1,7 +1,7 @@
-"""The peers of a sandbox, each with its defaults, behind one small form: start, one command, stop.
+"""Other container tools, each with its defaults, behind one small interface: start, run a command, stop.
 
-``apptainer exec`` has no container that stays: its start is nothing and every command starts one. All take the same
-SIF; a peer that keeps unpacked copies makes its own.
+``apptainer exec`` keeps no container, so its start costs nothing and every command starts one. All tools get the same
+SIF. A tool that keeps unpacked copies makes its own.
 """
 
 from __future__ import annotations
@@ -14,170 +14,125 @@ import subprocess
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megaflow_hpc.environments import ApptainerProvider
 from tests.bench.figures import Figure, quantile
 
 COMMAND = "/bin/true"
 
-
-class Box(Protocol):
-    """One sandbox of a peer."""
-
-    async def command(self) -> None: ...
-
-    async def stop(self) -> None: ...
+Work = Callable[[], Awaitable[object]]
 
 
-class PeerKind(Protocol):
-    """A peer: ``close`` when all its boxes are stopped."""
+async def _nothing() -> None:
+    pass
+
+
+@dataclass
+class Box:
+    """One sandbox of a tool."""
+
+    command: Work
+    stop: Work = _nothing
+
+
+@dataclass
+class Peer:
+    """A tool. ``close`` it after all its boxes have stopped."""
 
     name: str
     version: str
-
-    async def start(self) -> Box: ...
-
-    async def close(self) -> None: ...
+    start: Callable[[], Awaitable[Box]]
+    close: Work = _nothing
 
 
 async def _run(*argv: str) -> None:
     process = await asyncio.create_subprocess_exec(
         *argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
-    _, said = await process.communicate()
+    _, errors = await process.communicate()
     if process.returncode:
-        raise RuntimeError(f"{' '.join(argv[:3])}: {said.decode(errors='replace').strip()[-300:]}")
+        raise RuntimeError(f"{' '.join(argv[:3])}: {errors.decode(errors='replace').strip()[-300:]}")
 
 
-class _ExecBox:
-    def __init__(self, *words: str) -> None:
-        self._words = words
+def apptainer_exec(apptainer: str, image: str, scratch: Path) -> Peer:
+    from megaflow_hpc.host.apptainer import version
 
-    async def command(self) -> None:
-        await _run(*self._words, COMMAND)
+    async def start() -> Box:
+        return Box(lambda: _run(apptainer, "-q", "exec", "--containall", image, COMMAND))
 
-    async def stop(self) -> None:
-        pass
+    return Peer("apptainer exec", version(apptainer), start)
 
 
-class _InstanceBox(_ExecBox):
-    def __init__(self, apptainer: str, name: str) -> None:
-        super().__init__(apptainer, "-q", "exec", f"instance://{name}")
-        self._stop = (apptainer, "-q", "instance", "stop", name)
+def apptainer_instance(apptainer: str, image: str, scratch: Path) -> Peer:
+    from megaflow_hpc.host.apptainer import version
 
-    async def stop(self) -> None:
-        await _run(*self._stop)
-
-
-class ApptainerExec:
-    name = "apptainer exec"
-
-    def __init__(self, apptainer: str, image: str, scratch: Path) -> None:
-        from megaflow_hpc.host.apptainer import version
-
-        self.version = version(apptainer)
-        self._words = (apptainer, "-q", "exec", "--containall", image)
-
-    async def start(self) -> Box:
-        return _ExecBox(*self._words)
-
-    async def close(self) -> None:
-        pass
-
-
-class ApptainerInstance(ApptainerExec):
-    name = "apptainer instance"
-
-    def __init__(self, apptainer: str, image: str, scratch: Path) -> None:
-        super().__init__(apptainer, image, scratch)
-        self._apptainer, self._image = apptainer, image
-
-    async def start(self) -> Box:
+    async def start() -> Box:
         name = f"bench-{uuid.uuid4().hex[:12]}"
-        await _run(self._apptainer, "-q", "instance", "start", "--containall", self._image, name)
-        return _InstanceBox(self._apptainer, name)
-
-
-class _HpcBox:
-    def __init__(self, sandbox: Any) -> None:
-        self._sandbox = sandbox
-
-    async def command(self) -> None:
-        result = await self._sandbox.exec([COMMAND])
-        assert result.exit_code == 0, result
-
-    async def stop(self) -> None:
-        await self._sandbox.stop()
-
-
-class HpcSandbox:
-    name = "hpc-sandbox"
-
-    def __init__(self, apptainer: str, image: str, scratch: Path) -> None:
-        self._module: Any = importlib.import_module("hpc_sandbox")
-        self.version = metadata.version("hpc-sandbox")
-        self._image = image
-        self._provider = self._module.SingularityProvider(
-            binary=apptainer, scratch_root=scratch / "hpc-sandbox", image_cache=scratch / "hpc-sandbox-images"
+        await _run(apptainer, "-q", "instance", "start", "--containall", image, name)
+        return Box(
+            lambda: _run(apptainer, "-q", "exec", f"instance://{name}", COMMAND),
+            lambda: _run(apptainer, "-q", "instance", "stop", name),
         )
 
-    async def start(self) -> Box:
-        return _HpcBox(await self._provider.start(self._module.SandboxSpec(image=self._image)))
-
-    async def close(self) -> None:
-        closing = getattr(self._provider, "close", None) or getattr(self._provider, "aclose", None)
-        if closing is not None:
-            await closing()
+    return Peer("apptainer instance", version(apptainer), start)
 
 
-class _MiniBox:
-    def __init__(self, environment: Any) -> None:
-        self._environment = environment
+def hpc_sandbox(apptainer: str, image: str, scratch: Path) -> Peer:
+    module: Any = importlib.import_module("hpc_sandbox")
+    provider = module.SingularityProvider(
+        binary=apptainer, scratch_root=scratch / "hpc-sandbox", image_cache=scratch / "hpc-sandbox-images"
+    )
 
-    async def command(self) -> None:
-        result = await asyncio.to_thread(self._environment.execute, {"command": COMMAND})
-        if result["returncode"]:
-            raise RuntimeError(f"mini-swe-agent: {result['output'][-300:]} {result['exception_info']}")
+    async def start() -> Box:
+        sandbox = await provider.start(module.SandboxSpec(image=image))
 
-    async def stop(self) -> None:
-        await asyncio.to_thread(shutil.rmtree, self._environment.sandbox_dir, True)
+        async def command() -> None:
+            result = await sandbox.exec([COMMAND])
+            assert result.exit_code == 0, result
 
+        return Box(command, sandbox.stop)
 
-class MiniSweAgent:
-    name = "mini-swe-agent Singularity environment"
-
-    def __init__(self, apptainer: str, image: str, scratch: Path) -> None:
-        os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
-        module: Any = importlib.import_module("minisweagent.environments.singularity")
-        self.version = metadata.version("mini-swe-agent")
-        self._make = lambda: module.SingularityEnvironment(image=image, executable=apptainer)
-
-    async def start(self) -> Box:
-        return _MiniBox(await asyncio.to_thread(self._make))
-
-    async def close(self) -> None:
-        pass
+    close = getattr(provider, "close", None) or getattr(provider, "aclose", None) or _nothing
+    return Peer("hpc-sandbox", metadata.version("hpc-sandbox"), start, close)
 
 
-KINDS: tuple[Callable[[str, str, Path], PeerKind], ...] = (ApptainerExec, ApptainerInstance, HpcSandbox, MiniSweAgent)
+def mini_swe_agent(apptainer: str, image: str, scratch: Path) -> Peer:
+    os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
+    module: Any = importlib.import_module("minisweagent.environments.singularity")
+
+    async def start() -> Box:
+        environment = await asyncio.to_thread(module.SingularityEnvironment, image=image, executable=apptainer)
+
+        async def command() -> None:
+            result = await asyncio.to_thread(environment.execute, {"command": COMMAND})
+            if result["returncode"]:
+                raise RuntimeError(f"mini-swe-agent: {result['output'][-300:]} {result['exception_info']}")
+
+        return Box(command, lambda: asyncio.to_thread(shutil.rmtree, environment.sandbox_dir, True))
+
+    return Peer("mini-swe-agent Singularity environment", metadata.version("mini-swe-agent"), start)
+
+
+KINDS = (apptainer_exec, apptainer_instance, hpc_sandbox, mini_swe_agent)
 
 
 async def _working(
     apptainer: str, image: str, scratch: Path, note: Callable[[str], None], unpacked: str | None = None
-) -> list[PeerKind]:
-    """Those that are installed and run one command here; ``note`` names the others and why not.
+) -> list[Peer]:
+    """Returns the installed peers that can run a command here. ``note`` reports why others are left out.
 
     Args:
-        unpacked: the same image as a directory, for Apptainer itself where users cannot mount a SIF.
+    unpacked: the same image as a directory, for Apptainer on nodes where users cannot mount a SIF.
     """
-    found = []
+    working = []
     for kind in KINDS:
-        name = getattr(kind, "name", str(kind))
-        own = kind in (ApptainerExec, ApptainerInstance)
-        for source in (image, unpacked) if own and unpacked else (image,):
+        name = kind.__name__.replace("_", " ")
+        is_apptainer = kind in (apptainer_exec, apptainer_instance)
+        for source in (image, unpacked) if is_apptainer and unpacked else (image,):
             try:
                 peer = kind(apptainer, source, scratch)
                 box = await peer.start()
@@ -187,18 +142,18 @@ async def _working(
                     await box.stop()
             except ImportError:
                 note(f"{name}: not installed, left out (pip install 'megaflow-hpc[bench]')")
-            except Exception as error:  # a peer may fail in any way; the others are measured all the same
+            except Exception as error:  # a peer may fail in any way; measure the others
                 note(f"{name}: {source} does not run here ({str(error).strip()[-300:]})")
             else:
                 if source != image:
-                    peer.name = f"{name} from an unpacked image"
-                found.append(peer)
+                    peer.name += " from an unpacked image"
+                working.append(peer)
                 break
-    return found
+    return working
 
 
-async def _peers(provider: ApptainerProvider, image: str, note: Callable[[str], None]) -> AsyncIterator[PeerKind]:
-    """Every peer that works here, on the benchmark's image; each is closed before the next."""
+async def _peers(provider: ApptainerProvider, image: str, note: Callable[[str], None]) -> AsyncIterator[Peer]:
+    """Yields every peer that works here on the benchmark's image. Closes each before the next."""
     unpacked = await provider.stage(image)
     for peer in await _working(provider.apptainer, image, Path(provider.scratch), note, unpacked):
         note(f"{peer.name} {peer.version}")
@@ -217,7 +172,7 @@ async def _milliseconds(work: Callable[[], Awaitable[object]]) -> float:
 async def beside_commands(
     figures: list[Figure], provider: ApptainerProvider, image: str, count: int, note: Callable[[str], None]
 ) -> list[Figure]:
-    """The figures of ``tests.bench.exec`` with peers: latency of ``count`` commands, and their rate at once."""
+    """Adds peers to the figures of ``tests.bench.exec``: latency of ``count`` commands, and their rate at once."""
     figures = list(figures)
     async for peer in _peers(provider, image, note):
         box = await peer.start()
@@ -236,9 +191,9 @@ async def beside_commands(
 async def beside_starts(
     figures: list[Figure], provider: ApptainerProvider, image: str, count: int, note: Callable[[str], None]
 ) -> list[Figure]:
-    """The figures of ``tests.bench.sandbox`` with peers: ``count`` starts, one after the other and at once."""
+    """Adds peers to the figures of ``tests.bench.sandbox``: ``count`` starts, one by one and at once."""
 
-    async def start(peer: PeerKind) -> Box:
+    async def start(peer: Peer) -> Box:
         box = await peer.start()
         await box.command()
         return box

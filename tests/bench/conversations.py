@@ -1,8 +1,8 @@
-"""Random conversations of agents in every dialect, streamed or not, whose record is compared with what was sampled.
+"""Random conversations of agents in every dialect, streamed or not. Compares their recordings with what was sampled.
 
-Real sockets throughout: an agent's client, the gateway, a scripted engine in three requests. A part of every answer is
-sampled as ids that its text does not encode to (``drift``), answers carry reasoning and tool calls whose arguments are
-written with any spacing and order, and each agent hands them back as its API's own client does.
+An agent's client, the gateway and a scripted engine in three requests use real sockets. A part of every answer is
+sampled as ids that its text does not encode to (``drift``). Answers have reasoning and tool calls whose arguments have
+any spacing and order. Each agent sends them back like its API's own client.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORDS = ("fix", "the", "naïve", "test", "größer", "λ", "0x1f", "return", "No
 
 
 class ChatAgent:
-    """Appends what it gets in the form of its API, as the real clients do; reasoning has no place in it."""
+    """Appends answers in the form of its API, as the real clients do. The API has no reasoning."""
 
     path = "/chat/completions"
 
@@ -124,7 +124,7 @@ AGENTS: tuple[type[ChatAgent], ...] = (ChatAgent, MessagesAgent, ResponsesAgent)
 
 
 class RandomScript:
-    """Stands in the place of a script: never the same answer twice."""
+    """Replaces a script: no two answers are equal."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -148,7 +148,7 @@ class RandomScript:
 
 @dataclass
 class Outcome:
-    """What was recorded of many rollouts, beside what the engine sampled."""
+    """What was recorded of many rollouts, compared with what the engine sampled."""
 
     rollouts: int = 0
     calls: int = 0
@@ -156,34 +156,23 @@ class Outcome:
     """Calls whose recorded prompt or sampled ids are not the engine's."""
     one_sequence: int = 0
     surplus: list[float] = field(default_factory=list)
-    """Training tokens of a rollout over those of its last prompt and answer."""
+    """Training tokens of a rollout divided by those of its last prompt and answer."""
 
 
 async def converse(count: int, *, seed: int = 0, drift: float = 0.2, protocol: str = "split") -> Outcome:
     """Holds ``count`` conversations at one gateway, eight at a time."""
-    from aiohttp import web
-
-    from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
-    from megaflow_hpc.model.gateway.server import ModelGateway
+    from megaflow_hpc.model.engines.scripted.engine import SplitEngine
+    from tests.support.serving import gateway_before
 
     engine = SplitEngine(RandomScript(seed), "m", drift=drift, seed=seed)
-    runner = web.AppRunner(engine.application(), access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    record = {"server": "default.0", "policy": "default", "url": url, "key": "k", "model_name": "m"}
     outcome, turns = Outcome(), asyncio.Semaphore(8)
-    try:
-        async with ModelGateway(wait_s=30) as gateway:
-            gateway.update_endpoints([{**record, "protocol": protocol}])
+    async with gateway_before(engine, protocol, wait_s=30) as gateway:
 
-            async def one(number: int) -> None:
-                async with turns:
-                    await _rollout(gateway, engine, number, random.Random(f"{seed}/{number}"), outcome)
+        async def one(number: int) -> None:
+            async with turns:
+                await _rollout(gateway, engine, number, random.Random(f"{seed}/{number}"), outcome)
 
-            await asyncio.gather(*(one(number) for number in range(count)))
-    finally:
-        await runner.cleanup()
+        await asyncio.gather(*(one(number) for number in range(count)))
     return outcome
 
 

@@ -1,11 +1,11 @@
-"""A day of 1,000 pods with 100,000 slots, as a file system's metadata server feels it: operations a second.
+"""Counts the metadata operations a second of a day of 1,000 pods with 100,000 slots.
 
 ``python -m tests.bench.day [--pods 1000] [--slots 100000] [--engines 200] [--seconds 60]`` takes pods through the
-phases of a run in simulated time: they start together, run full, somebody follows and watches them, a tenth of them is
-preempted together, nothing is left to claim, a tenth is killed together, and they end and are gathered. Ledgers,
-coordination, journals, events, summaries and engines' reports are the real ones, on a real directory, and their calls
-are counted: files opened, directories listed, links, renames, removals and looks at one file (stat). Rollouts take
-900 s. What is not there: engines' weights, training, and what an image's store or a scratch directory is asked.
+phases of a run in simulated time: they start together, use all slots, a user follows and watches them, a tenth is
+preempted together, nothing is left to claim, a tenth is killed together, and all end and are gathered. Ledgers,
+coordination, journals, events, summaries and engines' reports are real, on a real directory. Files opened, directories
+listed, links, renames, removals and looks at one file (stat) are counted. Rollouts take 900 s. Weights, training,
+images and scratch directories are not part of it.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from tests.support.operations import counted, so_far
 from tests.support.samples import trajectory
 
 LISTING_S = 10.0
-"""How often a pod looks at the engines and, without work, for a block."""
+"""Interval at which a pod lists the engines and, without work, looks for a block."""
 TURN_S = 1.0
-"""Between two turns of a pod's thread: what it does has periods of its own, of more."""
+"""Interval between two turns of a pod's thread. Everything it does has a longer interval of its own."""
 ROLLOUT_S = 900.0
 LIMITS = {"core_hours": 1e9, "gpu_hours": 1e9, "wall": 1e9}
 
 
 class Pod:
-    """What of one pod touches the run directory."""
+    """The part of a pod that uses the run directory."""
 
     def __init__(self, run: RunDir, number: int, pods: int, slots: int, clock: Clock) -> None:
         read_run(run)
@@ -67,7 +67,7 @@ class Pod:
         self.listed_at = self.looked_at = self.viewed_at = clock.now - LISTING_S * number / pods
         self.stored_at, self.every_s = clock.now + ROLLOUT_S * number / pods / slots, ROLLOUT_S / slots
         self.wanted = 2
-        """Blocks that it holds while there are some."""
+        """Number of blocks that it holds if it can."""
         self.held: list[tuple[Claim, list[str]]] = []
         self.journal.append(record(number, 0, trajectory(number)))
         self.journal.commit()
@@ -76,10 +76,10 @@ class Pod:
         self.events.flush()
 
     def turn(self) -> None:
-        """What its thread does in a turn."""
+        """Takes one turn of its thread."""
         now = self.clock.now
-        said = {"running": 96, "queued": 0, "stored": 0, "t": now, "began_at": self.began_at, "core_s": 1.0}
-        self.ledger.show(said, self.coordination.renew_s)
+        progress = {"running": 96, "queued": 0, "stored": 0, "t": now, "began_at": self.began_at, "core_s": 1.0}
+        self.ledger.show(progress, self.coordination.renew_s)
         self.ledger.renew()
         self._store(now)
         self.coordination.tick()
@@ -97,7 +97,7 @@ class Pod:
         self.summary.tick()
 
     def claim(self) -> None:
-        """Claims a block, if there is one."""
+        """Claims a block if one is available."""
         claim = self.ledger.claim(lambda owner: 0)
         if claim is not None:
             self.held.append((claim, [rollout.id for rollout in read_block(self.run, claim.block).rollouts]))
@@ -114,7 +114,7 @@ class Pod:
                 self.held.pop(0)
 
     def drain(self) -> None:
-        """Gives its blocks back and leaves, as at the end of an allocation."""
+        """Gives its blocks back and ends, as at the end of an allocation."""
         for claim, left in self.held:
             self.ledger.release(claim, 0, left)
         self.held = []
@@ -128,7 +128,7 @@ class Pod:
 
 
 class Day:
-    """The run, its pods and engines, and what was counted."""
+    """The run, its pods and its engines."""
 
     def __init__(self, run: RunDir, pods: int, slots: int, engines: int, block: int) -> None:
         self.run, self.clock, self.each = run, Clock(), slots // pods
@@ -144,25 +144,25 @@ class Day:
         ]
         self.pods: list[Pod] = []
         self.seconds: list[int] = []
-        """Operations up to each second of a phase."""
+        """Number of operations up to each second of a phase."""
         self._beats = 0
         for engine in self.engines:
             self._beat(engine)
 
     def _beat(self, engine: Endpoint) -> None:
-        """Renews what an engine says, as it does every half minute."""
+        """Renews an engine's report, as every half minute."""
         EndpointFiles(self.run).publish(engine)
         write_json(self.run.gpus / f"{engine.server}.json", {"gpus": 1, "gpu_s": 30.0})
 
     def start(self, pods: int) -> None:
-        """Has pods start within ten seconds."""
+        """Starts pods within ten seconds."""
         for number in range(pods):
             self.pods.append(Pod(self.run, number, pods, self.each, self.clock))
             self.pods[-1].claim()
             self.clock.now += 10 / pods
 
     def live(self, seconds: float, turn_s: float = TURN_S) -> None:
-        """Lets so much time pass for pods and engines."""
+        """Lets time pass for pods and engines."""
         end = self.clock.now + seconds
         while self.clock.now < end:
             for pod in self.pods:
@@ -178,7 +178,7 @@ class Day:
 
 @contextmanager
 def phase(name: str, day: Day, among: float = 1.0, per: str = "a second") -> Iterator[None]:
-    """Counts what happens meanwhile; prints it divided by ``among``, and the second in which most happened."""
+    """Counts operations meanwhile. Prints them divided by ``among``, and those of the busiest second."""
     day.seconds = [0]
     with counted(day.run.path, whole=True) as operations:
         yield
@@ -231,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def follow(day: Day) -> None:
-    """Somebody follows the run, and somebody watches it."""
+    """Follows and watches the run, as users do."""
     run = Run(day.run)
     with phase("a first look", day, per="in all"):
         run.status()

@@ -1,8 +1,8 @@
-"""Dispatch: how fast one pod hands out and journals rollouts, and what a campaign's order does to its makespan.
+"""Measures how fast one pod dispatches and journals rollouts, and how the order of a campaign affects its makespan.
 
 Without --simulate the pod is real (MPI ranks, ledger, journal with fsync) and its rollouts are empty: the ranks answer
 at once. With --simulate a campaign of the given shape runs in virtual time through the real scheduler, so that pods and
-slots can be sized before anything is queued; --durations takes a file with one duration in seconds per line.
+slots can be sized before anything is queued. --durations takes a file with one duration in seconds a line.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.mpi import mpiexec
-from tests.bench import dispatch_peers, metadata
+from tests.bench import dispatch_peers
 from tests.bench.arguments import above_zero, add_count
 from tests.bench.command import main
 from tests.bench.figures import Figure, median, multiple, quantile
 
 ROUNDS = 5
-"""Of a pod and its nearest peer, by turns."""
+"""Rounds of a pod and its nearest peer, alternating."""
 DECISION_S = 50e-6
-"""Of rank 0's time that one decision takes, journalling included, as measured without ``--simulate``."""
+"""Time of rank 0 for one decision, including journalling, as measured without ``--simulate``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this benchmark."""
     add_count(parser, "--rollouts", 100_000, "rollouts of the pod, or of each simulated campaign")
     add_count(parser, "--ranks", 2, "worker ranks of the real pod")
-    parser.add_argument("--metadata", action="store_true", help="count the pod's operations on metadata, by strace")
     parser.add_argument("--simulate", action="store_true", help="run campaigns in virtual time; nothing is started")
     add_count(parser, "--slots", 10_000, "simulated: slots of all pods")
     add_count(parser, "--pods", 64, "simulated: pods")
@@ -49,8 +48,6 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
     """Measures a real pod, or a campaign's shape in virtual time with ``--simulate``."""
     if arguments.simulate:
         return simulated(arguments, note)
-    if arguments.metadata:
-        return list(metadata.figures(arguments.ranks, note))
     nearest = dispatch_peers.futures if arguments.peers else None
     figures = real(arguments.rollouts, arguments.ranks, note, nearest)
     for name, version, per_s in dispatch_peers.measure(arguments.ranks, note) if arguments.peers else ():
@@ -62,7 +59,7 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
 
 
 def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
-    """Makespans, busy slots and memory of campaigns in virtual time."""
+    """Returns makespans, busy slots and memory of campaigns in virtual time."""
     from tests.bench.simulation import LEARNED, pareto
 
     count = arguments.rollouts
@@ -107,25 +104,24 @@ def _policies(arguments: argparse.Namespace, note: Callable[[str], None]) -> lis
 
 
 def _durations(path: Path) -> list[float]:
-    """Seconds, one number a line; blank lines are skipped."""
-    found = []
+    """Reads seconds, one number a line. Skips blank lines."""
+    durations = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            found.append(above_zero(line.strip()))
+            durations.append(above_zero(line.strip()))
         except argparse.ArgumentTypeError:
             raise ConfigError(
                 f"{path}:{number}: {line.strip()[:60]!r}: give seconds above 0, one number a line"
             ) from None
-    if not found:
+    if not durations:
         raise ConfigError(f"{path}: empty; give seconds above 0, one number a line")
-    return found
+    return durations
 
 
 def _flat() -> Figure:
-    """One task a slot, from one to ten thousand, in one pod whose rank 0 takes the time that a decision was measured to
-    take."""
+    """Compares one to ten thousand tasks on as many slots of one pod, with the measured time of a decision."""
     from tests.bench.simulation import Shape, simulate
 
     counts = (1, 10, 100, 1000, 10_000)
@@ -137,13 +133,13 @@ def _flat() -> Figure:
 def simulated_figure(
     name: str, unit: str, samples: Sequence[float], goal: float | None = None, better: str = "lower"
 ) -> Figure:
-    """The median of ``samples``, marked as simulated."""
+    """Returns the median of ``samples``, marked as simulated."""
     figure = median(f"simulated: {name}", unit, samples, goal, "higher" if better == "higher" else "lower")
     return Figure(**{**figure.__dict__, "simulated": True})
 
 
 def _one(job: tuple[list[float], str, float | None, int, int, int]) -> tuple[float, float, float]:
-    """(makespan over ideal, per cent busy, peak MB of this process)."""
+    """Returns makespan over ideal, per cent busy, and peak MB of this process."""
     from tests.bench.simulation import Shape, estimated, simulate
 
     durations, order, sigma, pods, slots, seed = job
@@ -156,31 +152,31 @@ def _one(job: tuple[list[float], str, float | None, int, int, int]) -> tuple[flo
 
 
 def real(
-    count: int, ranks: int, note: Callable[[str], None], beside: Callable[[int], tuple[str, float]] | None = None
+    count: int, ranks: int, note: Callable[[str], None], peer: Callable[[int], tuple[str, float]] | None = None
 ) -> list[Figure]:
-    """Rate, processor time, journal bytes and round trips of one pod under mpiexec whose workers answer at once.
+    """Returns rate, CPU time, journal bytes and round trips of one pod under mpiexec whose workers answer at once.
 
     Args:
         count: empty rollouts.
-        ranks: worker ranks, beside rank 0.
-        beside: runs a peer with so many workers, and returns its name and its tasks a second; by turns with the pod,
-            :data:`ROUNDS` times, so that what else the machine does falls on both.
+        ranks: worker ranks, without rank 0.
+        peer: runs a peer with this many workers, and returns its name and its tasks a second. It alternates with the
+            pod :data:`ROUNDS` times, so that other load on the machine affects both.
 
     Raises:
-        SiteError: there is no mpiexec, or the pod failed.
+        SiteError: mpiexec is missing, or the pod failed.
     """
-    rates, cpus_us, its = [], [], []
-    for number in range(ROUNDS if beside else 1):
+    rates, cpus_us, peer_rates = [], [], []
+    for number in range(ROUNDS if peer else 1):
         note(f"one pod, rank 0 and {ranks} workers of 256 slots, {count} empty rollouts")
         seconds, size, _, cpu = _pod(count, ranks, slots=256)
         rates.append(round(count / seconds, 1))
         cpus_us.append(round(1e6 * cpu / count, 1))
-        if beside:
-            peer, rate = beside(ranks)
-            its.append(rate)
-            note(f"round {number + 1}: {rates[-1]:.0f}/s, {cpus_us[-1]} µs of rank 0 each; {peer} {rate:.0f}/s")
+        if peer:
+            peer_name, rate = peer(ranks)
+            peer_rates.append(rate)
+            note(f"round {number + 1}: {rates[-1]:.0f}/s, {cpus_us[-1]} µs of rank 0 each; {peer_name} {rate:.0f}/s")
     name = f"empty rollouts dispatched and journalled, one pod of {ranks} workers"
-    ratios = [multiple(name, peer, rates, its, 1.3, "higher")] if its else []
+    ratios = [multiple(name, peer_name, rates, peer_rates, 1.3, "higher")] if peer_rates else []
     few = max(200, min(5000, count // 10))
     note(f"the same with one slot a worker, {few} empty rollouts")
     _, _, waits_ms, _ = _pod(few, ranks, slots=1)
@@ -196,7 +192,7 @@ def real(
 
 
 def _pod(count: int, ranks: int, slots: int) -> tuple[float, int, list[float], float]:
-    """(seconds, bytes of the journal, milliseconds between results and next starts, processor seconds of rank 0)."""
+    """Returns seconds, bytes of the journal, milliseconds from results to next starts, and CPU seconds of rank 0."""
     from tests.bench.dispatch_ranks import plan
 
     start = mpiexec(ranks + 1)
@@ -206,11 +202,11 @@ def _pod(count: int, ranks: int, slots: int) -> tuple[float, int, list[float], f
         command = [*start, sys.executable, "-m", "tests.bench.dispatch_ranks"]
         words = [*command, str(run_dir), str(slots)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
-        said = [json.loads(file.read_text()) for file in (run_dir / "report").glob("*.json")]
-        if len(said) <= ranks:
+        reports = [json.loads(file.read_text()) for file in (run_dir / "report").glob("*.json")]
+        if len(reports) <= ranks:
             raise SiteError(f"the pod of the benchmark ended with {done.returncode}: {done.stderr[-2000:]}")
-    waits = [wait for rank in said for wait in rank.get("waits_ms", ())]
-    (leader,) = (rank for rank in said if "seconds" in rank)
+    waits = [wait for rank in reports for wait in rank.get("waits_ms", ())]
+    (leader,) = (rank for rank in reports if "seconds" in rank)
     return leader["seconds"], leader["journal_bytes"], waits, leader["cpu_s"]
 
 

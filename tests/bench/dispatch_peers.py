@@ -1,9 +1,9 @@
 """The peers of dispatch: the same empty tasks through Parsl, mpi4py.futures, executorlib and submitit, with defaults.
 
-None of them journals a result before it counts. All but mpi4py.futures, which takes turns with the pod under the same
-MPI, live in a virtual environment of their own (:func:`environment`); each runs as a program that prints the seconds it
-took, its start and its first task left out. submitit is timed from the submission of an array to its last result, since
-that is what its users wait for, and needs a Slurm.
+None of them journals a result before it counts. mpi4py.futures alternates with the pod under the same MPI. The others
+have a virtual environment (:func:`environment`). Each runs as a program that prints its seconds, without its start and
+first task. submitit needs Slurm and is timed from the submission of an array to its last result, for which its users
+wait.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Kind:
-    """A peer, its program, and how many tasks tell its rate in some seconds."""
+    """A peer, its program, and its number of tasks, which take some seconds."""
 
     name: str
     program: str
     count: int
     needs: str = ""
-    """A command without which it cannot run here."""
+    """Command that it needs."""
 
 
 FUTURES = Kind("mpi4py.futures, no journal", _MPI4PY, 10_000, "mpiexec")
@@ -105,23 +105,23 @@ KINDS = (
 
 
 def measure(workers: int, note: Callable[[str], None]) -> list[tuple[str, str, float]]:
-    """(name, version, empty tasks per second) of every peer that runs here; ``note`` names the others and why not.
+    """Returns name, version and empty tasks per second of every peer that runs here. ``note`` reports the others.
 
     Args:
-        workers: processes that run tasks, beside the one that hands them out.
+        workers: processes that run tasks, without the one that dispatches them.
     """
     place = environment(note, NAME, PACKAGES)
     if place is None:
         return []
-    found = []
+    rates = []
     for kind in KINDS:
         try:
             version, seconds = _run(kind, place, workers)
         except (OSError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
             note(f"{kind.name}: left out: {str(error)[-300:]}")
         else:
-            found.append((kind.name, version, kind.count / seconds))
-    return found
+            rates.append((kind.name, version, kind.count / seconds))
+    return rates
 
 
 def futures(workers: int) -> tuple[str, float]:
@@ -149,5 +149,5 @@ def _run(kind: Kind, place: Path, workers: int) -> tuple[str, float]:
         lines = [line for line in done.stdout.splitlines() if line.startswith('{"version"')]
         if not lines:
             raise OSError(f"ended with {done.returncode}: {done.stderr.strip()[-250:]}")
-        said = json.loads(lines[-1])
-        return str(said["version"]), float(said["seconds"])
+        printed = json.loads(lines[-1])
+        return str(printed["version"]), float(printed["seconds"])

@@ -1,4 +1,4 @@
-"""The ranks of a pod whose rollouts are empty: rank 0 is the product's own, workers answer at once.
+"""The ranks of a pod with empty rollouts: rank 0 is real, and workers answer at once.
 
 ``mpiexec -n 3 python -m tests.bench.dispatch_ranks RUN SLOTS``: every rank leaves
 ``RUN/report/<rank>.json``.
@@ -33,7 +33,7 @@ def plan(path: Path, count: int) -> None:
 
 
 def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
-    """A pod over the real ledger and journal of a run directory that :func:`plan` made."""
+    """Returns a pod with the real ledger and journal of a run directory that :func:`plan` made."""
     from megaflow_hpc.host.process import Identity
     from megaflow_hpc.ledger import Ledger, PodIdentity, read_blocks
     from megaflow_hpc.ledger.tasks import PlannedTask
@@ -58,7 +58,7 @@ def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
 
 
 def lead(run: RunDir) -> dict[str, Any]:
-    """Runs rank 0, the real master over the real ledger and journal; returns its seconds and bytes."""
+    """Runs the real rank 0. Returns its seconds and the bytes of its journal."""
     from megaflow_hpc.pod.comm import MpiComm
     from megaflow_hpc.pod.master.assembly import tune
     from megaflow_hpc.pod.master.loop import Master
@@ -77,7 +77,7 @@ def lead(run: RunDir) -> dict[str, Any]:
 
 
 def follow(slots: int) -> dict[str, Any]:
-    """Runs a worker rank that answers every start at once; returns the milliseconds it waited for each next start."""
+    """Runs a worker rank that answers at once. Returns the milliseconds that it waited for each next start."""
     from megaflow_hpc.pod.comm import Backoff, MpiComm
     from megaflow_hpc.pod.outcome import Outcome
     from megaflow_hpc.trajectory import Trajectory
@@ -114,7 +114,7 @@ if __name__ == "__main__":
     rank, size = world_hint()
     run = RunDir(sys.argv[1])
     write_json(run.report / f"{rank}.json", lead(run) if rank == 0 else follow(int(sys.argv[2])))
-    # The first rank that leaves without MPI_Finalize takes the others with it, as mpiexec sees it.
+    # mpiexec ends all ranks when the first one leaves without MPI_Finalize.
     deadline = time.monotonic() + 10
     while len(list(run.report.glob("*.json"))) < size and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,9 +1,8 @@
-"""What a day's events take, and a first look at them: 1,000 pods, 100,000 slots, in simulated time.
+"""Measures a day's events, and a first look at them: 1,000 pods, 100,000 slots, in simulated time.
 
-``python -m tests.bench.events [--pods 1000] [--slots 100000] [--hours 24] [--seconds 900]`` writes what some pods
-write, line by line as their writer encodes it, and their summaries as often as they do, and copies them for the others
-under other ids; then it takes a first look at the run in a process of its own, with summaries and without them, and
-prints bytes and times.
+``python -m tests.bench.events [--pods 1000] [--slots 100000] [--hours 24] [--seconds 900]`` writes the events and
+summaries of some pods line by line, as pods do, and copies them for the other pods under other ids. Then another
+process takes a first look at the run, with and without summaries. Prints bytes and times.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ print(json.dumps({"s": took[0], "cpu_s": took[1], "again_s": time.monotonic() - 
 
 
 def write_pod(run: RunDir, number: int, slots: int, hours: float, seconds: float, ends_at: float) -> tuple[int, int]:
-    """Writes the events and summaries of one pod; returns its rollouts and how often its summary was replaced."""
+    """Writes the events and summaries of one pod. Returns its rollouts and how often its summary was replaced."""
     draw, clock = random.Random(number), Clock()
     path = run.event_file(f"900_{number}", "0")
     keeper, renames, inode = SummaryWriter(path, clock), 0, 0
@@ -88,7 +87,7 @@ def write_pod(run: RunDir, number: int, slots: int, hours: float, seconds: float
 
 
 def copy_pod(run: RunDir, number: int, other: int) -> None:
-    """Writes for one pod what another wrote, of rollouts of its own."""
+    """Copies the events of one pod for another, with other rollouts."""
     path, copy = (run.event_file(f"900_{n}", "0") for n in (number, other))
     ours, theirs = (f"django-{n:04d}".encode() for n in (number, other))
     copy.write_bytes(path.read_bytes().replace(ours, theirs))

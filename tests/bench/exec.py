@@ -1,8 +1,8 @@
-"""Commands in running sandboxes through the public API: ``await sandbox.exec``, with everything it promises.
+"""Measures commands in running sandboxes through the public API, ``await sandbox.exec``.
 
-Every command has its own process group, an exact exit code, separate standard output and error, a timeout and a bound
-on its output. The goals are multiples of what the machine takes to start the same program without a sandbox (bare.py),
-measured by turns; a line of shell costs the start of a shell more.
+Every command has its own process group, an exact exit code, separate standard output and error, a timeout and an output
+limit. The goals are multiples of the time that the machine takes to start the same program without a sandbox (bare.py),
+measured alternately. A shell line also costs the start of a shell.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ async def _latency(sandbox: ApptainerSandbox, command: str, count: int) -> list[
 async def _rates(
     provider: ApptainerProvider, spec: SandboxSpec, arguments: argparse.Namespace
 ) -> tuple[list[float], list[float]]:
-    """Commands per second over all sandboxes, and the limit of as many processes without one, round by round."""
+    """Returns commands per second over all sandboxes and of bare processes, round by round."""
     sandboxes = await asyncio.gather(*(provider.start(spec) for _ in range(arguments.sandboxes)))
 
     async def work(sandbox: ApptainerSandbox) -> None:

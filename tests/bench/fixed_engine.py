@@ -1,11 +1,11 @@
-"""An engine that takes a fixed time and next to no processor: what a gateway adds is then the gateway's.
+"""An engine with a fixed delay that uses almost no CPU, so that a gateway's overhead can be measured.
 
-Answers are encoded once, when it starts. A request that asks for ``return_token_ids`` gets ids and log-probabilities in
-vLLM's form, any other the same answer without them. ``--delay-s`` passes between a whole request and its answer. Other
-paths than those of completions are answered at once. Prints its port and serves until its standard input ends.
+Answers are encoded once, at its start. A request that asks for ``return_token_ids`` gets ids and log-probabilities in
+vLLM's form; other requests get the same answer without them. ``--delay-s`` passes between a complete request and its
+answer. Other paths are answered at once. It prints its port and serves until its standard input ends.
 
-Token ids of answer *v* (of ``ANSWERS`` that take turns) are ``(v * 7919 + n * 104729) % 151_000``: whoever recorded one
-can be checked without having seen it.
+Token ids of answer *v* (of ``ANSWERS``, used in turn) are ``(v * 7919 + n * 104729) % 151_000``, so a recording can be
+checked without the answer.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Connection(asyncio.Protocol):
 
 
 class Engine:
-    """Answers encoded in advance, which take turns; ``delay_s`` passes before each."""
+    """Answers encoded in advance and used in turn. ``delay_s`` passes before each."""
 
     def __init__(self, prompt: int, count: int, delay_s: float) -> None:
         self.delay_s, self._turn = delay_s, 0

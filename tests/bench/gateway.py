@@ -36,7 +36,7 @@ from tests.bench.load import Load, closed_loop, run_fast
 from tests.support.places import ROOT
 
 CALLS = 8
-"""Calls of a rollout, after which its client opens the next."""
+"""Calls of a rollout. Then its client opens the next."""
 Note = Callable[[str], None]
 
 
@@ -60,7 +60,7 @@ SHAPES = {
     "instant": Shape("prompts of 256 tokens, 200 sampled, instant engine", 256, 200, 0.0, (1_500.0,)),
 }
 LITELLM_TIMES = 15.0
-"""How many times LiteLLM's completions a second are the goal."""
+"""The goal for completions a second is this many times LiteLLM's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -205,7 +205,7 @@ def _words(**options: object) -> list[str]:
 
 
 class _Child:
-    """A program of the benchmark, spoken to by lines of JSON."""
+    """A program of the benchmark that communicates by lines of JSON."""
 
     def __init__(self, module: str, *words: str) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -243,7 +243,7 @@ class _Child:
         return self.answer()
 
     def stop(self) -> None:
-        """Closes its standard input, which ends the program; kills it where it has not ended after 20 s."""
+        """Closes its standard input, which ends the program. Kills it after 20 s."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -254,7 +254,7 @@ class _Child:
 
 
 class _Rank(_Child):
-    """The gateway's process, and the rollouts that its clients have open there."""
+    """The gateway's process, and the open rollouts of its clients."""
 
     def __init__(self, engine: str, clients: int) -> None:
         super().__init__("gateway_rank")
@@ -268,7 +268,7 @@ class _Rank(_Child):
         return found["url"], found["key"]
 
     def address(self, client: int) -> tuple[str, str]:
-        """Where this client calls next; after ``CALLS`` calls that is another rollout."""
+        """Returns the address of this client's next call. After ``CALLS`` calls it belongs to another rollout."""
         self._calls[client] += 1
         if self._calls[client] % CALLS == 0:
             self._places[client] = self._open(client)

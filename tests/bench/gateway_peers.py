@@ -1,7 +1,7 @@
-"""The peers of the gateway: LiteLLM's proxy and vllm-router, each as its own program with its defaults.
+"""The peers of the gateway: LiteLLM's proxy and vllm-router, each as a program with its defaults.
 
-They live in a virtual environment of their own, made once below the user's cache (800 MB): LiteLLM pins versions that
-others need newer. A peer that cannot be installed or does not answer is named and left out.
+They have a virtual environment of their own, created once in the user's cache (800 MB), because LiteLLM pins versions
+that other packages need newer. A peer that cannot be installed or does not answer is named and omitted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Note = Callable[[str], None]
 
 
 def environment(note: Note, name: str = "gateway-peers", packages: Sequence[str] = PACKAGES) -> Path | None:
-    """A virtual environment for peers, made now where it is missing; ``None`` where it cannot be."""
+    """Returns the peers' virtual environment. Creates it if it is missing; ``None`` if that fails."""
     home = Path(os.environ.get("MEGAFLOW_HOME") or "~/.megaflow-hpc").expanduser()
     place = home / "cache" / name
     mark = place / ".complete"
@@ -53,7 +53,7 @@ def environment(note: Note, name: str = "gateway-peers", packages: Sequence[str]
 
 
 class Peer:
-    """A running peer before the engine at ``engine`` (``http://127.0.0.1:PORT``)."""
+    """A running peer that forwards to the engine at ``engine`` (``http://127.0.0.1:PORT``)."""
 
     name = ""
     package = ""
@@ -75,7 +75,7 @@ class Peer:
         )
 
     def command(self, place: Path, engine: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-        """What starts the peer, and its environment beyond ours."""
+        """Returns the command that starts the peer, and additional variables."""
         raise NotImplementedError
 
     @property
@@ -83,7 +83,7 @@ class Peer:
         return f"http://127.0.0.1:{self.port}/v1", KEY
 
     def wait(self) -> str:
-        """Until it answers a completion; why it does not, where it does not."""
+        """Waits until the peer answers a completion. Returns why it does not, or an empty text."""
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Ready?"}]}).encode()
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
         request = urllib.request.Request(f"{self.address[0]}/chat/completions", body, headers)
@@ -154,7 +154,7 @@ KINDS: tuple[type[Peer], ...] = (VllmRouter, LiteLLM)
 
 
 def start(engine: str, folder: Path, note: Note) -> list[Peer]:
-    """The peers that answer before the engine; ``note`` names the others and why they do not."""
+    """Yields the peers that answer. ``note`` gets the names of the others and why they do not."""
     place = environment(note)
     found: list[Peer] = []
     for kind in KINDS if place else ():

@@ -1,7 +1,7 @@
-"""A gateway as a worker rank has one, for the benchmark beside it: rollouts open and close while calls come in.
+"""A gateway like that of a worker rank, for the benchmark: rollouts open and close while calls arrive.
 
 ``python -m tests.bench.gateway_rank``. Standard input has one JSON object a line: ``{servers: […]}``
-(endpoint records), ``{open: SLOT}`` (ends the slot's rollout, checks what was recorded of it, and opens the next),
+(endpoint records), ``{open: SLOT}`` (ends the slot's rollout, checks its recording, and opens the next),
 ``{cpu: true}``, ``{end: true}``. Standard output answers each.
 """
 

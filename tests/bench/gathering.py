@@ -1,8 +1,8 @@
 """Measures how long it takes to gather a whole campaign.
 
 ``python -m tests.bench.gathering [--rollouts 1000000] [--tokens 500] [--pods 20]`` writes the journals of several pods
-by turns, so that their rollouts are between one another in time. It then gathers them in a separate process, and prints
-wall and processor time and the peak memory. At the end it reads the file and counts its ids.
+in turn, so that their rollouts alternate in time. It then gathers them in a separate process, and prints wall and
+processor time and the peak memory. At the end it reads the file and counts its ids.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GROUP = 16
 
 
 def write_journals(run: RunDir, pods: int, rollouts: int, tokens: int) -> int:
-    """Writes the rollouts to the journals of ``pods`` pods by turns, and returns the bytes of the journals."""
+    """Writes the rollouts to the journals of ``pods`` pods in turn, and returns the size of the journals in bytes."""
     transcripts = Transcripts()
     drawn = [transcripts.draw(number, tokens, max(2, tokens // 750)) for number in range(12)]
     writers = [JournalWriter(run.journal_file(f"900_{pod}", "0")) for pod in range(pods)]

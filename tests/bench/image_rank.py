@@ -1,4 +1,4 @@
-"""One rank of the benchmark ``images``: takes leases on images, holds them as long as it is told, stages ahead.
+"""One rank of the benchmark ``images``: leases images, holds them for a given time, and prefetches.
 
 ``python -m tests.bench.image_rank CACHE BYTES SLOTS``; JSON lines on standard input and output.
 """
@@ -18,7 +18,7 @@ from megaflow_hpc.host.apptainer import find_apptainer
 
 
 def main(cache_dir: str, budget: str, slots: str) -> None:
-    """Carries out what standard input says, until it ends; the arguments are those of the command line."""
+    """Executes the requests on standard input until it ends."""
     cache = ImageCache(Path(cache_dir), find_apptainer(), budget_bytes=int(budget), budget_inodes=1 << 40)
     speaking = threading.Lock()
 

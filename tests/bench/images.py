@@ -37,7 +37,7 @@ from tests.support.small_images import SmallImages
 
 GOAL = 1.1
 AHEAD = 16
-"""Images that a rank is told of before their rollouts start."""
+"""Images that a rank knows before their rollouts start."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +114,7 @@ class Node:
         scheduler = Scheduler()
         for rank in range(arguments.ranks):
             scheduler.workers.join(rank, arguments.slots)
-        # As a plan has them: task by task, the samples of a task side by side.
+        # In the order of a plan: task by task, all samples of a task together.
         rollouts = [
             Rollout(f"t{i}", "p", sample, "nop") for i in range(len(self.images)) for sample in range(arguments.samples)
         ]
@@ -129,7 +129,7 @@ class Node:
                 image = int(work.rollout.task_id[1:])
                 hold = chance.expovariate(1 / arguments.hold)
                 self._tell(rank, {"id": work.rollout.id, "image": self.images[image], "hold_s": hold})
-            # What runs and what comes next, as a pod's first rank knows it.
+            # The running and the next images, as rank 0 knows them.
             oldest = next(i for i, left in enumerate(unfinished) if left)
             if oldest > first:
                 first = oldest
@@ -181,7 +181,7 @@ class Node:
 
 
 def _bytes_below(path: Path) -> int:
-    """Blocks that the copies of a cache take on disk, those being written included."""
+    """Disk space of the copies of a cache, unfinished ones included."""
     total = 0
     for room in ("images", "work"):
         for directory, _, files in os.walk(path / room):

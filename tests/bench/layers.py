@@ -28,12 +28,12 @@ _LOOKUP = "i=0; while [ $i -lt 500 ]; do [ -e /usr/lib/none$i ]; i=$((i+1)); don
 
 
 def entries(name: str) -> Entries:
-    """What one layer holds."""
+    """The entries of one layer."""
     return {"opt/": "", "opt/chain/": "", f"opt/chain/{name}": "x", "opt/last": name, f"opt/{name}/": ""}
 
 
 async def one(provider: ApptainerProvider, image: str) -> dict[str, float]:
-    """Seconds of one image: to stage it, to start two sandboxes, each to its first command, and to look names up."""
+    """Seconds of one image: to unpack it, to start two sandboxes to their first command, and to look names up."""
     began = time.perf_counter()
     await provider.stage(image)
     found = {"stage": time.perf_counter() - began}

@@ -1,7 +1,7 @@
-"""A closed loop of chat completions over raw sockets, cheap enough not to be what is measured.
+"""A closed loop of chat completions over raw sockets, cheap enough not to affect the measurement.
 
 Each of ``clients`` workers keeps one connection and one request in flight. The first requests are spread over
-``spread_s``, so that a fixed engine does not answer all of them in one instant.
+``spread_s``, so that a fixed engine does not answer all of them at once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Address = tuple[str, str]
 
 @dataclass
 class Load:
-    """What the workers of a load saw: seconds of each answered call, and why calls failed."""
+    """The results of a load: seconds of each answered call, and errors of failed calls."""
 
     latencies: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
     answered: int = 0
-    """Calls, those before counting began included."""
+    """Calls, including those before counting began."""
 
     @property
     def rate(self) -> float:
@@ -36,7 +36,7 @@ class Load:
 
 
 def run_fast(work: Coroutine[Any, Any, T]) -> T:
-    """Runs ``work`` in uvloop's event loop where that is installed, which takes less of the machine."""
+    """Runs ``work`` in uvloop's faster event loop if that is installed."""
     try:
         import uvloop
     except ImportError:
@@ -45,12 +45,12 @@ def run_fast(work: Coroutine[Any, Any, T]) -> T:
 
 
 def body_of(prompt: str) -> bytes:
-    """The JSON body of a completion request."""
+    """Returns the JSON body of a completion request."""
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": prompt}], "max_tokens": 4096}).encode()
 
 
 def request_to(address: Address, body: bytes) -> bytes:
-    """A whole HTTP request to ``address``."""
+    """Returns a whole HTTP request to ``address``."""
     url = urlsplit(address[0])
     head = (
         f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {address[1]}\r\n"
@@ -60,7 +60,7 @@ def request_to(address: Address, body: bytes) -> bytes:
 
 
 class _Client(asyncio.Protocol):
-    """One connection; :meth:`ask` sends a request and returns the whole answer."""
+    """One connection, with one request at a time."""
 
     def __init__(self) -> None:
         self._got = bytearray()
@@ -68,7 +68,7 @@ class _Client(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
+        self._transport = cast(asyncio.Transport, transport)  # not a base class of uvloop's transport
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._answer and not self._answer.done():
@@ -94,8 +94,8 @@ class _Client(asyncio.Protocol):
         """Sends a request and returns the whole answer, head and body.
 
         Raises:
-            ConnectionError: there is no connection, or it was closed before the answer.
-            TimeoutError: there is no answer after 120 s.
+            ConnectionError: the connection is missing, or was closed before the answer.
+            TimeoutError: no answer came within 120 s.
         """
         if self._transport is None:
             raise ConnectionError("not connected")
@@ -112,10 +112,10 @@ class _Client(asyncio.Protocol):
 async def closed_loop(
     address: Callable[[int], Address], prompt: str, *, clients: int, seconds: float, spread_s: float = 0.0
 ) -> Load:
-    """Calls until ``seconds`` are over; the first second's calls (or the first of each worker) are not counted.
+    """Calls until ``seconds`` are over. Does not count the calls of the first second, or the first of each worker.
 
     Args:
-        address: Where worker *n* sends its next call.
+        address: returns where worker *n* sends its next call.
     """
     load, body = Load(), body_of(prompt)
     warm_s = min(1.0, seconds / 4) + spread_s

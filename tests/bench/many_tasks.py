@@ -38,7 +38,8 @@ def peak_mb() -> float:
 
 def plan(path: Path, count: int) -> dict[str, float]:
     """Plans the campaign."""
-    from megaflow_hpc.campaign.plan import Plan, write
+    from megaflow_hpc.campaign.plan import write
+    from megaflow_hpc.campaign.planning.draft import Draft
     from megaflow_hpc.config import parse
     from megaflow_hpc.rundir.layout import RunDir
     from megaflow_hpc.types import Rollout, Task
@@ -55,7 +56,10 @@ def plan(path: Path, count: int) -> dict[str, float]:
     rollouts = [Rollout(task.id, "default", 0, "nop") for task in tasks]
     images = {task.image: f"/images/{n:06d}/image.sif" for n, task in enumerate(tasks)}
     before, began, cpu = peak_mb(), time.monotonic(), time.process_time()
-    write(Plan(config, config.policies(), tasks, rollouts, images, [], "name: many\n"), RunDir(path))
+    draft = Draft(
+        config, path.parent, config.policies(), tasks, rollouts=rollouts, image_files=images, source="name: x\n"
+    )
+    write(draft, RunDir(path))
     cpu = time.process_time() - cpu
     files = [file for file in path.iterdir() if file.is_file()]
     size = sum(file.stat().st_size for file in files) / 1e6

@@ -26,6 +26,7 @@ from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout import rollout as attempt
+from megaflow_hpc.pod.rollout.agent_run import AgentRun
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.harbor import verifier
@@ -41,13 +42,12 @@ TASK = {
 }
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("sandbox started", ApptainerProvider, "start"),
-    ("directories made, checkout looked for", attempt, "_prepare"),
-    ("agent", attempt, "_run_agent"),
+    ("directories made, checkout looked for", attempt, "prepare"),
+    ("agent", AgentRun, "_run_agent"),
     ("the agent's processes ended", ApptainerSandbox, "end_processes"),
     ("patch", checkout, "difference"),
     ("artifacts looked for", verifier, "collect"),
     ("verifier's container started", ApptainerSandbox, "restart"),
-    ("PATH looked at", verifier, "_clear_path"),
     ("tests laid out, run and read", verifier, "_judge"),
     ("stopped, layer removed", ApptainerSandbox, "stop"),
 )

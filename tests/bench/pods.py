@@ -1,4 +1,4 @@
-"""What a thousand pods ask of a file system's metadata server: real ledgers on a real directory, in simulated time.
+"""Measure what a thousand pods ask of a metadata server: real ledgers on a real directory, in simulated time.
 
 ``python -m tests.bench.pods [--pods 1000] [--seconds 120]`` lets so many pods start within ten seconds, then run with a
 free slot each and nothing to claim, beside 200 engines and with limits, and then without any work, while somebody may

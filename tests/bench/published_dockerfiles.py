@@ -38,14 +38,14 @@ _LARGEST = 20_000_000
 
 
 def fetch(place: Path) -> list[Path]:
-    """The distinct Dockerfiles of the packages' sources, unpacked below ``place``."""
+    """Downloads the packages' sources below ``place``. Returns their distinct Dockerfiles."""
     fetch_sources(PACKAGES, place)
     files = sorted(path for path in place.rglob("*ockerfile*") if path.is_file())
     return list({path.read_bytes(): path for path in reversed(files)}.values())
 
 
 def stood_in(text: str, images: list[str]) -> tuple[str, list[str]]:
-    """A Dockerfile's text that needs no network, and the commands that it lost."""
+    """Removes the need for a network from a Dockerfile. Returns its text and the commands that it lost."""
     for name in images:
         text = text.replace(name, "base")
     lost: list[str] = []
@@ -75,7 +75,7 @@ def main() -> None:
         text = file.read_text()
         lost: list[str] = []
         try:
-            text, lost = stood_in(text, Dockerfile.read(file).bases)
+            text, lost = stood_in(text, Dockerfile(file).bases)
         except ConfigError as error:
             print(f"{name}: refused: {str(error).removeprefix(f'{file}:')[:120]}")
         context = place / f"context{number}"

@@ -1,8 +1,8 @@
-"""The life of a sandbox: start, reset, stop, memory, and what a killed owner leaves behind.
+"""Measures a sandbox's start, reset, stop and memory, and counts what a killed owner leaves behind.
 
-Sandboxes come from the unpacked image with limits on and network ``none``, through the public API. A start ends with
-its first command, and its goals are multiples of bare ``apptainer exec`` (bare.py), measured by turns. Memory is the
-proportional set size of all processes of an idle sandbox, Apptainer's own included.
+Sandboxes start from the unpacked image with limits and network ``none``, through the public API. A start includes its
+first command. Its goals are multiples of bare ``apptainer exec`` (bare.py), measured alternately. Memory is the
+proportional set size of all processes of an idle sandbox, including Apptainer's.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
 async def _one_by_one(
     provider: ApptainerProvider, spec: SandboxSpec, rootfs: str, count: int
 ) -> tuple[list[float], list[float], list[float]]:
-    """Milliseconds of a start with its first command, of bare Apptainer with the same, and of a stop."""
+    """Returns milliseconds of starts with a first command, of the same by bare Apptainer, and of stops."""
     starts, limits, stops = [], [], []
     for _ in range(count + 1):
         began = time.perf_counter()
@@ -116,7 +116,7 @@ async def _one_by_one(
 async def _at_once(
     provider: ApptainerProvider, spec: SandboxSpec, rootfs: str, arguments: argparse.Namespace
 ) -> tuple[list[float], list[float], list[float]]:
-    """Starts per second, those of bare Apptainer, and MB of each sandbox of the last round."""
+    """Returns starts per second, those of bare Apptainer, and MB of each sandbox of the last round."""
     from megaflow_hpc.host.process import descendants
 
     async def start() -> ApptainerSandbox:
@@ -143,7 +143,7 @@ async def _at_once(
 
 
 def _proportional(pid: int) -> float:
-    """KB."""
+    """Returns the proportional set size of a process in KB."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
             return next(int(line.split()[1]) * 1.024 for line in file if line.startswith("Pss:"))
@@ -167,7 +167,7 @@ async def _resets(provider: ApptainerProvider, image: str, count: int) -> list[f
 
 
 def _leftovers(image: str, count: int, provider: ApptainerProvider) -> dict[str, int]:
-    """Processes, mounts and files of a killed owner's sandboxes after its death and one sweep."""
+    """Counts processes, mounts and files of a killed owner's sandboxes after one sweep."""
     from megaflow_hpc.environments.sandbox.janitor import sweep
     from megaflow_hpc.host.process import Identity, descendants
 

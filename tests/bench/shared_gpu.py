@@ -60,7 +60,7 @@ def main() -> int:
     campaign["slurm"]["trainer"] |= {"share": "sleep", "gpus": asked.gpus}
     campaign["slurm"]["pods"]["ranks_per_node"] = 1 if asked.gpus else 2
     campaign["samples"] = asked.samples or campaign["samples"]
-    model = campaign["model"] | {"gpus": asked.gpus, "servers": {"min": 1, "max": 1}}
+    model = campaign["model"] | {"gpus": asked.gpus, "servers": 1}
     model["args"]["dtype"] = campaign["training"]["policies"]["default"]["dtype"] = asked.dtype
     if asked.gpus:
         del model["args"]["distributed-executor-backend"]

@@ -103,7 +103,7 @@ class _Pod:
         for group, work in groupby(block, key=lambda work: work.rollout.group_id):
             samples = list(work)
             later = self.groups.admit(group, "p", [one.rollout.id for one in samples])
-            self.scheduler.add(replace(one, later=one.rollout.id in later) if later else one for one in samples)
+            self.scheduler.add(replace(one, deferred=one.rollout.id in later) if later else one for one in samples)
 
     def ended(self, work: Work) -> None:
         """Applies the rules of its group to a rollout that has ended."""
@@ -111,7 +111,7 @@ class _Pod:
             reward = self.shape.rewards[_number(work)] if self.shape.rewards else 0.0
             step = self.groups.ended(work.rollout.group_id, work.rollout.id, reward)
             promoted = [self.scheduler.drop(rollout) for rollout in step.promote]
-            self.scheduler.add(replace(one, later=False) for one in promoted if one is not None)
+            self.scheduler.add(replace(one, deferred=False) for one in promoted if one is not None)
             for rollout in step.cancel:
                 if self.scheduler.drop(rollout) is None:
                     self.stop(rollout)
@@ -163,7 +163,7 @@ class _Simulation:
         """Starts what a pod can start, claiming blocks as pods do."""
         pod = self._pods[which]
         scheduler = pod.scheduler
-        while not self._all_claimed and scheduler.queued - scheduler.later < scheduler.workers.free:
+        while not self._all_claimed and scheduler.queued - scheduler.deferred < scheduler.workers.free:
             block = next(self._blocks, None)
             if block is None:
                 self._all_claimed = True

@@ -1,8 +1,8 @@
-"""Many sandboxes with random commands while their owners are killed at random; then nothing may be left.
+"""Runs random commands in many sandboxes while their owners are killed at random, and checks that nothing is left.
 
-``python -m tests.bench.soak --sandboxes 10000 --slots 32 --seed 1 --log soak.log``. Worker processes own the sandboxes;
-now and then one gets SIGKILL and another takes its place, whose provider sweeps what the first left. Processes of this
-user, mounts, files on scratch and descriptors are counted before and after.
+``python -m tests.bench.soak --sandboxes 10000 --slots 32 --seed 1 --log soak.log``. Worker processes own the sandboxes.
+Now and then one gets SIGKILL and is replaced. The new worker's provider sweeps the directories of the killed one.
+Processes of this user, mounts, files on scratch and descriptors are counted before and after.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SLOW = ("trap '' TERM; sleep 3000", 124)
 
 
 async def _sandbox(provider: ApptainerProvider, image: str, luck: random.Random) -> None:
-    """One sandbox's life; raises AssertionError on a wrong result."""
+    """Runs one sandbox; raises AssertionError on a wrong result."""
     async with await provider.start(SandboxSpec(image)) as sandbox:
         for _ in range(luck.randrange(1, 8)):
             kind = luck.random()
@@ -66,7 +66,7 @@ async def _sandbox(provider: ApptainerProvider, image: str, luck: random.Random)
 
 
 async def _work(scratch: str, cache: str, image: str, slots: int, seed: int) -> None:
-    """A worker: a line on standard output per finished sandbox, until standard input ends."""
+    """Runs a worker, which prints a line for each finished sandbox until standard input ends."""
     luck = random.Random(seed)
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_reader(0, lambda: stopping.set() if not os.read(0, 100) else None)
@@ -86,7 +86,7 @@ async def _work(scratch: str, cache: str, image: str, slots: int, seed: int) -> 
 
 
 def count(scratch: Path) -> dict[str, int]:
-    """What must be the same before and after. Processes: those that see a mount of something on ``scratch``."""
+    """Counts what must be equal before and after. Processes are those that see a mount of ``scratch``."""
     mine = 0
     for entry in os.scandir("/proc"):
         try:
@@ -102,7 +102,7 @@ def count(scratch: Path) -> dict[str, int]:
 
 
 def soak(image: str, sandboxes: int, slots: int, seed: int, scratch: Path, log: TextIO) -> dict[str, Any]:
-    """Runs it; the verdict, as the last line of the log has it."""
+    """Runs the soak test. Returns its result, which is also the last line of the log."""
     luck = random.Random(seed)
     cache = scratch / "cache"
 
@@ -145,7 +145,7 @@ def soak(image: str, sandboxes: int, slots: int, seed: int, scratch: Path, log: 
 
     for _ in range(min(WORKERS, slots)):
         hire()
-    said, next_kill = 0, luck.randrange(10, 60)
+    reported, next_kill = 0, luck.randrange(10, 60)
     try:
         while done < sandboxes:
             time.sleep(0.05)
@@ -161,16 +161,13 @@ def soak(image: str, sandboxes: int, slots: int, seed: int, scratch: Path, log: 
                 next_kill = done + luck.randrange(10, 60)
                 hire()
             if any(worker.poll() is not None for worker in workers):
-                raise SystemExit("a worker ended by itself; its words are above")
-            if done - said >= max(10, sandboxes // 100):
-                said = done
+                raise SystemExit("a worker ended by itself; its output is above")
+            if done - reported >= max(10, sandboxes // 100):
+                reported = done
                 rate = done / (time.monotonic() - began)
-                print(
-                    f"{done} sandboxes, {kills} workers killed, {len(errors)} errors, {rate:.1f} per s",
-                    file=log,
-                    flush=True,
-                )
-    except BaseException:  # interrupted: what was started is ended here
+                figures = f"{done} sandboxes, {kills} workers killed, {len(errors)} errors, {rate:.1f} per s"
+                print(figures, file=log, flush=True)
+    except BaseException:  # interrupted: end the workers here
         for worker in workers:
             worker.kill()
             worker.wait()

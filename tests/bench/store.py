@@ -1,12 +1,12 @@
-"""The trajectory store: ingest, size, opening and random batches, on transcripts as coding agents leave them.
+"""Measures the trajectory store: ingest, size, opening and random batches, on transcripts of coding agents.
 
 Ingest is the whole way: records packed, appended and committed in groups of 16 with fsync, then gathered into one HDF5
 file, which is made durable. MB are 10^6 uncompressed bytes of the arrays in that file; strings of ids and names are not
-counted. Everything is streamed: memory does not grow with the number of rollouts. CPU time is that of all threads, for
-machines that are busy with other things.
+counted. Everything is streamed, so memory does not grow with the number of rollouts. CPU time is that of all threads,
+for machines that run other programs too.
 
 Sizes: a rollout of the default length is 0.52 MB raw, 0.5 MB of journal and 0.11 MB of file; a generated row of 4,096
-tokens takes about 12 kB of file. Data go to --directory, by default a temporary one, and are removed.
+tokens takes about 12 kB of file. Data are written to --directory, by default a temporary one, and are removed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.bench.figures import Figure, median
 _GROUP = 16
 """Records per commit."""
 _DRAWN = 150
-"""Different rollouts that are drawn; more are the same ones under other ids, too far apart for deflate to notice."""
+"""Number of different rollouts. Further ones repeat them under other ids, too far apart for deflate to notice."""
 _GZIPPED = 40
 """Rollouts that are written as JSONL.gz, which is slow."""
 
@@ -151,7 +151,7 @@ def _ingest(arguments: argparse.Namespace, drawn: list[Any], room: Path, note: N
 
 
 def sizes(file: Any) -> tuple[dict[str, int], int, int]:
-    """Stored bytes by column, raw bytes of all columns but strings, and tokens of a trajectories.h5."""
+    """Returns stored bytes by column, raw bytes of all columns except strings, and tokens of a trajectories.h5."""
     import h5py
 
     stored: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""The peers of the store: the same rollouts written, and batches of them read, by Parquet and JSONL.
+"""Measures the same rollouts written, and batches of them read, with Parquet and JSONL.
 
-Both hold the same rollouts, log-probabilities unrounded. Batches come from the first rows, at most 2,048: fewer rows
-are to the peers' advantage. Parquet is read by the row groups that hold what is asked for, JSONL by seeking to lines.
+Both hold the same rollouts, with unrounded log-probabilities. Batches come from the first rows, at most 2,048. Fewer
+rows favour the peers. Parquet reads the row groups of the requested rows, JSONL seeks to their lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading the store: a generated campaign file is opened, and random batches are drawn from it, in new processes.
+"""Opens a generated campaign file, and draws random batches from it, in new processes.
 
 The file is written as the store writes any: real token columns, stretches of drawn transcripts under ids of their own.
 """
@@ -100,7 +100,7 @@ def generate(path: Path, transcripts: Any, count: int, each: int) -> None:
 
 
 def _cut(messages: list[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
-    """Messages of about as much text as the tokens stand for."""
+    """Messages with about as much text as the tokens."""
     each = characters // len(messages)
     return [{**message, "content": message["content"][:each]} for message in messages]
 
@@ -131,9 +131,9 @@ with open_trajectories(sys.argv[1]) as store:
 
 
 def in_new_process(program: str, path: Path, what: str) -> list[list[float]]:
-    """Runs ``program`` in a new process; the (wall, CPU) seconds of each repetition, as it measured them itself.
+    """Runs ``program`` in a new process. Returns the (wall, CPU) seconds of each repetition, as it measured them.
 
-    Of batches the first one, which warms up, is left out.
+    Leaves out the first batch, which warms up.
     """
     command = [sys.executable, "-c", program, str(path), what, str(time.monotonic_ns() % 2**31)]
     found: list[list[float]] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -28,7 +28,7 @@ from tests.bench.transcripts import Transcripts
 from tests.support.ledgers import AnyTasks
 
 GROUP = 16
-"""Rollouts of a commit."""
+"""Rollouts in one commit."""
 GOAL_S = 30.0
 """Longest time between two renewals: a third of the fence."""
 

@@ -122,7 +122,7 @@ def dataset(base: str, place: Path) -> list[Figure]:
             "WORKDIR /testbed\nCOPY repo /testbed/\n"
             "RUN rm -f /opt/none && echo installed >> /testbed/state\n"
         )
-        files.append(str(images.resolve_dockerfile(Dockerfile.read(context / "Dockerfile"), mapping)))
+        files.append(str(images.resolve_dockerfile(Dockerfile(context / "Dockerfile"), mapping)))
     built = time.monotonic() - began
     found = [read_layered(file) for file in files]
     distinct = {layer.digest: layer for image in found for layer in image.layers}
@@ -138,7 +138,7 @@ def dataset(base: str, place: Path) -> list[Figure]:
     text = (place / "contexts" / "0" / "Dockerfile").read_text().rpartition("RUN rm")[0]
     (context / "Dockerfile").write_text(text)
     began = time.monotonic()
-    images.resolve_dockerfile(Dockerfile.read(context / "Dockerfile"), mapping)
+    images.resolve_dockerfile(Dockerfile(context / "Dockerfile"), mapping)
     figures.append(Figure("one more task with the same Dockerfile but one COPY", "s", time.monotonic() - began, 1, 0.3))
     for again in (False, True):
         cache = ImageCache(place / "cache", find_apptainer())
@@ -172,7 +172,7 @@ def _layers(place: Path) -> int:
 
 
 def main() -> None:
-    """Prints the figures of the parts that are named."""
+    """Prints the figures of the named parts."""
     base = os.environ["MEGAFLOW_TEST_BASE_SIF"]
     parts: dict[str, Callable[[str, Path], list[Figure]]] = {"campaign": campaign, "dataset": dataset}
     for name in sys.argv[1:] or parts:

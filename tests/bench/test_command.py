@@ -1,4 +1,4 @@
-"""The command line of the benchmarks, without measuring: errors and the table of figures."""
+"""What benchmarks share: their command line, figures with goals and peers, and the report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from tests.bench import dispatch
 from tests.bench.command import main, page
-from tests.bench.figures import Figure, median
+from tests.bench.figures import Figure, median, report
+from tests.bench.flat import busy
 
 Capture = pytest.CaptureFixture[str]
 
@@ -38,3 +39,22 @@ def test_a_table_has_a_line_for_each_figure_and_each_of_its_peers() -> None:
         ["commands", "100", "per s", "100 – 100", "1", "≥ 3000", "missed"],
         ["memory", "5.25", "MB", "1"],
     ]
+
+
+def test_a_peer_ratio_above_one_means_that_ours_is_better() -> None:
+    faster = median("start", "ms", [10.0, 20.0, 30.0], goal=25.0).beside("other", "1.0", 200.0)
+    assert (faster.value, faster.passed, faster.peers[0].ratio) == (20.0, True, 10.0)
+    rate = median("commands", "1/s", [100.0], goal=3000.0, better="higher").beside("other", "1.0", 50.0)
+    assert (rate.passed, rate.peers[0].ratio) == (False, 2.0)
+
+
+def test_the_report_names_machine_date_and_every_field_of_the_contract() -> None:
+    content = report([median("start", "ms", [1.0, 2.0])])
+    assert {"machine", "date", "figures"} == set(content)
+    assert {"name", "unit", "value", "spread", "n", "goal", "pass", "simulated", "peers"} <= set(content["figures"][0])
+    assert content["figures"][0]["pass"] is None
+
+
+def test_slots_are_busy_while_a_rollout_runs_and_count_until_the_last_one_starts() -> None:
+    assert busy([(0, 10), (0, 12), (10, 20), (12, 99)], slots=2) == pytest.approx((10 + 12 + 2) / 24)
+    assert busy([(5, 9), (5, 8)], slots=2) == 1.0

@@ -29,10 +29,12 @@ GOAL_S = 1.5
 def measure(folder: Path, model: Path, interpreter: str, poll_s: float, publishes: int) -> list[Figure]:
     """Publishes the same weights again and again; every version has a number of its own, whatever it holds."""
     section: dict[str, Any] = {"engine": "vllm", "path": str(model), "gpus": 0, "python": interpreter}
-    section |= {"args": {"max-model-len": 2048}, "weights": {"running": "continue", "poll_s": poll_s}}
+    section |= {"args": {"max-model-len": 2048}, "weights": {"running": "continue"}}
     with Servers(folder) as servers:
         # One thread computes: as many as cores leave none to what asks and answers, and the model is tiny.
-        servers.start(section, "default", OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+        servers.start(
+            section, "default", "--poll-s", str(poll_s), OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind"
+        )
         servers.record(0, timeout_s=600)
         published, first, calls = asyncio.run(_rounds(servers, model, poll_s, publishes))
     until = f"publish to first token of the new version, poll_s {poll_s:g}"
@@ -90,7 +92,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="model directory, as vLLM reads it")
     engines = Path(os.environ.get("MEGAFLOW_ENGINE_VENV", "engine"))
     parser.add_argument("--python", default=str(engines / "bin" / "python"), help="interpreter that has vLLM")
-    parser.add_argument("--poll-s", type=float, default=0.5, help="model.weights.poll_s of the campaign")
+    parser.add_argument("--poll-s", type=float, default=0.5, help="seconds between two polls for new weights")
     parser.add_argument("--publishes", type=int, default=20)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:

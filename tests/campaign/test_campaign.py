@@ -17,8 +17,10 @@ from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.campaign.local import living_pods
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Rollout
-from tests.support.campaigns import CALL, Make, cli, rows, run_local, running, small_rows, stored
+from tests.support.campaigns import CALL, Make, cli, planned, rows, run_local, running, small_rows, stored
 from tests.support.waiting import until
+
+MODEL = "model: {engine: scripted, script: answers.yaml}\n"
 
 
 @pytest.mark.parametrize("ranks", ["1", "3"])
@@ -82,17 +84,11 @@ def test_failed_rollouts_run_again_on_request_and_replace_the_failure(tmp_path: 
     lacks.touch()
     again = cli("resume", result["run"], "--launcher", "local", "--failed", "--json")
     assert again.returncode == 0, again.stderr
-    assert rows(result["run"]) == {"task0/oracle/0": ("completed", 1), cause["id"]: ("completed", 0)}
-
-
-@pytest.mark.slow
-def test_resume_of_a_finished_run_does_nothing(make_campaign: Make) -> None:
-    result, _ = run_local(make_campaign(1))
-    before = rows(result["run"])
-    again = cli("resume", result["run"], "--launcher", "local")
-    assert again.returncode == 0
-    assert "nothing to do" in again.stderr
-    assert rows(result["run"]) == before
+    whole = {"task0/oracle/0": ("completed", 1), cause["id"]: ("completed", 0)}
+    assert rows(result["run"]) == whole
+    done = cli("resume", result["run"], "--launcher", "local")
+    assert (done.returncode, rows(result["run"])) == (0, whole)
+    assert "nothing to do" in done.stderr
 
 
 @pytest.mark.slow
@@ -167,8 +163,7 @@ def test_a_model_that_cannot_start_fails_its_rollouts_soon_and_names_the_cause(
     tmp_path: Path, make_campaign: Make
 ) -> None:
     (tmp_path / "answers.yaml").write_text("nonsense: 1\n")
-    model = "model: {engine: scripted, script: answers.yaml}\n"
-    result, done = run_local(make_campaign(1, model, agent="mini-swe-agent"))
+    result, done = run_local(make_campaign(1, MODEL, agent="mini-swe-agent"))
     assert done.returncode == 1
     assert result["failures"] == {"model": 1}
     assert "answers.yaml" in result["servers"][0]["cause"]
@@ -177,15 +172,13 @@ def test_a_model_that_cannot_start_fails_its_rollouts_soon_and_names_the_cause(
 
 
 @pytest.mark.slow
-def test_a_program_in_the_sandbox_reaches_its_model_and_nothing_else(tmp_path: Path, make_campaign: Make) -> None:
-    (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
-    model = "model: {engine: scripted, script: answers.yaml}\n"
+def test_a_program_in_the_sandbox_reaches_its_model_and_nothing_else(make_campaign: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as outside:  # the gateway's host, out of reach from inside
         other = f"socket.create_connection(('127.0.0.1', {outside.getsockname()[1]}))"
         leak = f"try:\n    {other}\n    open('answer', 'w').write('leak')\nexcept OSError:\n    pass\n"
         command = json.dumps("python3 -c '" + (CALL + leak).replace("'", "'\\''") + "'")
         agent = f"{{name: command, args: {{command: {command}}}}}"
-        campaign = make_campaign(2, model, agent=agent)
+        campaign = make_campaign(2, MODEL, agent=agent, answers=["42"])
         campaign.write_text(campaign.read_text().replace("network: none", "network: gateway") + "seed: 7\n")
         result, done = run_local(campaign)
     assert done.returncode == 0, done.stderr
@@ -198,14 +191,10 @@ def test_a_program_in_the_sandbox_reaches_its_model_and_nothing_else(tmp_path: P
         assert [t.seed for t in store] == [rollout.seed(7, 0) for rollout in named]
 
 
-def test_an_agent_in_a_sandbox_without_any_network_is_refused_with_the_remedy(
-    tmp_path: Path, make_campaign: Make
-) -> None:
-    (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
-    model = "model: {engine: scripted, script: answers.yaml}\n"
-    campaign = make_campaign(1, model, agent="{name: command, args: {command: 'true'}}")
+def test_an_agent_in_a_sandbox_without_any_network_is_refused_with_the_remedy(make_campaign: Make) -> None:
+    campaign = make_campaign(1, MODEL, agent="{name: command, args: {command: 'true'}}", answers=["42"])
     with pytest.raises(ConfigError, match=r"campaign\.yaml:3: .*use gateway"):
-        Campaign.from_yaml(campaign).plan(launcher="local")
+        planned(campaign)
 
 
 @pytest.mark.parametrize(
@@ -235,15 +224,15 @@ def test_duplicate_task_ids_and_missing_tests_are_refused(tmp_path: Path, make_c
     text = campaign.read_text()
     campaign.write_text(text.replace("tasks/*", "[tasks/*, more/*]"))
     with pytest.raises(ConfigError, match="task0"):
-        Campaign.from_yaml(campaign).plan(launcher="local")
+        planned(campaign)
     campaign.write_text(text)
     (tmp_path / "tasks" / "task0" / "tests" / "test.sh").unlink()
     with pytest.raises(ConfigError, match=r"test\.sh"):
-        Campaign.from_yaml(campaign).plan(launcher="local")
+        planned(campaign)
 
 
 def test_a_run_directory_of_another_minor_version_is_refused(make_campaign: Make) -> None:
-    run = Campaign.from_yaml(make_campaign(1)).plan(launcher="local")
+    run = planned(make_campaign(1))
     text = run.dir.run_json.read_text()
     run.dir.run_json.write_text(text.replace('"version": "0.', '"version": "9.'))
     command = [sys.executable, "-m", "megaflow_hpc.pod", str(run.path)]

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.ledger import OpenLease, add_blocks
-from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.types import Rollout
-from tests.support.campaigns import Make, cli, rows, stored
+from tests.support.campaigns import Make, cli, planned, rows, stored
 from tests.support.waiting import until
 
 
@@ -31,9 +29,7 @@ def waits(run: Run, results: int) -> None:
 
 @pytest.mark.slow
 def test_batches_are_added_as_results_come_though_pods_are_killed_and_drained(make_campaign: Make) -> None:
-    run = Campaign.from_yaml(make_campaign(2, agent="oracle", solution="sleep 1; echo 42 > answer")).plan(
-        launcher="local"
-    )
+    run = planned(make_campaign(2, agent="oracle", solution="sleep 1; echo 42 > answer"))
     lease = OpenLease(run.dir, "learner")
     lease.keep()
     run.start("local")
@@ -74,24 +70,3 @@ def test_batches_are_added_as_results_come_though_pods_are_killed_and_drained(ma
     assert (summary["state"], summary["rollouts"]["total"]) == ("finished", 8)
     names = {f"task{n}{again}/oracle/0" for n in range(2) for again in ("", "@1", "@2", "@3")}
     assert rows(run.path) == dict.fromkeys(names, ("completed", 1))
-
-
-def trained(make_campaign: Make, tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir(exist_ok=True)
-    model = """
-    samples: 8
-    model: {engine: vllm, path: ./model}
-    training: {policies: {default: {}}}
-    """
-    return make_campaign(2, model, agent="mini-swe-agent")
-
-
-def test_a_campaign_that_trains_is_planned_without_rollouts_and_waits_for_its_trainer(
-    make_campaign: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEGAFLOW_SITE_CHECK", "0")  # its model is an empty directory
-    run = Campaign.from_yaml(trained(make_campaign, tmp_path)).plan(launcher="local")
-    assert sorted(planned_tasks(run.dir, run.record)) == ["task0", "task1"]
-    assert run.record.policies["default"].samples == 8
-    status = run.status()
-    assert (status["state"], status["waits_for"], status["rollouts"]["total"]) == ("planned", ["default"], 0)

@@ -13,7 +13,7 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.monitor.status import STALE_S, Monitor
 from megaflow_hpc.monitor.usage import JobUse, totals
-from tests.support.campaigns import Make, cli, running
+from tests.support.campaigns import Make, cli, planned, running
 from tests.support.processes import processes
 from tests.support.waiting import until
 
@@ -24,7 +24,7 @@ def event(run: Run, name: str, age_s: float, **fields: object) -> None:
 
 
 def test_a_pod_without_signs_of_life_is_silent_and_a_clock_that_is_off_does_not_matter(make_campaign: Make) -> None:
-    run = Campaign.from_yaml(make_campaign(1)).plan(launcher="local")
+    run = planned(make_campaign(1))
     event(run, "pod", 2 * STALE_S, state="started", node="n1")
     event(run, "attempt", 2 * STALE_S, id="task0/oracle/0", attempt=0, kind="sandbox", error="x")
     done = cli("status", run.path)

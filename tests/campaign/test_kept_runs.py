@@ -7,37 +7,36 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import ConfigError
-from tests.support.campaigns import Make, cli, rows
+from tests.support.campaigns import Make, cli, planned, rows
 
 
 @pytest.fixture
-def planned(make_campaign: Make) -> Run:
-    return Campaign.from_yaml(make_campaign(3, agent="oracle")).plan(launcher="local")
+def run(make_campaign: Make) -> Run:
+    return planned(make_campaign(3, agent="oracle"))
 
 
-def test_a_run_of_which_blocks_or_the_ledger_are_gone_is_refused(planned: Run) -> None:
-    (planned.dir.tasks / "000001.json").unlink()
+def test_a_run_of_which_blocks_or_the_ledger_are_gone_is_refused(run: Run) -> None:
+    (run.dir.tasks / "000001.json").unlink()
     with pytest.raises(ConfigError, match=r"1 of 3 rollouts are in no block of tasks/ any more; restore it, or gather"):
-        planned.resume(launcher="local")
-    shutil.rmtree(planned.dir.ledger)
+        run.resume(launcher="local")
+    shutil.rmtree(run.dir.ledger)
     with pytest.raises(ConfigError, match="ledger/, which tells what is done, is gone"):
-        Run(planned.path).resume(launcher="local")
-    assert not planned.dir.ledger.exists()
+        Run(run.path).resume(launcher="local")
+    assert not run.dir.ledger.exists()
 
 
-def test_another_minor_version_is_refused_before_anything_is_queued(planned: Run) -> None:
-    text = planned.dir.run_json.read_text()
-    planned.dir.run_json.write_text(text.replace('"version": "0.', '"version": "9.'))
+def test_another_minor_version_is_refused_before_anything_is_queued(run: Run) -> None:
+    text = run.dir.run_json.read_text()
+    run.dir.run_json.write_text(text.replace('"version": "0.', '"version": "9.'))
     with pytest.raises(ConfigError, match=r"made by megaflow-hpc 9\..*install 9\..* to continue it, or plan again"):
-        Run(planned.path).resume(launcher="local")
+        Run(run.path).resume(launcher="local")
 
 
 @pytest.mark.slow  # a whole campaign
-def test_a_run_that_was_moved_and_purged_of_what_was_empty_goes_on(planned: Run, tmp_path: Path) -> None:
-    moved = planned.path.rename(tmp_path / "elsewhere")
+def test_a_run_that_was_moved_and_purged_of_what_was_empty_goes_on(run: Run, tmp_path: Path) -> None:
+    moved = run.path.rename(tmp_path / "elsewhere")
     for room in ("journal", "events", "logs", "weights"):
         (moved / room).rmdir()
     assert cli("resume", moved, "--launcher", "local").returncode == 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.campaign.local import LocalTrainer
@@ -89,19 +89,29 @@ def test_it_is_told_that_no_pod_is_queued(run: RunDir, monkeypatch: pytest.Monke
 LEARNING = """\
 samples: 2
 model: {engine: scripted, script: answers.yaml}
-training: {policies: {default: {}}, batch: {tasks: 2}, mode: synchronous, steps: 2}
+training: {policies: {default: {}}, batch: 2, staleness: 0, steps: 2}
 """
+
+
+@pytest.fixture
+def dying_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that is killed once, in its second step."""
+    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(interpreter(tmp_path / "python", dies=2)))
+
+
+def learned(make_campaign: Make, text: str, completed: int) -> dict[str, Any]:
+    """Trains a campaign of two tasks to its end, and returns its summary."""
+    result, done = run_local(make_campaign(2, text, agent="mini-swe-agent", answers=SOLVE))
+    assert done.returncode == 0, done.stderr
+    assert (result["state"], result["rollouts"]["completed"]) == ("finished", completed)
+    return result
 
 
 @pytest.mark.slow
 def test_a_campaign_without_slurm_trains_and_its_trainer_may_be_killed(
-    tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch
+    make_campaign: Make, dying_trainer: None
 ) -> None:
-    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
-    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(interpreter(tmp_path / "python", dies=2)))
-    result, done = run_local(make_campaign(2, LEARNING, agent="mini-swe-agent"))
-    assert done.returncode == 0, done.stderr
-    assert (result["state"], result["rollouts"]["completed"]) == ("finished", 8)
+    result = learned(make_campaign, LEARNING, 8)
     told = trained(RunDir(result["run"]))
     assert [line[:2] for line in told] == [["1", "1"], ["1", "2"], ["2", "2"]]
     assert told[1][2:] == told[2][2:]
@@ -112,15 +122,11 @@ def test_a_campaign_without_slurm_trains_and_its_trainer_may_be_killed(
 
 @pytest.mark.slow
 def test_an_engine_sleeps_in_each_step_and_wakes_when_the_trainer_is_killed_in_one(
-    tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch
+    make_campaign: Make, dying_trainer: None
 ) -> None:
-    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
-    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(interpreter(tmp_path / "python", dies=2)))
     shared = LEARNING.replace("answers.yaml}", "answers.yaml, gpus: 0}").replace("steps: 2", "steps: 3")
     shared += "slurm: {trainer: {share: sleep, gpus: 0}}\n"
-    result, done = run_local(make_campaign(2, shared, agent="mini-swe-agent"))
-    assert done.returncode == 0, done.stderr
-    assert (result["state"], result["rollouts"]["completed"]) == ("finished", 12)
+    result = learned(make_campaign, shared, 12)
     run = RunDir(result["run"])
     assert [line[:2] for line in trained(run)] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]]
     assert [version.ordinal for version in versions(run, "default")] == [1, 2, 3]
@@ -138,19 +144,15 @@ def test_an_engine_sleeps_in_each_step_and_wakes_when_the_trainer_is_killed_in_o
 TWO = """\
 samples: 2
 models: {writer: {engine: scripted, script: answers.yaml}, critic: {engine: scripted, script: answers.yaml}}
-training: {policies: {writer: {}, critic: {}}, batch: {tasks: 2}, mode: {kind: bounded, staleness: 1}, steps: 3}
+training: {policies: {writer: {}, critic: {}}, batch: 2, staleness: 1, steps: 3}
 """
 
 
 @pytest.mark.slow
 def test_two_policies_learn_in_one_campaign_each_with_engine_and_trainer_of_its_own(
-    tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch
+    make_campaign: Make, dying_trainer: None
 ) -> None:
-    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
-    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(interpreter(tmp_path / "python", dies=2)))
-    result, done = run_local(make_campaign(2, TWO, agent="mini-swe-agent"))
-    assert done.returncode == 0, done.stderr
-    assert (result["state"], result["rollouts"]["completed"]) == ("finished", 2 * 3 * 4)
+    result = learned(make_campaign, TWO, 2 * 3 * 4)
     run = RunDir(result["run"])
     for policy in ("writer", "critic"):
         told = trained(run, policy)

@@ -15,7 +15,7 @@ from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.open_lease import OpenLease
-from megaflow_hpc.monitor.state import Facts
+from megaflow_hpc.monitor.state import run_state
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles
 from megaflow_hpc.rundir.events import EventWriter, PodEvent, RolloutEvent
@@ -112,7 +112,7 @@ def test_a_list_and_a_status_say_the_same(tmp_path: Path, case: str) -> None:
 
 def test_every_state_is_among_the_cases() -> None:
     possible = {
-        Facts(finished=f, cancelled=c, serves=s, alive=a, waits=w, submitted=j, queued=q, started=b).state
+        run_state(finished=f, cancelled=c, serves=s, alive=a, waits=w, submitted=j, queued=q, started=b)
         for f in (False, True)
         for c in (False, True)
         for s in (False, True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import yaml
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.trajectory import Trajectory
+from tests.support.campaigns import run_local
 
 ANSWERS = [
     "I look.\n\n```mswea_bash_command\ncat README; date +%Y > year\n```",
@@ -34,10 +32,9 @@ def campaign(folder: Path, base_sif: Path, model: dict[str, Any], **more: Any) -
     }
     file = folder / f"{model['engine']}.yaml"
     file.write_text(yaml.safe_dump(content))
-    command = [sys.executable, "-m", "megaflow_hpc", "run", str(file), "--launcher", "local", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    result, done = run_local(file)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return result
 
 
 def said(trajectory: Trajectory) -> list[Any]:
@@ -56,7 +53,7 @@ def test_a_campaign_is_replayed_byte_for_byte_without_an_engine(
     make_task(tmp_path / "tasks", "write")
     script = {"tasks": [{"pattern": "(?s).*", "answers": ANSWERS}]}
     (tmp_path / "script.yaml").write_text(yaml.safe_dump(script))
-    quotas = {"quotas": {"requests_per_s": 50, "in_flight": 4, "slots": 2}}
+    quotas = {"quotas": {"requests_per_s": 50, "in_flight": 4}}
     first = campaign(tmp_path, base_sif, {"engine": "scripted", "script": "script.yaml"}, **quotas)
     again = campaign(tmp_path, base_sif, {"engine": "replay", "path": first["run"]})
     with open_trajectories(first["run"]) as one, open_trajectories(again["run"]) as other:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc import Campaign
-from tests.support.campaigns import Make, cli
+from tests.support.campaigns import Make, cli, planned
 
 ASK_S = 60.0
 
@@ -23,7 +22,7 @@ def run(make_campaign: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """A run that was planned; its sandboxes will lie in a scratch of the test's own."""
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path / "scratch"))
-    return Campaign.from_yaml(make_campaign(1)).plan(launcher="local").path
+    return planned(make_campaign(1)).path
 
 
 def left(run: Path) -> list[str]:

@@ -36,8 +36,8 @@ class Asks:
 @pytest.mark.slow
 def test_a_sites_proxy_takes_no_call_to_gateway_or_engine(tmp_path: Path, make_campaign: Make) -> None:
     (tmp_path / "asks.py").write_text(AGENT)
-    (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
-    campaign = make_campaign(1, "model: {engine: scripted, script: answers.yaml}\n", agent="asks:Asks")
+    model = "model: {engine: scripted, script: answers.yaml}\n"
+    campaign = make_campaign(1, model, agent="asks:Asks", answers=["42"])
     with socket.socket() as taken:  # a proxy that is down: nobody listens at its port
         taken.bind(("127.0.0.1", 0))
         proxy = f"http://127.0.0.1:{taken.getsockname()[1]}"

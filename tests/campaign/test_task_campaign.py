@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import open_trajectories
-from tests.support.campaigns import Make
+from tests.support.campaigns import Make, run_local
 from tests.support.harbor_tasks import SEPARATE, write_files, write_steps
 
 
@@ -28,10 +25,9 @@ def test_steps_users_artifacts_and_verifiers_apart_reach_the_store(make_campaign
     }
     write_files(tmp_path / "tasks" / "apart", files)
     campaign.write_text(campaign.read_text().replace("network: none,", "network: none, verification: fresh,"))
-    command = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--launcher", "local", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    result, done = run_local(campaign)
     assert done.returncode == 0, done.stderr
-    with open_trajectories(json.loads(done.stdout)["run"]) as store:
+    with open_trajectories(result["run"]) as store:
         found = {row.id: (row.reward, row.rewards, {a.name: a.data for a in row.artifacts}) for row in store}
     assert {name: reward for name, (reward, _, _) in found.items()} == {
         "task0/oracle/0": 1.0,

@@ -1,7 +1,8 @@
-"""What planning makes of a campaign that trains: nothing is asked for yet, it is open, and a trainer finds its way."""
+"""Planning of campaigns that train: rollouts, models, leases and the trainer's environment."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -9,14 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.planning.gpu_sharing import sleeping
 from megaflow_hpc.config import parse
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.ledger.tasks import planned_tasks
-from tests.support.campaigns import Make
+from tests.support.campaigns import Make, planned
 from tests.support.scripted import SOLVE
+from tests.support.tensors import safetensors
 
 MODELS = """\
 samples: 2
@@ -25,73 +26,111 @@ models:
   judge: {engine: scripted, script: answers.yaml}
 training: {policies: {learner: {}}}
 """
-
-
-def test_trained_policies_are_asked_for_by_their_trainers_alone(
-    tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
-    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(tmp_path))
-    run = Campaign.from_yaml(make_campaign(2, MODELS, agent="mini-swe-agent")).plan(launcher="local")
-    planned = {rollout.policy for block in read_blocks(run.dir) for rollout in block.rollouts}
-    assert planned == {"judge"}
-    assert run.status()["rollouts"]["total"] == 4
-    assert os.listdir(run.dir.ledger / "open") == ["learner"]
-    shown = run.status()["training"]
-    assert list(shown) == ["learner"]
-    said = subprocess.check_output(
-        ["bash", "-c", f'. {run.dir.env_sh}; echo "$MEGAFLOW_TRAINER_PYTHON $MEGAFLOW_TRAINER_REQUEUES"'], text=True
-    )
-    assert said.split() == [f"{tmp_path}/bin/python", "20"]
-    # The trainer's interpreter gets this package, and no other library of ours.
-    assert os.listdir(run.dir.training / ".package") == ["megaflow_hpc"]
-    assert (run.dir.training / ".package" / "megaflow_hpc" / "training" / "plan.py").exists()
-
-
-def test_held_out_tasks_are_planned_for_evaluation_and_not_among_what_is_asked(
-    tmp_path: Path, make_campaign: Make
-) -> None:
-    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
-    file = make_campaign(3, MODELS, agent="mini-swe-agent")
-    fields = yaml.safe_load(file.read_text())
-    (source,) = fields["tasks"] if isinstance(fields["tasks"], list) else [fields["tasks"]]
-    path = source if isinstance(source, str) else source["path"]
-    every = sorted(task.name for task in tmp_path.glob("**/task.toml") for task in [task.parent])
-    fields["tasks"] = [{"path": path, "exclude": [every[0]]}]
-    fields["training"]["evaluate"] = {"tasks": [{"path": path, "include": [every[0]]}]}
-    file.write_text(yaml.safe_dump(fields))
-    run = Campaign.from_yaml(file).plan(launcher="local")
-    assert run.record.held_out == [every[0]]
-    assert sorted(planned_tasks(run.dir, run.record)) == every
-    assert every[0] not in {rollout.task_id for block in read_blocks(run.dir) for rollout in block.rollouts}
-    fields["tasks"] = [path]
-    file.write_text(yaml.safe_dump(fields))
-    with pytest.raises(ConfigError, match=f"{every[0]}: also among tasks"):
-        Campaign.from_yaml(file).plan(launcher="local")
-
-
+TRAINED = """\
+samples: 2
+model: {engine: scripted, script: answers.yaml}
+training: {policies: {default: {base: BASE}}}
+"""
 SHARED = """\
 samples: 2
 model: {engine: scripted, script: answers.yaml, gpus: 1}
-training: {policies: {default: {}}, mode: synchronous}
+training: {policies: {default: {}}, staleness: 0}
 slurm: {trainer: {share: sleep}}
 """
 
 
-def test_an_engine_that_sleeps_is_in_no_array_but_in_its_trainers_job(tmp_path: Path, make_campaign: Make) -> None:
-    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
-    (tmp_path / "judge").mkdir()
+def scripted(make_campaign: Make, text: str, tasks: int = 1) -> Path:
+    return make_campaign(tasks, text, agent="mini-swe-agent", answers=SOLVE)
+
+
+def variables(env_sh: Path, *names: str) -> list[str]:
+    """The values of variables after a job has sourced ``env.sh``."""
+    words = f". {env_sh}; echo " + " ".join(f"${name}" for name in names)
+    return subprocess.check_output(["bash", "-c", words], text=True).split()
+
+
+def test_trainers_request_the_rollouts_of_their_policies(
+    tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(tmp_path))
+    file = scripted(make_campaign, MODELS, 2)
+    run = planned(file)
+    assert {rollout.policy for block in read_blocks(run.dir) for rollout in block.rollouts} == {"judge"}
+    status = run.status()
+    assert (status["state"], status["rollouts"]["total"]) == ("planned", 4)
+    assert list(status["training"]) == os.listdir(run.dir.ledger / "open") == ["learner"]
+    found = variables(run.dir.env_sh, "MEGAFLOW_TRAINER_PYTHON", "MEGAFLOW_TRAINER_REQUEUES")
+    assert found == [f"{tmp_path}/bin/python", "20"]
+    package = run.dir.training / ".package"
+    assert os.listdir(package) == ["megaflow_hpc"], "the trainer's interpreter gets this package alone"
+    assert (package / "megaflow_hpc" / "training" / "plan.py").exists()
+    file.write_text(file.read_text().replace("  judge: {engine: scripted, script: answers.yaml}\n", ""))
+    status = planned(file).status()
+    assert (status["state"], status["waits_for"], status["rollouts"]["total"]) == ("planned", ["learner"], 0)
+
+
+def test_held_out_tasks_are_planned_for_evaluation_only(make_campaign: Make) -> None:
+    file = scripted(make_campaign, MODELS, 3)
+    fields = yaml.safe_load(file.read_text())
+    fields["tasks"] = [{"path": "tasks/*", "exclude": ["task0"]}]
+    fields["training"]["evaluate"] = {"tasks": [{"path": "tasks/*", "include": ["task0"]}]}
+    file.write_text(yaml.safe_dump(fields))
+    run = planned(file)
+    assert run.record.held_out == ["task0"]
+    assert sorted(planned_tasks(run.dir, run.record)) == ["task0", "task1", "task2"]
+    assert "task0" not in {rollout.task_id for block in read_blocks(run.dir) for rollout in block.rollouts}
+    file.write_text(yaml.safe_dump({**fields, "tasks": "tasks/*"}))
+    with pytest.raises(ConfigError, match="task0: also among tasks"):
+        planned(file)
+
+
+def test_the_base_of_training_is_found_next_to_the_campaign_file(tmp_path: Path, make_campaign: Make) -> None:
+    base = tmp_path / "models" / "base"
+    base.mkdir(parents=True)
+    campaign = scripted(make_campaign, TRAINED.replace("BASE", "models/base"))
+    with pytest.raises(ConfigError, match=r"campaign.yaml:\d+: training.policies.default.base: .*: no config.json"):
+        planned(campaign)
+    for name in ("config.json", "tokenizer.json"):
+        (base / name).write_text("{}")
+    (base / "model.safetensors").write_bytes(safetensors(b"weights"))
+    training = planned(campaign).record.config.training
+    assert training
+    assert training.policies["default"].base == str(base)
+    campaign.write_text(campaign.read_text().replace("models/base", "./models/absent"))
+    with pytest.raises(ConfigError, match=r"campaign.yaml:\d+: training.policies.default.base: './models/absent' does"):
+        planned(campaign)
+
+
+def test_a_base_that_differs_from_the_served_model_is_refused(tmp_path: Path, make_campaign: Make) -> None:
+    shape = {"architectures": ["LlamaForCausalLM"], "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2}
+    files = {"config.json": shape, "tokenizer.json": {"model": {"vocab": {"a": 0, "b": 1}}}}
+    for name in ("served", "base"):
+        (tmp_path / name).mkdir()
+        for file, content in files.items():
+            (tmp_path / name / file).write_text(json.dumps(content))
+        (tmp_path / name / "model.safetensors").write_bytes(safetensors(b"weights"))
+    trained = TRAINED.replace("BASE", "./base").replace("engine: scripted, script: answers.yaml", "path: ./served")
+    campaign = make_campaign(1, trained + "slurm: {setup: ['true']}\n", agent="nop")
+    planned(campaign)
+    for file, content, said in (
+        ("config.json", {**shape, "num_hidden_layers": 3}, "num_hidden_layers is 3, and 2 in .*/served"),
+        ("tokenizer.json", {"model": {"vocab": {"a": 1, "b": 0}}}, "its tokenizer gives other numbers to words"),
+    ):
+        (tmp_path / "base" / file).write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=rf"campaign.yaml:\d+: training.policies.default.base: .*/base: {said}"):
+            planned(campaign)
+        (tmp_path / "base" / file).write_text(json.dumps(files[file]))
+
+
+def test_a_sleeping_engine_is_in_its_trainers_job_and_in_no_array(make_campaign: Make) -> None:
     judge = "judge: {engine: scripted, script: answers.yaml, gpus: 4}, other: {engine: scripted, script: answers.yaml}"
     text = SHARED.replace("model: ", "models: {learner: ").replace("gpus: 1}", f"gpus: 1}}, {judge}}}")
-    run = Campaign.from_yaml(make_campaign(1, text.replace("default", "learner"), agent="mini-swe-agent")).plan(
-        launcher="local"
-    )
+    run = planned(scripted(make_campaign, text.replace("default", "learner")))
     servers = [(server.policy, server.model.get("sleep_level")) for server in run.record.servers]
     assert servers[-1] == ("learner", 1)
     assert sorted(servers[:-1]) == [("judge", None), ("other", None)]
     assert [(group.first, group.count) for group in run.record.server_groups] == [(0, 1), (1, 1)]
-    said = subprocess.check_output(["bash", "-c", f'. {run.dir.env_sh}; echo "$MEGAFLOW_TRAINER_SHARE"'], text=True)
-    assert said == "sleep\n"
+    assert variables(run.dir.env_sh, "MEGAFLOW_TRAINER_SHARE") == ["sleep"]
 
 
 @pytest.mark.parametrize(
@@ -107,36 +146,23 @@ def test_an_engine_drops_its_weights_in_its_sleep_if_it_gets_new_ones_anyway(eng
 @pytest.mark.parametrize(
     ("right", "wrong", "said"),
     [
-        (
-            "mode: synchronous",
-            "mode: bounded",
-            "training.mode: bounded: {}: nothing is sampled during a step: write",
-        ),
+        ("staleness: 0", "staleness: 1", "training.staleness: 1: {}: nothing is sampled during a step: write 0"),
         ("gpus: 1}", "gpus: 2}", r"model.gpus: 2: {}: slurm.trainer.gpus is 1: write the same"),
-        (
-            "gpus: 1}",
-            "gpus: 1, servers: {max: 2}}",
-            r"model.servers: 2: {}: one server sleeps .*: write .min: 1, max: 1",
-        ),
+        ("gpus: 1}", "gpus: 1, servers: [1, 2]}", r"model.servers: 2: {}: one server sleeps .*: write 1"),
         ("engine: scripted", "engine: sglang, path: judge", "model.engine: sglang: {}: only vLLM can be sent to sleep"),
         ("share: sleep", "share: sleep, nodes: 2", "slurm.trainer.nodes: 2: {}: both are on one node: leave it out"),
         ("gpus: 1}", "gpus: 1, nodes: 2}", "model.nodes: 2: {}: both are on one node: leave it out"),
         ("slurm: {", "slurm: {together: true, ", "slurm.together: True: {}: the engine is in the trainer's job"),
+        ("model: {", "models: {default: {", "training.policies: default, judge: {}: one trainer takes turns"),
     ],
 )
-def test_where_trainer_and_engine_cannot_take_turns_the_key_is_named_and_what_to_do(
-    tmp_path: Path, make_campaign: Make, right: str, wrong: str, said: str
+def test_keys_that_prevent_trainer_and_engine_from_taking_turns_are_named(
+    make_campaign: Make, right: str, wrong: str, said: str
 ) -> None:
-    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
     assert SHARED.count(right) == 1
-    campaign = make_campaign(1, SHARED.replace(right, wrong), agent="mini-swe-agent")
+    text = SHARED.replace(right, wrong)
+    if wrong.startswith("models"):
+        text = text.replace("gpus: 1}", "gpus: 1}, judge: {engine: scripted, script: answers.yaml}}")
+        text = text.replace("{default: {}}", "{default: {}, judge: {}}")
     with pytest.raises(ConfigError, match=r"campaign.yaml:\d+: " + said.format("slurm.trainer.share: sleep")):
-        Campaign.from_yaml(campaign).plan(launcher="local")
-
-
-def test_two_policies_that_learn_do_not_share_gpus_by_sleep(tmp_path: Path, make_campaign: Make) -> None:
-    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
-    text = MODELS.replace("{learner: {}}}", "{learner: {}, judge: {}}, mode: synchronous}")
-    text += "slurm: {trainer: {share: sleep, gpus: 0}}\n"
-    with pytest.raises(ConfigError, match=r"training.policies: learner, judge: .*: one trainer takes turns"):
-        Campaign.from_yaml(make_campaign(1, text, agent="mini-swe-agent")).plan(launcher="local")
+        planned(scripted(make_campaign, text))

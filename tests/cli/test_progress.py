@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.campaign import plan, tally
+from megaflow_hpc.campaign import plan
 from megaflow_hpc.campaign.planning import draft
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli import main
@@ -27,8 +27,8 @@ from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.report.figures import LoadedRun
 from megaflow_hpc.rundir.marks import FINISHED
-from megaflow_hpc.trajectories.exports import export, import_jsonl
-from megaflow_hpc.trajectories.maintenance import anonymise, checksums, compact, disk_usage, gather, validate
+from megaflow_hpc.trajectories.exports import export, jsonl
+from megaflow_hpc.trajectories.maintenance import anonymise, compact, disk_usage, gather, validate
 from tests.support.samples import commit, trajectory
 
 LONG: dict[str, list[Any]] = {
@@ -37,15 +37,15 @@ LONG: dict[str, list[Any]] = {
     "run {campaign} --launcher local --dry-run": [draft.expand],
     "gather {run} --rebuild": [gather.gather],
     "status {run}": [Monitor.status],
-    "resume {run} --launcher local": [gather.gather, tally.recount],  # each poll shows the status
+    "resume {run} --launcher local": [gather.gather, Run._recount],  # each poll shows the status
     "cancel {run}": [Monitor.status],
     "validate {run}": [validate.validate],
-    "verify {run}": [checksums.verify],
+    "verify {run}": [validate.verify],
     "compact {run}": [compact.compact],
     "anonymise {run} -o {run}/copy.h5": [anonymise.anonymise],
     "du {run}": [disk_usage.of_run],
     "export {run} --format jsonl": [export],
-    "import {run}/export/trajectories.jsonl -o {run}/back.h5": [import_jsonl.import_jsonl],
+    "import {run}/export/trajectories.jsonl -o {run}/back.h5": [jsonl.import_jsonl],
     "report {run} --prometheus {run}/metrics.prom": [LoadedRun.__init__],
     "compact {run} --drop-journals --dry-run": [compact.drop_journals],
 }

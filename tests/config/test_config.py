@@ -73,11 +73,14 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
         (MINIMAL + "name: y\n", "campaign.yaml:4: not valid YAML: key 'name' is given twice"),
         (MINIMAL + "model: {engine: vllm}\n", "campaign.yaml:4: model: engine vllm needs 'path'"),
         (
-            MINIMAL + "model: {engine: vllm, path: m, weights: {poll_s: 0}}\n",
-            "campaign.yaml:4: model.weights.poll_s 0: expected a number above 0",
+            MINIMAL + "slurm: {pods: {mem_gb: 0}}\n",
+            "campaign.yaml:4: slurm.pods.mem_gb 0: expected a number of at least 0.001",
         ),
-        (MINIMAL + "slurm: {gather: {cpus: 4}}\n", "campaign.yaml:4: unknown key 'slurm.gather.cpus'"),
-        (MINIMAL + "slurm: {gather: {core: 4}}\n", "campaign.yaml:4: unknown key 'slurm.gather.core'"),
+        (
+            MINIMAL + "slurm: {gather: {extra: {mem: 8G}}}\n",
+            "campaign.yaml:4: slurm.gather: extra: write its options directly into slurm.gather",
+        ),
+        (MINIMAL + "slurm: {gather: {time: soon}}\n", "campaign.yaml:4: slurm.gather: time 'soon' is not a time"),
         (MINIMAL + "slurm: {pods: {time: soon}}\n", "campaign.yaml:4: slurm.pods.time 'soon': 'soon' is not a time"),
         (MINIMAL + "slurm: {pods: {mem_gb: .inf}}\n", "campaign.yaml:4: slurm.pods.mem_gb inf: expected a number"),
         (
@@ -89,7 +92,14 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
             MINIMAL + "scheduling:\n  weights:\n    a: 0\n",
             "campaign.yaml:6: scheduling.weights.a 0: expected a number above 0",
         ),
-        (MINIMAL + "evaluation: {ks: [1, 0]}\n", "campaign.yaml:4: evaluation.ks.1 0: expected a whole number of at"),
+        (
+            MINIMAL + "evaluation: {threshold: 0.5}\n",
+            "campaign.yaml:4: evaluation: this key was removed: write the reward of a passed rollout as pass_threshold",
+        ),
+        (
+            MINIMAL + "models: {a: {path: m, weights: {poll_s: 1}}}\n",
+            "campaign.yaml:4: models.a.weights.poll_s: this key was removed: ",
+        ),
         (MINIMAL + "x: [\n", "campaign.yaml:5: not valid YAML"),
         ("- a\n", "campaign.yaml: holds a list; expected keys such as tasks: and agent:"),
     ],
@@ -105,7 +115,8 @@ def test_a_walltime_in_which_nothing_can_run_is_refused(tmp_path: Path, section:
     slurm = f"{{pods: {{pools: [{inner}]}}}}" if section == "pools" else f"{{{section}: {inner}}}"
     said = complaint(tmp_path, f"{MINIMAL}slurm: {slurm}\n")
     key = "pods.pools.0" if section == "pools" else section
-    assert said.startswith(f"campaign.yaml:4: slurm.{key}.time ")
+    named = "slurm.gather: time " if section == "gather" else f"slurm.{key}.time "
+    assert said.startswith(f"campaign.yaml:4: {named}")
     assert value.strip("'") in said
     assert said.endswith("; write minutes (30), HH:MM:SS or D-HH:MM:SS")
 

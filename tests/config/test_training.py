@@ -13,7 +13,6 @@ from megaflow_hpc.config.data_algorithms import OverlongConfig
 from megaflow_hpc.config.objective import CLIPS, LossConfig
 from megaflow_hpc.config.training import OptimizerConfig, PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.pod.rollout.services import sampling_of
 from megaflow_hpc.types import NEUTRAL
 from tests.support.places import ROOT
 
@@ -25,11 +24,12 @@ training:
       base: /models/Qwen3-4B
       loss: {kind: gspo, clip: [2.0e-4, 4.0e-4], epochs: 2, minibatch: 64}
       advantage: {kind: grpo, rewards: {tests: 1.0, style: 0.1}, normalise: apart}
-      importance: {level: token, truncate: 2.0}
+      importance: token
+      truncate: 2.0
       optimizer: {lr: 1.0e-6, clip_norm: 1.0}
-  batch: {tasks: 64}
-  mode: {kind: bounded, staleness: 2}
-  data: [{penalty: -0.5}, {zero_variance: {}}, {staleness: 2}, {replay: {ratio: 0.0, size: 0}}]
+  batch: 64
+  staleness: 2
+  data: [{penalty: -0.5}, {zero_variance: {}}, {staleness: 2}, {replay: 0.0}]
   prompts: {order: uniform, pass_rate: [0.0, 1.0, exclusive]}
   steps: 100
   checkpoint_every: 5
@@ -74,7 +74,7 @@ def test_everything_can_be_said(tmp_path: Path) -> None:
 def test_one_line_is_enough(tmp_path: Path) -> None:
     training = load(tmp_path, section("policies: {default: }")).training
     assert training is not None
-    assert (training.mode.bound, training.batch.tasks, training.steps) == (1, 16, 100)
+    assert (training.staleness, training.batch, training.steps) == (1, 16, 100)
     assert training.policies["default"].loss.band == (0.2, 0.28)
 
 
@@ -85,22 +85,6 @@ def test_a_run_directory_holds_the_section_as_json_that_reads_back_the_same(tmp_
 
 
 @pytest.mark.parametrize(
-    ("mode", "bound"),
-    [
-        ("synchronous", 0),
-        ("asynchronous", None),
-        ("bounded", 1),
-        ("{kind: bounded, staleness: 4}", 4),
-        ("{staleness: 2}", 2),
-    ],
-)
-def test_a_mode_is_one_number(tmp_path: Path, mode: str, bound: int | None) -> None:
-    training = load(tmp_path, section(f"policies: {{default: }}\nmode: {mode}")).training
-    assert training is not None
-    assert training.mode.bound == bound
-
-
-@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("policies: {}", "names no policy; write policies: {default: {}}"),
@@ -108,7 +92,7 @@ def test_a_mode_is_one_number(tmp_path: Path, mode: str, bound: int | None) -> N
         ("policies: {default: {loss: {kind: median}}}", "median is an advantage; write advantage: {kind: median}"),
         ("policies: {default: {advantage: {kind: gspo}}}", "gspo is a loss; write loss: {kind: gspo}"),
         ("policies: {default: {loss: {minibatch: {tasks: 4}}}}", "expected a whole number"),
-        ("policies: {default: {loss: {minibatch: 64}}}", "64 tasks are more than the 16 of batch.tasks"),
+        ("policies: {default: {loss: {minibatch: 64}}}", "64 tasks are more than batch: 16"),
         ("policies: {default: {loss: {clip: [0, 0.2]}}}", "both positive, such as [0.2, 0.28]"),
         ("policies: {default: {loss: {kind: m2po, clip: 0.2}}}", "m2po bounds the second moment of ratios"),
         ("policies: {default: {loss: {kind: rloo, clip: 0.2}}}", "rloo takes no ratio; leave clip out"),
@@ -118,12 +102,16 @@ def test_a_mode_is_one_number(tmp_path: Path, mode: str, bound: int | None) -> N
             "policies: {default: {optimizer: {weight_decay: -1}}}",
             "weight_decay -1: expected a number of at least 0",
         ),
-        ("policies: {default: }\nmode: {kind: synchronous, staleness: 2}", "staleness is for mode bounded"),
-        ("policies: {default: }\nmode: {kind: bounded, staleness: 0}", "staleness 0 is mode: synchronous"),
+        ("policies: {default: }\nstaleness: -1", "training.staleness -1: expected a whole number of at least 0"),
+        ("policies: {default: }\nmode: bounded", "training.mode: this key was removed: write training.staleness"),
+        ("policies: {default: }\nbatch: {tasks: 2}", "training.batch: expected a whole number of at least 1, found"),
         ("policies: {default: }\ndata: [{zero_variance: {}, penalty: -1}]", "one name with its settings"),
         ("policies: {default: }\ndata: [filter]", "unknown key 'training.data.0.filter'"),
         ("policies: {default: }\ndata: [{staleness: 1}, {staleness: 2}]", "staleness is given twice"),
-        ("policies: {default: }\ndata: [{replay: {ratio: 0.3}}]", "give the number of groups"),
+        (
+            "policies: {default: }\ndata: [{replay: {ratio: 0.3}}]",
+            "replay: expected a number",
+        ),
         ("policies: {default: }\ndata: [{overlong: {longest: 10, buffer: 20}}]", "buffer 20 is larger than longest 10"),
         ("policies: {default: }\ndata: [{pass_rate: [0.9, 0.1]}]", "the lower one first"),
         ("policies: {default: }\nprompts: {pass_rate: [0, 2]}", "bounds are pass rates from 0 to 1"),
@@ -204,26 +192,6 @@ def test_a_trained_policys_engine_takes_no_sampling_from_the_models_files(tmp_pa
     assert found["c"].args == {"sampling-defaults": "openai"}
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        ("{path: m}", 0.5),
-        ("{path: m, weights: {poll_s: 2}}", 2),
-        ("{path: m, servers: {max: 150}, also: [{gpus: 2, servers: {max: 50}}]}", 2),
-    ],
-)
-def test_servers_of_a_trained_policy_look_for_weights_often_and_not_too_often_together(
-    tmp_path: Path, model: str, expected: float
-) -> None:
-    text = CAMPAIGN.replace("model: {path: m}", f"models: {{a: {model}, b: {{path: m}}}}")
-    policies = load(tmp_path, text + "training: {policies: {a: }}\n").policies()
-    trained, other = policies["a"].model, policies["b"].model
-    assert trained
-    assert other
-    assert {kind.weights.poll_s for kind in trained.kinds()} == {expected}
-    assert other.weights.poll_s is None, "the server's own"
-
-
 def test_the_docs_show_the_defaults(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "how-to" / "training.md").read_text()
     text = text.partition("## The campaign's keys")[2].partition("```yaml\n")[2].partition("```")[0]
@@ -239,16 +207,13 @@ def test_the_docs_show_the_defaults(tmp_path: Path) -> None:
     loss = shown.training.policies["default"].loss
     assert loss.band == plain.training.policies["default"].loss.band
     unclipped = shown.training.policies["default"].model_copy(update={"loss": loss.model_copy(update={"clip": None})})
-    assert shown.training.model_copy(update={"policies": {"default": unclipped}}) == plain.training.model_copy(
-        update={"mode": shown.training.mode}
-    )
-    assert shown.training.mode.bound == plain.training.mode.bound
+    assert shown.training.model_copy(update={"policies": {"default": unclipped}}) == plain.training
 
 
 def test_the_papers_recipe_is_a_campaign_file() -> None:
     campaign = config.load(ROOT / "launchers" / "learning" / "paper.yaml")
     assert campaign.training
-    assert (campaign.training.mode.bound, campaign.samples * campaign.training.batch.tasks) == (0, 1024)
+    assert (campaign.training.staleness, campaign.samples * campaign.training.batch) == (0, 1024)
     assert campaign.training.policies["default"].loss.band == (2e-4, 4e-4)
 
 
@@ -285,37 +250,6 @@ def test_sampling_is_neutral_by_default_and_what_engines_would_change_is_refused
     assert "engines raise it to 0.01" in complaint(
         tmp_path, CAMPAIGN.replace("{path: m}", "{path: m, sampling: {temperature: 0.001}}")
     )
-
-
-@pytest.mark.parametrize(("key", "refused"), [("", []), ("constrained: mask", []), ("constrained: refuse", ["a"])])
-def test_gateways_refuse_constrained_calls_of_trained_policies_where_the_campaign_says_so(
-    tmp_path: Path, key: str, refused: list[str]
-) -> None:
-    text = CAMPAIGN.replace("model: {path: m}", "models: {a: {path: m, sampling: {temperature: 0.7}}, b: {path: m}}")
-    config = load(tmp_path, f"{text}training:\n  policies: {{a: }}\n  {key}\n")
-    found = sampling_of(config, config.policies())
-    assert [name for name, sampling in found.items() if sampling.refuse] == refused
-    assert found["a"].settings["temperature"] == 0.7
-    assert found["b"].settings == NEUTRAL
-
-
-def test_a_run_directory_of_an_earlier_version_has_sections_in_the_place_of_plain_values() -> None:
-    earlier = {
-        "policies": {"default": {"optimizer": {"lr": 1e-5, "betas": [0.9, 0.999]}}},
-        "batch": {"tasks": 4, "samples": 8},
-        "data": [
-            {"penalty": {"unfinished": -0.25}},
-            {"pass_rate": {"range": [0.1, 0.9, "inclusive"], "threshold": 1}},
-            {"staleness": {"max": 3}, "penalty": None},
-        ],
-        "checkpoint": {"every": 2, "keep": 1},
-        "publish": {"every": 1, "delta": False},
-        "seed": 3,
-    }
-    training = config.resolved(TrainingConfig, earlier)
-    penalty, pass_rate, staleness = training.data
-    assert (penalty.penalty, pass_rate.pass_rate, staleness.staleness) == (-0.25, (0.1, 0.9, "inclusive"), 3)
-    assert training.batch.tasks == 4
 
 
 def test_a_group_of_one_sample_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from megaflow_hpc.model import json_text, offload
+from megaflow_hpc.model import json_text
 from megaflow_hpc.model.gateway import engine_client
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
@@ -27,7 +27,6 @@ _ENOUGH_S = 60.0
 _SMALL = (
     (json_text, "LARGE", 300),
     (json_text, "OFFLOAD_BYTES", 400),
-    (offload, "OFFLOAD_BYTES", 400),
     (engine_client, "SMALL_ANSWER", 500),
 )
 """Limits lowered for the test, so that answers of a kilobyte are handled as if they had megabytes."""
@@ -105,13 +104,13 @@ def _check_recording(recording: Recording) -> None:
 
 
 def _check_decoding(data: bytes) -> None:
-    """Check that both decoders give the same value, or none."""
+    """Check that the bounds on answers change no value."""
     if b"NaN" in data or b"Infinity" in data or b"e" in data.lower():
         return  # decoders may differ in such numbers
     found: list[Any] = []
-    for decode in (json_text.parsed, lambda data: json_text.decoded(data, json_text.ANSWER)):
+    for bounds in (json_text.Bounds(2**60, 2**60, 2**60), json_text.ANSWER):
         try:
-            found.append(repr(decode(data)))
+            found.append(repr(json_text.decoded(data, bounds)))
         except (ValueError, RecursionError):
             found.append(None)
     assert found[0] == found[1]

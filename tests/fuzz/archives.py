@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out
-from megaflow_hpc.environments.images.image_config import working_directory
+from megaflow_hpc.environments.images.image_file import working_directory
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.tar import RefusedMember

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaflow_hpc.errors import LONGEST, MegaflowError
+from megaflow_hpc.errors import MAX_MESSAGE_CHARACTERS, MegaflowError
 
 LONGEST_INPUT = 1 << 17
 ADDRESS_SPACE_BYTES = 1 << 30
@@ -61,7 +61,7 @@ def reader(read: Feed) -> Feed:
                 read(data)
         except MegaflowError as error:
             message = str(error)
-        assert len(message) <= 2 * LONGEST, f"an error message of {len(message)} characters"
+        assert len(message) <= 2 * MAX_MESSAGE_CHARACTERS, f"an error message of {len(message)} characters"
         cpu_s = time.process_time() - cpu_before
         assert cpu_s <= CPU_S, f"{cpu_s:.1f} s of processor time for {len(data)} bytes"
         grown = _memory_bytes("VmHWM") - memory_before

@@ -68,7 +68,7 @@ def dockerfile(data: bytes) -> None:
         file = folder / "Dockerfile"
         file.write_bytes(text)
         last_workdir(file)
-        found = Dockerfile.read(file)
+        found = Dockerfile(file)
         assert found.bases[0] == found.base
         assert all(isinstance(value, str) for value in found.environment.values())
         assert found.needed[-1] is found.last

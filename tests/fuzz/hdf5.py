@@ -18,9 +18,8 @@ from megaflow_hpc.trajectories import open_trajectories
 from megaflow_hpc.trajectories.exports import export
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
-from megaflow_hpc.trajectories.maintenance.checksums import verify
 from megaflow_hpc.trajectories.maintenance.compact import compact
-from megaflow_hpc.trajectories.maintenance.validate import validate
+from megaflow_hpc.trajectories.maintenance.validate import validate, verify
 from tests.fuzz.contract import Target, reader, scratch
 from tests.fuzz.journals import everything
 from tests.support.samples import trajectory

@@ -12,7 +12,7 @@ from typing import Any
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import gather, open_trajectories
 from megaflow_hpc.trajectories.exports import export
-from megaflow_hpc.trajectories.exports.import_jsonl import import_jsonl
+from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
 from megaflow_hpc.trajectories.journal.frames import HEADER_SIZE, frame_head, header, pack_record, read_journal
 from megaflow_hpc.trajectories.maintenance.validate import validate

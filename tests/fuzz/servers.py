@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from megaflow_hpc.model.engines.launch import Launch
-from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Script
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.server.proxy import Proxy

@@ -124,7 +124,7 @@ def campaign(place: Site, name: str) -> Path:
     file = write_campaign(folder, Path(os.environ["MEGAFLOW_TEST_BASE_SIF"]), TASKS, mark=str(folder / "campaign.yaml"))
     content = yaml.safe_load(file.read_text())
     content["slurm"]["pods"] |= {"partition": "cpu", "nodes": 2, "slots_per_rank": 2}
-    content["model"]["servers"] = {"min": 1, "max": 1}
+    content["model"]["servers"] = 1
     file.write_text(yaml.safe_dump(content))
     place.account.own(folder)
     return file

@@ -44,46 +44,34 @@ def test_seven_pods_are_one_campaign_where_arrays_have_five_elements(small_site:
     until(lambda: names_and_comments(run.job_ids("pods")) == {("small", run.path.name)}, "accounting has them")
 
 
-def test_scale_adds_a_second_array_to_a_running_campaign_once(make_campaign: Make) -> None:
-    campaign = make_campaign(10, pods(count=1, ranks=1), agent="oracle", solution="sleep 5; echo 42 > answer")
-    run = Campaign.from_yaml(campaign).submit()
-    until(lambda: run.status()["rollouts"]["running"], "a running rollout")
-    first = json.loads(cli("scale", run.path, "--pods", "3", "--json").stdout)
-    again = json.loads(cli("scale", run.path, "--pods", "3", "--json").stdout)
-    assert len(first["added"]) == 2
-    assert again["added"] == again["leaving"] == []
-    summary = run.wait(timeout_s=240)
-    assert summary["state"] == "finished"
-    assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(10)}
-    arrays = {pod["pod"].split("_")[0] for pod in summary["pods"]}
-    assert arrays == set(run.job_ids("pods")), "pods of both arrays took part"
-    assert len(run.job_ids("gather")) == 1
-    assert cli("scale", run.path, "--pods", "5").stdout.strip() == "the campaign is finished"
-
-
-def test_a_smaller_scale_drains_pods_and_their_rollouts_run_elsewhere(make_campaign: Make) -> None:
-    campaign = make_campaign(8, pods(count=2, ranks=1), agent="oracle", solution="sleep 4; echo 42 > answer")
-    run = Campaign.from_yaml(campaign).submit()
-    until(lambda: len([pod for pod in run.status()["pods"] if pod["running"]]) == 2, "both pods run rollouts")
-    changed = run.scale(1)
-    assert len(changed["leaving"]) == 1
-    assert run.scale(1) == {"added": [], "leaving": []}
-    summary = run.wait(timeout_s=240)
-    assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(8)}
-    left = [pod for pod in summary["pods"] if pod["job_id"] == changed["leaving"][0]]
-    assert [pod["state"] for pod in left] == ["drained"], "it drained and was not requeued"
-
-
-def test_pools_on_several_partitions_work_on_one_campaign(make_campaign: Make) -> None:
+def test_a_campaign_of_two_partitions_grows_once_and_shrinks(make_campaign: Make) -> None:
     extra = pods(count=1, ranks=1).replace("time: 10", "time: 10, pools: [{partition: preempt, count: 1, time: 5}]")
-    campaign = make_campaign(6, extra, agent="oracle", solution="sleep 3; echo 42 > answer")
+    campaign = make_campaign(18, extra, agent="oracle", solution="sleep 4; echo 42 > answer")
     dry = json.loads(cli("submit", campaign, "--dry-run", "--json").stdout)["scripts"]
     assert ["--partition=preempt" in text for text in dry.values()] == [False, True, False]
     run = Campaign.from_yaml(campaign).submit()
+
+    def at_work() -> int:
+        return len([pod for pod in run.status()["pods"] if pod["running"]])
+
+    until(lambda: at_work() == 2, "pods of both partitions run rollouts")
+    first = json.loads(cli("scale", run.path, "--pods", "3", "--json").stdout)
+    assert len(first["added"]) == 1
+    assert run.scale(3) == {"added": [], "leaving": []}
+    until(lambda: at_work() == 3, "the added pod runs rollouts")
+    changed = run.scale(2)
+    assert len(changed["leaving"]) == 1
+    assert run.scale(2) == {"added": [], "leaving": []}
     summary = run.wait(timeout_s=240)
-    assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(6)}
-    assert {pod["pod"].split("_")[0] for pod in summary["pods"]} == set(run.job_ids("pods"))
-    assert len(run.job_ids("pods")) == 2
+    assert summary["state"] == "finished"
+    assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(18)}
+    arrays = {pod["pod"].split("_")[0] for pod in summary["pods"]}
+    assert arrays == set(run.job_ids("pods")), "pods of all arrays took part"
+    assert len(arrays) == 3
+    assert len(run.job_ids("gather")) == 1
+    left = [pod for pod in summary["pods"] if pod["job_id"] == changed["leaving"][0]]
+    assert [pod["state"] for pod in left] == ["drained"], "it drained and was not requeued"
+    assert cli("scale", run.path, "--pods", "5").stdout.strip() == "the campaign is finished"
 
 
 def test_a_qos_that_allows_twelve_jobs_gets_as_many_pods_as_fit(make_campaign: Make) -> None:
@@ -126,12 +114,3 @@ def test_jobs_that_nobody_wrote_down_are_found_by_their_comment(make_campaign: M
     assert again.cancel().jobs == ids
     assert {record.role for record in again.slurm_jobs.arrays.records()} == {"pods", "gather"}
     until(lambda: again.live_jobs(0) == set(), "all jobs are gone")
-
-
-def test_chunks_are_whole_and_about_equal() -> None:
-    for count in range(1, 40):
-        for size in range(1, 12):
-            parts = limits.chunks(count, size)
-            assert sum(parts) == count
-            assert max(parts) <= size
-            assert max(parts) - min(parts) <= 1

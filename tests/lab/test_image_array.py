@@ -10,6 +10,7 @@ import pytest
 
 from megaflow_hpc.environments.images.store import ImageStore
 from tests.support.places import ROOT
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 
@@ -29,9 +30,15 @@ def submit(array: str, logs: Path, store: Path, *words: str) -> str:
     environment = os.environ | {"MEGAFLOW_IMAGE_STORE": str(store)}
     command = ["sbatch", "--wait", "--parsable", *options, script, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    job = done.stdout.strip()
-    states = subprocess.check_output(["sacct", "-n", "-X", "-P", "-j", job, "-o", "State"], text=True)
-    return " ".join(sorted(states.split()))
+    query = ["sacct", "-n", "-X", "-P", "-j", done.stdout.strip(), "-o", "State"]
+    states: list[str] = []
+
+    def ended() -> bool:
+        states[:] = sorted(subprocess.check_output(query, text=True).split())
+        return len(states) == 2 and not {"PENDING", "RUNNING"} & set(states)
+
+    until(ended, "accounting has both elements", 30)
+    return " ".join(states)
 
 
 def test_elements_build_their_shares_and_an_image_that_fails_fails_alone(tmp_path: Path, busybox_rootfs: str) -> None:

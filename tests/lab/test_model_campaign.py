@@ -39,7 +39,7 @@ samples: 8
 models:
   tiny:
     path: models/tiny
-    servers: {min: 2, max: 2}
+    servers: 2
     args: {max-model-len: 16384, dtype: float32, distributed-executor-backend: uni}
   scripted: {engine: scripted, script: answers.yaml, samples: 1}
 slurm:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,51 +13,19 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.slurm import accounting
-from tests.support.campaigns import Make, cli, rows, small_rows, stored
+from tests.support.campaigns import Make, cli, rows, small_rows
 from tests.support.labs import pods
 from tests.support.places import ROOT
-from tests.support.processes import processes, processes_of
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 
 
-def test_a_campaign_runs_from_one_command_is_accounted_for_and_leaves_nothing(make_campaign: Make) -> None:
-    campaign = make_campaign(4, pods())
-    done = cli("run", campaign, "--launcher", "slurm", "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert rows(result["run"]) == small_rows(4)
-    run = Run(result["run"])
-    until(lambda: not run.live_jobs(0), "every job has left")
-    states = accounting.finished_jobs(run.job_ids("pods"))
-    assert len(states) == 2
-    assert {state.state for state in states.values()} == {"COMPLETED"}
-    names = subprocess.check_output(["sacct", "-nXP", "-j", ",".join(run.job_ids()), "-o", "JobName"], text=True)
-    assert set(names.split()) == {"small"}
-
-    def gone() -> bool:
-        return not [words for _, words in processes() if any(str(run.path) in word for word in words)]
-
-    until(gone, "every process of the run has ended", 30)
-    left = shared_memory()
-    until(lambda: not left & shared_memory(), "what there is of shared memory belongs to worlds that just start")
-
-
-def shared_memory() -> set[Path]:
-    """What MPI has under a name: until all ranks of a world have it mapped, whichever world of ours it is."""
-    found = set()
-    for path in Path("/dev/shm").glob("mpich*"):
-        with suppress(FileNotFoundError):
-            if path.stat().st_uid == os.getuid():
-                found.add(path)
-    return found
-
-
-def test_the_by_hand_way_runs_the_same(tmp_path: Path, make_campaign: Make) -> None:
+def test_a_script_by_hand_runs_the_same_though_its_jobs_inherit_nothing(tmp_path: Path, make_campaign: Make) -> None:
     run = cli("plan", make_campaign(2, pods())).stdout.strip()
     script = ROOT / "sbatch" / "sandbox_pods.sbatch"
-    words = ["sbatch", "--parsable", "--array=0-1", "--mem=1G", "--time=10", "-o", str(tmp_path / "%a.log")]
+    words = ["sbatch", "--parsable", "--export=NONE", "--get-user-env=1", "--array=0-1", "--mem=1G", "--time=10"]
+    words += ["-o", str(tmp_path / "%a.log")]
     job = subprocess.check_output([*words, str(script), run], text=True).strip()
     until(
         lambda: [state.state for state in accounting.finished_jobs([job]).values()] == ["COMPLETED"] * 2,
@@ -78,37 +43,6 @@ def test_dry_run_prints_every_script_and_touches_nothing(tmp_path: Path, make_ca
     assert "#SBATCH --partition=cpu" in done.stdout
     assert "srun --export=ALL --mpi=" in done.stdout
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_pod_job_killed_half_way_is_resumed_with_every_rollout_once(make_campaign: Make) -> None:
-    campaign = make_campaign(6, pods(count=1), solution="sleep 2; echo 42 > answer")
-    run = Campaign.from_yaml(campaign).submit()
-    until(lambda: stored(run) >= 2, "first rollouts")
-    subprocess.run(["scancel", "--signal=KILL", "--full", *run.job_ids("pods")], check=True)
-    until(lambda: run.live_jobs(0) is not None and not run.pods_live(), "the pod is gone")
-    assert not run.ledger.finished
-    done = cli("resume", run.path)
-    assert done.returncode == 0, done.stderr
-    assert rows(run.path) == small_rows(6)
-
-
-def test_cancel_keeps_what_is_done(make_campaign: Make) -> None:
-    campaign = make_campaign(12, pods(count=1), agent="oracle", solution="sleep 6; echo 42 > answer")
-    run = Campaign.from_yaml(campaign).submit()
-    until(lambda: stored(run) >= 1, "first rollout")
-
-    def listed() -> str:
-        return str(json.loads(cli("list", run.path, "--json").stdout)[0]["state"])
-
-    assert listed() == "running"
-    found = json.loads(cli("cancel", run.path, "--json").stdout)
-    assert (found["before"], found["cancelled"], found["pods"]) == ("running", run.job_ids(), [])
-    until(lambda: not run.live_jobs(0), "all jobs are gone")
-    assert run.status()["state"] == "cancelled"
-    assert listed() == "cancelled"
-    assert cli("cancel", run.path).stdout == "nothing was queued or running\n"
-    cli("gather", run.path)
-    assert 1 <= len(rows(run.path)) < 12
 
 
 def test_ctrl_c_cancels_the_jobs(make_campaign: Make) -> None:
@@ -156,37 +90,3 @@ def test_what_slurm_refuses_is_said_in_its_own_words(make_campaign: Make) -> Non
     assert done.returncode == 3
     assert "qos" in done.stderr.lower()
     assert "Traceback" not in done.stderr
-
-
-def ranks_of(run: Run) -> dict[bool, list[int]]:
-    """Pids of a run's ranks on this host: ``True`` the workers (which have a runner as child), ``False`` rank 0."""
-    found: dict[bool, list[int]] = {True: [], False: []}
-    for pid in processes_of("megaflow_hpc.pod", str(run.path)):
-        found[bool(Path(f"/proc/{pid}/task/{pid}/children").read_text())].append(pid)
-    return found
-
-
-@pytest.mark.slow
-def test_lost_ranks_cost_their_rollouts_a_retry_and_nothing_else(make_campaign: Make) -> None:
-    extra = (
-        pods(count=1)
-        .replace("ranks_per_node: 2", "ranks_per_node: 3")
-        .replace("slots_per_rank: 2", "slots_per_rank: 1")
-    )
-    campaign = make_campaign(8, extra, agent="oracle", solution="sleep 3; echo 42 > answer")
-    run = Campaign.from_yaml(campaign).submit()
-
-    def starts() -> set[str]:
-        return {pod["pod"].rpartition(".")[2] for pod in run.status()["pods"]}
-
-    until(lambda: stored(run) >= 1, "first rollout")
-    os.kill(ranks_of(run)[True][0], signal.SIGKILL)
-    done = stored(run)
-    until(lambda: run.status()["retries"], "the worker's rollouts are tried again")
-    until(lambda: stored(run) > done, "the pod goes on")
-    assert starts() == {"0"}
-    os.kill(ranks_of(run)[False][0], signal.SIGKILL)
-    summary = run.wait(timeout_s=200)
-    assert summary["state"] == "finished"
-    assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(8)}
-    assert starts() == {"0", "1"}

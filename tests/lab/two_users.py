@@ -182,7 +182,7 @@ def pooled(say: Findings, shared: Path, alice: Account, bob: Account, stranger: 
     content = {
         "name": "pool",
         "model": model,
-        "pool": {"share": "group"},
+        "share": "group",
         "slurm": {"servers": {"partition": "gpu", "time": 20}},
     }
     file = alice.write("pool/campaign.yaml", yaml.safe_dump(content))

@@ -1,4 +1,4 @@
-"""A run directory with a ledger, rollouts for its blocks, and a clock that is set by hand."""
+"""Fixtures of the ledger's tests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megaflow_hpc.rundir.layout import RunDir
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
+    """A run directory with a ledger."""
     run = RunDir(tmp_path / "run")
     run.create()
     Ledger(run).create()

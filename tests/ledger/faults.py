@@ -1,17 +1,15 @@
-"""A run directory that misbehaves as network file systems do, and two pods and a reader that share it.
+"""Two pods and a reader share a run directory that misbehaves like a network file system.
 
-:class:`Faulty` lays the faults between the ledger and a real directory, for each pod its own:
+:class:`Faulty` injects faults between the ledger and a real directory, separately for each pod:
 
-* listings, leases and the existence of files are answered as they were up to ``stale_s`` ago;
-* a link that was made is answered with EEXIST, as when a lost reply made the client repeat the request;
-* opening fails with ESTALE; the file system is away for a moment (EIO);
-* a call takes so long that a lease runs out, before or after it is carried out.
+* listings, leases and the existence of files may be up to ``stale_s`` old;
+* a successful link is answered with EEXIST, as if a lost reply had made the client repeat the request;
+* opening fails with ESTALE, or the file system is away for a moment (EIO);
+* a call takes longer than a lease, before or after it is carried out.
 
-``--fuse`` gives each process a FUSE mount of its own instead, which misbehaves by itself
-(:mod:`tests.ledger.passthrough`).
+With ``--fuse`` each process has a FUSE mount of its own instead, which misbehaves (:mod:`tests.ledger.passthrough`).
 
-``python -m tests.ledger.faults DIRECTORY --scale 30`` is the long form: the leases of the product, pauses of a minute
-and more.
+``python -m tests.ledger.faults DIRECTORY --scale 30`` uses the real leases, and pauses of a minute and more.
 """
 
 from __future__ import annotations
@@ -46,11 +44,11 @@ from tests.ledger.passthrough import DEVICE, KINDS, device, mounted
 
 T = TypeVar("T")
 TIMES = Times(renew_s=1.0, commit_s=3.0, lease_s=6.0)
-"""A thirtieth of the product's."""
+"""A thirtieth of the real times."""
 STALE_S = 1.5
 PAUSE_S = 7.0
 STARTS = 40
-"""Starts of one element at most."""
+"""Most starts of one element."""
 
 
 class Acknowledged(NamedTuple):
@@ -84,13 +82,13 @@ class Faulty(Files):
             time.sleep(self._random.uniform(0.3, 1.0) * PAUSE_S * self._scale)
 
     def _fail(self) -> None:
-        for name, chance in (("ESTALE", 0.06), ("EIO", 0.002)):  # of 100 calls or more
+        for name, chance in (("ESTALE", 0.06), ("EIO", 0.002)):  # so that they happen in 100 calls
             if self._faults and self._random.random() < chance:
                 self.met[name] += 1
                 raise OSError(getattr(errno, name), "as the test has it")
 
     def _cached(self, call: Names | Read | There, found: Any) -> Any:
-        """What is there, or what was there a moment ago."""
+        """Returns the current answer, or one from a moment ago."""
         now = time.monotonic()
         known = [(then, old) for then, old in self._old.get(call, []) if now - then < STALE_S * self._scale]
         self._old[call] = [*known, (now, found)]
@@ -124,7 +122,7 @@ def rollouts(count: int) -> list[Rollout]:
 
 
 def work(path: str, name: str, seed: int, scale: float, injected: bool, said: Any) -> None:
-    """One element: starts anew whenever its pod was fenced, until the campaign is finished."""
+    """Runs one element, which restarts whenever its pod was fenced, until the campaign is finished."""
     run, met = RunDir(path), []
     acknowledged: list[Acknowledged] = []
     for start in range(STARTS):
@@ -196,7 +194,7 @@ def _carry_out(
 
 
 def read(path: str, said: Any) -> None:
-    """A reader that follows the campaign, as a trainer does: (rollout, epoch) of each result as it is given out."""
+    """Follows the campaign as a trainer does. Reports the rollout and epoch of each result."""
     run, given = RunDir(path), []
     for row in follow(run, lambda: again(lambda: Ledger(run).finished), poll_s=0.2):
         given.append(again(lambda row=row: (row.id, row.epoch)))  # rows are read when they are looked at
@@ -204,7 +202,7 @@ def read(path: str, said: Any) -> None:
 
 
 def again(read: Callable[[], T]) -> T:
-    """Reads until the file system lets it, as a pod's I/O thread does at each turn."""
+    """Reads until the file system permits it, as a pod's I/O thread does."""
     while True:
         try:
             return read()
@@ -217,11 +215,11 @@ def again(read: Callable[[], T]) -> T:
 def campaign(
     paths: list[Path], real: Path, seed: int, count: int = 40, scale: float = 1.0, injected: bool = True
 ) -> list[dict[str, Any]]:
-    """Two elements and a reader on one run directory, each by its own path; what the elements said, once checked.
+    """Runs two elements and a reader on one run directory, each with its own path. Returns the elements' reports.
 
     Raises:
-        AssertionError: a rollout is missing or double, something acknowledged does not count, or the reader was given
-            something that is not the result.
+        AssertionError: a rollout is missing or double, an acknowledged result does not count, or the reader got a
+            record that is not the result.
     """
     run = RunDir(real)
     write_blocks(run, rollouts(count), size=4)
@@ -270,7 +268,7 @@ def prepare(real: Path) -> None:
 
 
 def on_fuse(real: Path, seed: int, scale: float, count: int) -> dict[str, Any]:
-    """The campaign with a mount of its own for each process; in a user and mount namespace of the caller's own."""
+    """Runs the campaign with a mount for each process. The caller needs its own user and mount namespace."""
     prepare(real)
     places = [real.parent / f"{real.name}.{name}" for name in ("first", "second", "reader")]
     with mounted(real, places, seed, STALE_S * scale, PAUSE_S * scale) as met:
@@ -281,7 +279,7 @@ def on_fuse(real: Path, seed: int, scale: float, count: int) -> dict[str, Any]:
 
 
 def attributes_are_old(real: Path, place: Path, stale_s: float) -> bool:
-    """Whether a mount shows for a while what is no more; it must show what is there in the end."""
+    """Tells whether a mount shows old attributes for a while. In the end it must show the current ones."""
     name = "logs/grows"
     (real / name).write_bytes(b"")
     before = os.stat(place / name).st_size
@@ -300,7 +298,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--fuse", action="store_true", help="through FUSE mounts")
-    parser.add_argument("--mount", type=Path, nargs=3, help="ways to it that misbehave by themselves: pods, reader")
     parser.add_argument("--scale", type=float, default=1.0, help="of all times; 30: those of the product")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=40, help="rollouts")
@@ -316,8 +313,7 @@ def main() -> None:
         found: Any = on_fuse(real, seed, scale, count)
     else:
         prepare(real)
-        paths = arguments.mount or [real] * 3
-        found = summary(campaign(paths, real, seed, count, scale, injected=not arguments.mount))
+        found = summary(campaign([real] * 3, real, seed, count, scale))
     json.dump(found, sys.stdout, indent=1)
 
 

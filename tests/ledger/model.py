@@ -1,10 +1,9 @@
-"""Every interleaving of pods on one ledger, by exhaustion. The rules of the ledger and of winners are the product's;
-the file system, the clock and the journals are a model.
+"""Explores every interleaving of pods on one ledger. The rules of the ledger and of winners are the real ones. The file
+system, the clock and the journals are a model.
 
-A *state* is the files, the journals, the time and, for each process, the answers that its calls have had so far. From
-each state every process may carry out its next call, may crash, or time may go on by one unit: a process that is not
-chosen while time goes on is paused. What a listing or a reading answers may be old, by as much as a cache may be.
-States that were met before, by whatever path, are not followed again.
+A *state* is the files, the journals, the time and, for each process, the answers to its calls so far. From each state
+every process may carry out its next call or crash, or time may advance by one unit: a process that is not chosen
+meanwhile is paused. Listings and readings may be old, by as much as a cache may be. Each state is followed once.
 """
 
 from __future__ import annotations
@@ -47,24 +46,24 @@ Files = frozenset[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Wait:
-    """Until time has gone on."""
+    """Waits until time advances."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """The rollouts of a block, which never change."""
+    """Reads the rollouts of a block, which never change."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Ids that a reader would find stored."""
+    """Reads the ids of the stored rollouts."""
 
 
 @dataclass(frozen=True)
 class Append:
-    """One record, durable at once."""
+    """Appends one record, which is durable at once."""
 
     rollout: str
     block: int
@@ -81,25 +80,25 @@ class Acknowledged:
 
 @dataclass(frozen=True)
 class Journals:
-    """Everything in all journals."""
+    """Reads all journals."""
 
 
 @dataclass(frozen=True)
 class Saw:
-    """What a reader gave out."""
+    """Reports what a reader returned."""
 
     entries: tuple[RecordEntry, ...]
 
 
 @dataclass(frozen=True)
 class Here:
-    """Says all that the rest of a program depends on: paths that lead to the same are one."""
+    """Reports everything that the rest of a program depends on, so that equal paths are merged."""
 
     memory: str
 
 
 class Broken(AssertionError):
-    """An invariant does not hold; the message tells the path."""
+    """An invariant does not hold."""
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------
@@ -112,10 +111,10 @@ def pod(
     drains: bool = False,
     times: Times = TIMES,
 ) -> Program:
-    """A pod: claims, commits one rollout at a time, marks done; as the I/O thread and its claimed blocks do.
+    """A pod that claims, commits one rollout at a time and marks done, as the I/O thread does.
 
     Args:
-        gives: it hands the last rollout of each block back before it begins.
+        gives: it hands off the last rollout of each block before it begins.
         drains: it releases its block after one rollout.
     """
     identity = PodIdentity(*name.split("."))
@@ -161,15 +160,16 @@ def pod(
 
 
 def _memory(mine: LedgerRules) -> str:
-    """All that a pod knows, by value."""
+    """Returns the whole knowledge of a pod."""
     return repr(vars(mine))
 
 
 def adder(name: str, token: str, number: int, size: int = 1, closes: str = "", how: Adding = add) -> Program:
-    """Adds blocks of one rollout each with a token, and lets the campaign end if it is the one that keeps it open.
+    """Adds blocks of one rollout each with a token, and then removes an open lease.
 
     Args:
-        number: names the task of their rollouts.
+        number: names the task of the rollouts.
+        closes: the consumer whose open lease is removed.
     """
     blocks = [(Rollout(f"t{number}", "p", n, "nop"),) for n in range(size)]
     placed = yield from how(blocks, token, name)
@@ -184,7 +184,7 @@ def adder(name: str, token: str, number: int, size: int = 1, closes: str = "", h
 
 
 def reader() -> Program:
-    """One look: journals first, then seals."""
+    """Reads once: journals first, then seals."""
     entries = yield Journals()
     claimed = sorted(pairs((yield Names(CLAIMS))))
     read = []
@@ -201,16 +201,16 @@ def reader() -> Program:
 
 
 class State(NamedTuple):
-    """A tuple, because some hundred thousand of them are made."""
+    """A state. A tuple, because hundreds of thousands are made."""
 
     time: int
     files: Files
     before: tuple[Files, ...]
-    """The files at the end of each of the last units of time, the oldest first."""
+    """The files at the end of the last units of time, the oldest first."""
     journals: frozenset[tuple[str, tuple[tuple[str, int, int, int], ...]]]
     """Owner → (rollout, block, epoch, time) of each record."""
     processes: tuple[tuple[str, int], ...]
-    """Name, and a number that stands for all answers it has had."""
+    """Name, and a number that identifies all answers so far."""
     acknowledged: frozenset[tuple[str, int]] = frozenset()
     """Owner and number of a record."""
     settled: frozenset[tuple[str, str, int]] = frozenset()
@@ -224,21 +224,21 @@ class State(NamedTuple):
 class Model:
     """
     Args:
-        programs: by name; those in ``later`` begin when the process they follow has crashed.
-        blocks: rollout ids (of one task each) by number of the block.
-        may_crash: names of processes that may crash, once in all.
-        units: how far time goes.
-        fixed: rooms that nothing changes here: when they are read makes no difference.
-        told: a crash is marked at once, as Slurm would say it.
-        prompt: processes for which time does not go on before they wait: they are never paused.
-        stale: units of time by which answers may be old,
-        cached: where the path asked for begins with this.
-        eager: a clock is read right after the call before it, which leaves out no behaviour that is more dangerous.
-        gone: pods that are marked as gone from the beginning, and live.
-        deceived: who is taken for gone may live and renew its lease. What it acknowledges then may be void; it is run
-            again, and counts once when all is done.
-        opened: consumers whose open lease is there from the beginning; one of them may close it.
-        adds: blocks are added by somebody who need not keep the campaign open: pods may leave before.
+        programs: programs by name. Those in ``later`` begin when the process they follow has crashed.
+        blocks: number of the block → number of its rollouts, of one task.
+        may_crash: processes that may crash, one of them once.
+        units: last unit of time.
+        fixed: directories that nothing changes here, so that it does not matter when they are read.
+        told: a crash is marked at once, as Slurm reports it.
+        prompt: processes that are never paused: time does not advance before they wait.
+        stale: units of time by which answers may be old.
+        cached: only paths that begin with this may be old.
+        eager: a clock is read right after the call before it, which leaves out no more dangerous behaviour.
+        gone: living pods that are marked as gone from the beginning.
+        deceived: a pod that is taken for gone may be alive and renew its lease. What it acknowledges then may be void;
+            it runs again, and counts once when all is done.
+        opened: consumers whose open lease exists from the beginning. One of them may close it.
+        adds: blocks are added without an open lease, so pods may leave before.
     """
 
     programs: Mapping[str, Callable[[], Program]]
@@ -272,7 +272,7 @@ class Model:
         self._best: dict[tuple[Any, ...], dict[str, RecordEntry]] = {}
 
     def explore(self) -> Model:
-        """Goes through every state.
+        """Explores every state.
 
         Raises:
             Broken: an invariant does not hold in one of them.
@@ -346,11 +346,11 @@ class Model:
         return state._replace(processes=tuple(processes))
 
     def _at_once(self, state: State, call: Any) -> bool:
-        """Whether a call makes no difference to the others, nor they to it."""
+        """Tells whether a call and the other processes cannot affect each other."""
         if isinstance(call, Names):
             return call.directory in (self.fixed if self.opened else (*self.fixed, OPEN))
         if isinstance(call, Read):
-            # What no cache can miss any more, and never changes.
+            # Files that every cache shows and that never change.
             oldest = (*state.before, state.files)[0]
             return call.path in self._dict(oldest) and not call.path.startswith((LEASES, FINISHED, OPEN))
         return isinstance(call, Here | Acknowledged | Block) or (self.eager and isinstance(call, Clock))
@@ -372,7 +372,7 @@ class Model:
         return self._numbers[key]
 
     def _call(self, name: str, history: int) -> Any:
-        """What a process that had these answers asks next; a string when it has ended."""
+        """Returns the next call of a process after these answers, or a string when it has ended."""
         key = name, history
         if key not in self._pending:
             answers, number = [], history
@@ -499,7 +499,7 @@ class Model:
             raise Broken(f"finished at {state.time} without {missing}: {sorted(state.files)}")
 
     def _rollouts(self, state: State) -> set[str]:
-        """The rollouts of all blocks; each must be in one that no pod handed off, and in no other."""
+        """Returns the rollouts of all planned blocks. Each must be in exactly one of them."""
         found: list[str] = []
         for path, content in state.files:
             if path.startswith(f"{TASKS}/") and int(path[6:-5]) < FIRST_HANDED_OFF:
@@ -529,7 +529,7 @@ class Model:
 
 
 def finished(files: Mapping[str, str]) -> bool:
-    """Whether there is a finished mark that counts."""
+    """Tells whether a finished mark exists and counts."""
     said = json.loads(files[FINISHED]) if FINISHED in files else None
     return counts_all(said, planned(_look(files, Names(TASKS)))) and not _look(files, Names(OPEN))
 

@@ -1,17 +1,15 @@
-"""A directory seen through FUSE as network file systems show one: late, repeated, and sometimes not at all.
+"""A directory seen through FUSE that behaves like a network file system: late, repeated, and sometimes not at all.
 
-Each mount has a server of its own and so a kernel cache of its own, as two clients of a file server have:
+Each mount has its own server and kernel cache, like a client of a file server:
 
-* attributes, names and what is not there are believed by the kernel for ``stale_s``; listings and leases are answered
-  as they were up to ``stale_s`` ago;
-* a link that was made is answered with EEXIST, and a rename in the ledger with ENOENT, as when a lost reply made the
+* the kernel caches attributes, names and missing names for ``stale_s``; listings and leases may be that old too;
+* a successful link is answered with EEXIST, and a rename in the ledger with ENOENT, as if a lost reply had made the
   client repeat the request;
-* in the ledger, in the blocks, and where journals are read, files fail to open with ESTALE, and requests with EIO (what
-  the writer of a journal does of errors is its own matter);
-* a request takes so long that a lease runs out, before or after it is carried out.
+* in the ledger, in the blocks, and when journals are read, opening fails with ESTALE and requests with EIO;
+* a request takes longer than a lease, before or after it is carried out.
 
-A mount is made in a user namespace (``unshare -Urm``), for which the device must be opened within it: by an ordinary
-user where ``/dev/fuse`` is open to users, else through the device that :data:`DEVICE` names.
+A mount is made in a user namespace (``unshare -Urm``), in which the device must be opened: ``/dev/fuse`` if users may
+open it, or the device that :data:`DEVICE` names.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ DEVICE = "MEGAFLOW_FUSE"
 """Environment variable with the path of a FUSE device that this user may open."""
 KINDS = ("stale", "replayed", "ESTALE", "EIO", "pauses")
 ERRORS = {"ESTALE": (0.015, 3), "EIO": (0.0003, 1)}
-"""Chance of a request in the ledger, and how many in a row fail then: a first ESTALE the kernel keeps to itself."""
+"""Chance of each error, and the number of requests in a row that fail: the kernel hides a first ESTALE."""
 PAUSES = 0.002
 REPLAYED, RENAMED = 0.4, 0.1
 """Chances of a link and of a rename."""
@@ -41,13 +39,13 @@ _NOSUID_NODEV = 6
 
 
 def device() -> str:
-    """A FUSE device that this user may open; empty if there is none."""
+    """Returns a FUSE device that this user may open, empty if there is none."""
     named = os.environ.get(DEVICE) or "/dev/fuse"
     return named if os.access(named, os.R_OK | os.W_OK) else ""
 
 
 def _misbehaves(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation on a path that may be late, before or after it is carried out, or fail."""
+    """Makes an operation on a path late, before or after it is carried out, or makes it fail."""
 
     @functools.wraps(operation)
     def tried(self: Passthrough, path: str, *rest: Any) -> Any:
@@ -61,7 +59,7 @@ def _misbehaves(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Passthrough:
-    """What a mount's server does.
+    """The server of a mount.
 
     Args:
         met: counts the faults, in the order of :data:`KINDS`.
@@ -99,7 +97,7 @@ class Passthrough:
             raise OSError(getattr(errno, self._failing.pop()), "as the test has it")
 
     def cached(self, kind: str, path: str, found: Any) -> Any:
-        """What is there, or what was there a moment ago."""
+        """Returns the current answer, or one from a moment ago."""
         now = time.monotonic()
         known = [(then, old) for then, old in self._old.get((kind, path), []) if now - then < self._stale_s]
         self._old[kind, path] = [*known, (now, found)]
@@ -198,9 +196,9 @@ def _serve(descriptor: int, real: Path, seed: int, stale_s: float, *more: Any) -
 
 @contextlib.contextmanager
 def mounted(real: Path, places: list[Path], seed: int, stale_s: float, pause_s: float) -> Iterator[dict[str, Any]]:
-    """Mounts ``real`` at each of ``places``, until the end; gives the faults met so far, by kind, as a live count.
+    """Mounts ``real`` at each of ``places`` until the end. Yields live counts of the faults, by kind.
 
-    To be called in a user and mount namespace of one's own: it ends with its last process, and the mounts with it.
+    Call it in a user and mount namespace of your own, which ends with its last process, as do the mounts.
     """
     context = multiprocessing.get_context("fork")
     met: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Blocks are added while a campaign runs, once; and an open lease keeps it open, and pods waiting for a while."""
+"""Blocks are added once while a campaign runs. An open lease keeps it open, and pods waiting for a while."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import FINISHED, Marks
 from megaflow_hpc.types import Rollout
 from tests.support.ledgers import Clock, rollouts
+from tests.support.waiting import until
 
 
 def batch(again: int, tasks: int = 6) -> list[Rollout]:
@@ -28,43 +29,49 @@ def ids(run: RunDir) -> list[str]:
     return sorted(rollout.id for block in read_blocks(run) for rollout in block.rollouts)
 
 
-def work(run: RunDir, pod: Ledger) -> int:
-    """Claims and ends what there is; returns how many blocks that was."""
+def registered(run: RunDir, name: str = "a", clock: Clock | None = None) -> Ledger:
+    pod = Ledger(run, PodIdentity(name, "0"), clock or Clock())
+    pod.register()
+    return pod
+
+
+def work(pod: Ledger) -> int:
+    """Claims and ends every block. Returns their number."""
     done = 0
-    while (claim := pod.claim(lambda owner: 0)) is not None:
+    for claim in iter(lambda: pod.claim(lambda owner: 0), None):
         pod.mark_done(claim)
         done += 1
     return done
 
 
-class Slow(Files):
-    """Tells when it is about to make a block public, so that it can be killed there."""
+class Dying(Files):
+    """Kills this process after some hard links."""
 
-    def __init__(self, run: RunDir, stop: int) -> None:
+    def __init__(self, run: RunDir, links: int) -> None:
         super().__init__(run)
-        self.left = stop
+        self.links = links
 
     def _hard_link(self, private: Path, target: Path) -> None:
-        self.left -= 1
-        if self.left < 0:
+        if not self.links:
             os.kill(os.getpid(), signal.SIGKILL)
+        self.links -= 1
         super()._hard_link(private, target)
 
 
 def add_and_die(run: RunDir, links: int) -> None:
     from megaflow_hpc.ledger import blocks
 
-    blocks.Files = lambda run: Slow(run, links)  # type: ignore[assignment,misc]
+    blocks.Files = lambda run: Dying(run, links)  # type: ignore[assignment,misc]
     add_blocks(run, batch(1), "p.000001", size=2)
 
 
 @pytest.mark.parametrize("links", range(8))
-def test_a_batch_is_added_once_by_whoever_comes_after_one_that_was_killed(run: RunDir, links: int) -> None:
+def test_a_batch_is_added_once_although_its_adder_was_killed(run: RunDir, links: int) -> None:
     write_blocks(run, batch(0), size=4)
     process = multiprocessing.get_context("fork").Process(target=add_and_die, args=(run, links))
     process.start()
     process.join()
-    assert process.exitcode == (-signal.SIGKILL if links < 7 else 0)  # six blocks, and what is said of them
+    assert process.exitcode == (-signal.SIGKILL if links < 7 else 0)  # six blocks and their record
     add_blocks(run, batch(2, 1), "another", size=2)
     numbers = add_blocks(run, batch(1), "p.000001", pods=3)  # cut as the first one had cut it
     assert add_blocks(run, batch(1), "p.000001") == numbers
@@ -102,58 +109,50 @@ def test_a_token_is_of_one_batch_and_names_a_file(run: RunDir) -> None:
 
 def test_a_finished_mark_that_comes_late_does_not_count(run: RunDir) -> None:
     write_blocks(run, rollouts(1), size=1)
-    pod = Ledger(run, PodIdentity("a", "0"))
-    pod.register()
-    assert work(run, pod) == 1
+    pod = registered(run)
+    assert work(pod) == 1
     late = (run.path / FINISHED).read_bytes()
     assert pod.finished
     add_blocks(run, batch(1, 1), "p.1")
     assert not pod.finished
     (run.path / FINISHED).write_bytes(late)
     assert not pod.finished
-    assert work(run, pod) == 1
+    assert work(pod) == 1
     assert pod.finished
 
 
 def test_a_campaign_is_open_until_the_last_consumer_closes_it_and_pods_wait_for_one_that_renews(run: RunDir) -> None:
     clock = Clock()
-    pod = Ledger(run, PodIdentity("a", "0"), clock)
-    pod.register()
+    pod = registered(run, clock=clock)
     ours, theirs = OpenLease(run, "default"), OpenLease(run, "other")
     for lease in (ours, theirs):
         lease.open()
-    assert work(run, pod) == 0
+    assert work(pod) == 0
     assert (pod.seen.opened, pod.seen.awaited, pod.finished) == (True, True, False)
     add_blocks(run, batch(0), "default.0", size=4)
-    assert work(run, pod) == 3
+    assert work(pod) == 3
     assert (pod.seen.awaited, pod.finished) == (True, False)
     theirs.close()
-    for _ in range(int(TIMES.open_s // 60) - 1):
+
+    def awaited_after_a_minute() -> bool:
         clock.now += 60.0
         pod.renew()
-        assert work(run, pod) == 0
-        assert pod.seen.awaited
-    clock.now += 60.0
-    pod.renew()
-    assert work(run, pod) == 0
-    assert (pod.seen.opened, pod.seen.awaited, pod.finished) == (True, False, False), (
-        "it need not wait; nothing is finished"
-    )
+        assert work(pod) == 0
+        return pod.seen.awaited
+
+    assert all(awaited_after_a_minute() for _ in range(int(TIMES.open_s // 60) - 1))
+    assert not awaited_after_a_minute()
+    assert (pod.seen.opened, pod.finished) == (True, False), "the pod need not wait, but nothing is finished"
     ours.put()
-    clock.now += 60.0
-    pod.renew()
-    assert work(run, pod) == 0
-    assert pod.seen.awaited
+    assert awaited_after_a_minute()
     ours.close()
-    assert pod.finished, "whoever closes it says so: of pods there may be none left"
-    assert work(run, pod) == 0
+    assert pod.finished, "the consumer writes the mark, because no pod may be left"
+    assert work(pod) == 0
     assert not pod.seen.opened
 
 
-def test_what_one_pod_finds_out_for_all_tells_of_consumers(run: RunDir) -> None:
-    leader, other = (Ledger(run, PodIdentity(name, "0"), Clock()) for name in "ab")
-    for pod in (leader, other):
-        pod.register()
+def test_a_survey_includes_the_consumers(run: RunDir) -> None:
+    leader, other = (registered(run, name) for name in "ab")
     lease = OpenLease(run, "default")
     lease.open()
 
@@ -164,14 +163,14 @@ def test_what_one_pod_finds_out_for_all_tells_of_consumers(run: RunDir) -> None:
         other.follow(operation.result.survey)
 
     survey()
-    assert work(run, other) == 0
+    assert work(other) == 0
     assert other.seen.awaited
     write_blocks(run, rollouts(1))
     survey()
-    assert work(run, other) == 1
+    assert work(other) == 1
     lease.close()
     survey()
-    assert work(run, other) == 0
+    assert work(other) == 0
     assert (other.seen.opened, other.finished) == (False, True)
 
 
@@ -192,10 +191,8 @@ def test_a_thread_renews_the_lease_until_its_owner_leaves_it_open(run: RunDir, m
     monkeypatch.setattr("megaflow_hpc.ledger.open_lease.RENEW_S", 0.02)
     path, lease = run.ledger / "open" / "default", OpenLease(run, "default")
     lease.keep()
-    first, end = path.read_text(), time.monotonic() + 30
-    while path.read_text() == first:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    first = path.read_text()
+    until(lambda: path.read_text() != first, "the lease is renewed", 30)
     lease.leave()
     last = path.read_text()
     time.sleep(0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from typing import Any
 
 import pytest
 
@@ -26,30 +27,29 @@ def nothing(owner: str) -> int:
     return 0
 
 
-def claim_all(path: str, name: str, barrier: object) -> list[int]:
-    ledger = pod(RunDir(path), name)
-    barrier.wait()  # type: ignore[attr-defined]
-    claims = []
-    while (claim := ledger.claim(nothing)) is not None:
-        claims.append(claim.block)
-    return claims
+def claimed(ledger: Ledger) -> Claim:
+    claim = ledger.claim(nothing)
+    assert claim is not None
+    return claim
 
 
-def _claim_into(path: str, name: str, barrier: object, queue: object) -> None:
-    queue.put(claim_all(path, name, barrier))  # type: ignore[attr-defined]
+def claim_all(run: RunDir, name: str, barrier: Any, queue: Any) -> None:
+    ledger = pod(run, name)
+    barrier.wait()
+    queue.put([claim.block for claim in iter(lambda: ledger.claim(nothing), None)])
 
 
 def test_every_block_goes_to_exactly_one_of_many_processes(run: RunDir) -> None:
     write_blocks(run, rollouts(60), size=1)
     context = multiprocessing.get_context("fork")
     barrier, queue = context.Barrier(4), context.Queue()
-    processes = [context.Process(target=_claim_into, args=(str(run), f"p{i}", barrier, queue)) for i in range(4)]
+    processes = [context.Process(target=claim_all, args=(run, f"p{i}", barrier, queue)) for i in range(4)]
     for process in processes:
         process.start()
-    claimed = [block for _ in processes for block in queue.get(timeout=60)]
+    blocks = [block for _ in processes for block in queue.get(timeout=60)]
     for process in processes:
         process.join()
-    assert sorted(claimed) == list(range(60))
+    assert sorted(blocks) == list(range(60))
 
 
 def test_the_samples_of_a_group_stay_in_one_block() -> None:
@@ -149,8 +149,7 @@ def test_a_pod_that_could_not_renew_must_not_commit(run: RunDir) -> None:
 def test_a_block_that_was_taken_over_is_not_marked_done_by_its_former_owner(run: RunDir) -> None:
     write_blocks(run, rollouts(1), size=1)
     slow = pod(run, "slow")
-    claim = slow.claim(nothing)
-    assert claim is not None
+    claim = claimed(slow)
     Ledger(run).mark_gone("slow.0")
     assert pod(run, "next").claim(nothing) == Claim(0, 1)
     with pytest.raises(LedgerError, match="taken over"):
@@ -175,9 +174,7 @@ def test_the_last_block_done_finishes_the_campaign_and_new_blocks_reopen_it(run:
     ledger = pod(run, "a")
     for _ in range(2):
         assert not ledger.finished
-        claim = ledger.claim(nothing)
-        assert claim is not None
-        ledger.mark_done(claim)
+        ledger.mark_done(claimed(ledger))
     assert ledger.finished
     write_blocks(run, rollouts(1), size=1)
     assert not ledger.finished
@@ -187,10 +184,8 @@ def test_the_last_block_done_finishes_the_campaign_and_new_blocks_reopen_it(run:
 def test_a_block_is_done_or_taken_over_though_neither_pod_knows_of_the_other(run: RunDir) -> None:
     write_blocks(run, rollouts(2), size=1)
     slow, swift = pod(run, "slow"), pod(run, "swift")
-    first, second = slow.claim(nothing), slow.claim(nothing)
-    assert first is not None
-    assert second is not None
-    Ledger(run).mark_gone("slow.0")  # a mistake: it lives, and its fence is open
+    first, second = claimed(slow), claimed(slow)
+    Ledger(run).mark_gone("slow.0")  # by mistake: it is alive, and its fence is open
 
     def meanwhile(owner: str) -> int:
         slow.mark_done(first)  # after the journal was measured, before the claim
@@ -210,8 +205,7 @@ def test_a_block_is_done_or_taken_over_though_neither_pod_knows_of_the_other(run
 def test_a_done_block_whose_mark_was_not_written_is_marked_by_whoever_looks(run: RunDir, mark: str) -> None:
     write_blocks(run, rollouts(1), size=1)
     holder = pod(run, "holder")
-    claim = holder.claim(nothing)
-    assert claim is not None
+    claim = claimed(holder)
     holder.mark_done(claim)
     (run.ledger / "finished").unlink()
     (done,) = (run.ledger / "done").iterdir()
@@ -225,14 +219,6 @@ def test_a_done_block_whose_mark_was_not_written_is_marked_by_whoever_looks(run:
     assert [path.name for path in (run.ledger / "done").iterdir()] == [done.name]
     assert who.claim(nothing) is None
     assert who.finished
-
-
-def test_done_marks_of_before_have_no_epoch(run: RunDir) -> None:
-    write_blocks(run, rollouts(2), size=1)
-    (run.ledger / "done" / "000000.0").touch()
-    assert Ledger(run).view().done == {0}
-    assert Ledger(run).seals() == {}
-    assert pod(run, "a").claim(nothing) == Claim(1, 0)
 
 
 def test_a_start_ends_when_it_sees_a_later_one_of_its_element(run: RunDir) -> None:

@@ -1,4 +1,4 @@
-"""Two pods and a reader share a run directory that misbehaves as network file systems do: every rollout counts once."""
+"""Every rollout counts once although the run directory misbehaves like a network file system."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ledger.faults import campaign, prepare
 from tests.ledger.passthrough import DEVICE, device
 
 SCALE = 0.3
-"""A hundredth of the product's times."""
+"""A hundredth of the real times."""
 
 
 @pytest.mark.slow

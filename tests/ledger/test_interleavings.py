@@ -1,5 +1,4 @@
-"""The ledger's rules hold in every interleaving of two pods and a reader, and each is needed: whatever is broken on
-purpose is found."""
+"""The ledger's rules hold in every interleaving of two pods and a reader. Each rule is needed: breaking it is found."""
 
 from __future__ import annotations
 
@@ -42,24 +41,24 @@ def two(make: Make = LedgerRules, **more: Any) -> Model:
 def paused(
     make: Make = LedgerRules, who: str = "a.0", times: Times = TIMES, size: int = 1, units: int = 7, **more: Any
 ) -> Model:
-    """The same for longer than a lease; one of them may pause anywhere for as long as it likes."""
+    """The same for longer than a lease. ``who`` may pause anywhere for any time."""
     programs = {name: partial(pod, name, make, times=times) for name in ("a.0", "b.0")}
     return Model(programs, {0: size}, units, prompt=("b.0" if who == "a.0" else "a.0",), **more)
 
 
 def crashed(make: Make = LedgerRules) -> Model:
-    """One dies anywhere and Slurm says so at once; who dies without that is one that pauses for ever."""
+    """One pod dies anywhere, and Slurm reports it at once. Without a report, death is a pause for ever."""
     return two(make, units=0, may_crash=("a.0",), told=True, fixed=(RELEASED, TASKS))
 
 
 def requeued(make: Make = LedgerRules) -> Model:
-    """The element's next start follows its crash; a second pod claims as well. No time goes by: no lease expires."""
+    """The element's next start follows its crash, and a second pod claims too. No time passes, so no lease expires."""
     programs = {name: partial(pod, name, make) for name in ("a.0", "a.1", "b.0")}
     return Model(programs, {0: 1}, units=0, may_crash=("a.0",), later={"a.1": "a.0"}, prompt=("a.1",))
 
 
 def giving(make: Make = LedgerRules, units: int = 0, times: Times = TIMES, blocks: int = 1) -> Model:
-    """A pod hands one of two rollouts back, and may die anywhere in this, or, over time, pause."""
+    """A pod hands off one of two rollouts. It may die anywhere in this or, with ``units``, pause."""
     programs = {
         "a.0": partial(pod, "a.0", make, gives=True, times=times),
         "b.0": partial(pod, "b.0", make, times=times),
@@ -75,13 +74,13 @@ def drained(make: Make = LedgerRules) -> Model:
 
 
 def living(make: Make = LedgerRules) -> Model:
-    """The element's next start takes over from an earlier one that goes on: its node was lost to Slurm alone."""
+    """The element's next start takes over from an earlier one that is alive: only Slurm has lost its node."""
     programs = {name: partial(pod, name, make) for name in ("a.0", "a.1")}
     return Model(programs, {0: 2}, units=1, fixed=(GONE, RELEASED, TASKS), deceived=True)
 
 
 def mistaken(make: Make = LedgerRules) -> Model:
-    """A pod that lives is marked as gone, and another claims as well."""
+    """A living pod is marked as gone, and another pod claims too."""
     programs = {name: partial(pod, name, make) for name in ("a.0", "b.0")}
     return Model(programs, {0: 2}, units=0, gone=("a.0",), deceived=True)
 
@@ -93,20 +92,20 @@ def read() -> Model:
 
 
 def added(make: Make = LedgerRules, how: Adding = add, units: int = 0) -> Model:
-    """Somebody adds two blocks while the last pod finishes, and keeps no lease: the pod may have left."""
+    """Two blocks are added, without an open lease, while the last pod finishes. The pod may have left."""
     programs = {"a.0": partial(pod, "a.0", make), "adder": partial(adder, "adder", "x", 7, 2, how=how)}
     return Model(programs, {0: 1}, units, fixed=(GONE, RELEASED), stale=1, cached=TASKS, adds=True)
 
 
 def adding(how: Adding = add) -> Model:
-    """Who adds three blocks dies anywhere, and another with the same token follows; a third adds one of its own."""
+    """An adder of three blocks dies anywhere, another with its token follows, and a third adds a block of its own."""
     adders = {name: partial(adder, name, "x", 7, 3, how=how) for name in ("x.0", "x.1")}
     programs = {**adders, "y.0": partial(adder, "y.0", "y", 8)}
     return Model(programs, {0: 1}, 0, ("x.0",), later={"x.1": "x.0"}, stale=0, fixed=())
 
 
 def together(how: Adding = add) -> Model:
-    """Two add the same at the same time: one was taken for dead. A third adds one of its own."""
+    """Two adders add the same at the same time, because one was taken for dead. A third adds a block of its own."""
     adders = {name: partial(adder, name, "x", 7, 2, how=how) for name in ("x.0", "x.1")}
     return Model({**adders, "y.0": partial(adder, "y.0", "y", 8)}, {0: 1}, 0, stale=0, fixed=())
 
@@ -146,7 +145,7 @@ def test_every_interleaving_keeps_every_rollout_once(scene: str) -> None:
     print(f"{scene}: {model.states} states")
     # Paths that lead to the same are one: the scene of a single block and one adder is the smallest.
     assert model.states > (400 if scene == "adding while the last pod finishes" else 1000)
-    assert model.ends >= ends  # that it was met at all: a model in which nothing happens proves nothing
+    assert model.ends >= ends  # a model in which nothing happens proves nothing
     assert model.epochs == epochs
 
 
@@ -154,7 +153,7 @@ def test_every_interleaving_keeps_every_rollout_once(scene: str) -> None:
 
 
 class SealsAtFirstSight(LedgerRules):
-    """Measures a journal when its pod is looked at, not when it is known to be gone."""
+    """Measures a journal when its pod's lease is read, not when the pod is known to be gone."""
 
     def _look_after(self, owners: Any) -> Steps[set[str]]:
         for owner in sorted(owners):
@@ -167,7 +166,7 @@ class SealsAtFirstSight(LedgerRules):
 
 
 class CommitsWithoutLooking(LedgerRules):
-    """Believes that what it began in time became durable in time."""
+    """Assumes that a commit that began in time also ended in time."""
 
     def committed(self, commit: Any) -> Steps[bool]:
         if not (yield from self.may_commit()):
@@ -177,7 +176,7 @@ class CommitsWithoutLooking(LedgerRules):
 
 
 class RenewsTooLate(LedgerRules):
-    """Renews a lease that others may have seen expire."""
+    """Renews a lease that other pods may have seen expire."""
 
     def renew(self, force: bool = False) -> Steps[None]:
         now = yield Clock()
@@ -186,7 +185,7 @@ class RenewsTooLate(LedgerRules):
 
 
 class ReadsTheClockAfterwards(LedgerRules):
-    """Counts its lease from after it was written: a pause in between makes it look younger than others see it."""
+    """Counts its lease from after it was written. A pause in between makes it look too young."""
 
     def renew(self, force: bool = False) -> Steps[None]:
         now, lease = (yield Clock()), self.lease
@@ -198,7 +197,7 @@ class ReadsTheClockAfterwards(LedgerRules):
 
 
 class TakesOverAtOnce(LedgerRules):
-    """Takes any pod that has a lease for gone."""
+    """Assumes that every pod with a lease is gone."""
 
     def _look_after(self, owners: Any) -> Steps[set[str]]:
         yield Names(GONE)
@@ -212,7 +211,7 @@ class ForgetfulHandOffs(HandOffs):
 
 
 class ForgetsWhatWasGiven(LedgerRules):
-    """Takes a block over with what its holder had handed to others."""
+    """Takes a block over together with the rollouts that were handed off."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -220,7 +219,7 @@ class ForgetsWhatWasGiven(LedgerRules):
 
 
 class RunsWhatNobodyKnew(LedgerRules):
-    """Runs a given block that its giver's successor had not seen."""
+    """Runs a handed-off block that the successor of its origin had not seen."""
 
     def _belongs(self, number: int) -> Steps[bool]:
         yield from self.hand_offs.origin(number)
@@ -232,7 +231,7 @@ class RunsGivenTwice(RunsWhatNobodyKnew, ForgetsWhatWasGiven):
 
 
 class MarksWithoutClaiming(LedgerRules):
-    """Looks whether the block was taken over, and marks it done: it may be taken over in between."""
+    """Checks whether the block was taken over, then marks it done. It may be taken over in between."""
 
     def _end(self, block: int, epoch: int, given: int) -> Steps[bool]:
         if (yield There(claim_path(block, epoch))):
@@ -242,10 +241,10 @@ class MarksWithoutClaiming(LedgerRules):
 
 
 class CountsBlocksFirst(LedgerRules):
-    """Lists the blocks before the marks: one that is given in between is not missed."""
+    """Lists the blocks before the marks, so it misses a block that is handed off in between."""
 
     def mark_done(self, claim: Any) -> Steps[None]:
-        yield Touch(f"{DONE}/{claim.block:06d}.0")
+        yield Touch(done_path(claim.block, claim.epoch + 1, 0))
         self._drop(claim)
         blocks = block_numbers((yield Names(TASKS)))
         if set(done_blocks((yield Names(DONE)))) >= set(blocks):
@@ -253,7 +252,7 @@ class CountsBlocksFirst(LedgerRules):
 
 
 class MarksForAllTime(LedgerRules):
-    """Says that all is done, not of how much."""
+    """Writes a finished mark without the number of blocks."""
 
     def _finish(self) -> Steps[bool]:
         done = done_blocks((yield Names(DONE)))
@@ -264,7 +263,7 @@ class MarksForAllTime(LedgerRules):
 
 
 class LeavesBeforeItLooks(LedgerRules):
-    """Looks for blocks, then for consumers, and not again for blocks."""
+    """Looks for blocks, then for consumers, but not for blocks again."""
 
     def _finish(self) -> Steps[bool]:
         yield from super()._finish()
@@ -272,7 +271,7 @@ class LeavesBeforeItLooks(LedgerRules):
 
 
 def without_record(blocks: Any, token: str, private: str) -> Steps[list[int]]:
-    """Adds blocks at the first free numbers."""
+    """Adds blocks at the first free numbers, without a record."""
     placed: list[int] = []
     number = 0
     for n, block in enumerate(blocks):
@@ -284,7 +283,7 @@ def without_record(blocks: Any, token: str, private: str) -> Steps[list[int]]:
 
 
 def withdrawing(blocks: Any, token: str, private: str) -> Steps[list[int]]:
-    """Removes the mark, because it adds blocks: it may be of these."""
+    """Removes the finished mark when it adds blocks, although the mark may count them."""
     placed = yield from without_record(blocks, token, private)
     yield Remove(FINISHED)
     return placed
@@ -328,4 +327,4 @@ def test_an_earlier_start_never_takes_from_a_later_one() -> None:
     assert earlier("0", "1")
     assert not earlier("2", "1")
     assert not earlier("1", "1")
-    assert earlier("x1f3", "b2c4")  # starts that nobody counts: the other one is taken for the earlier
+    assert earlier("x1f3", "b2c4")  # starts that are not numbers: the other one counts as earlier

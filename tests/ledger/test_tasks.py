@@ -1,4 +1,4 @@
-"""The file of tasks: each is read when it is asked for, and a damaged one is named."""
+"""The file of tasks. Each task is read on access, and a damaged file is named."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.errors import ConfigError, LedgerError
-from megaflow_hpc.ledger import Ledger, PodIdentity, read_block, write_blocks
+from megaflow_hpc.ledger import Ledger, write_blocks
 from megaflow_hpc.ledger.tasks import PlannedTask, TaskFile, image_files, planned_tasks, write_tasks
-from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
-from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, read_run, write_run
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.types import Rollout, Task
+from tests.support.pods import IoPod
 
 COUNT = 400
 
@@ -63,13 +61,10 @@ def test_tasks_are_found_by_id_and_come_in_the_order_of_the_plan(run: RunDir) ->
 
 def test_a_pod_reads_the_tasks_of_the_blocks_that_it_claims_and_no_others(run: RunDir) -> None:
     write_blocks(run, [Rollout(f"t{n}", "p", s, "nop") for n in range(COUNT) for s in range(4)], size=40)
-    ledger = Ledger(run, PodIdentity("a", "0"))
-    ledger.register()
+    pod = IoPod(run, tasks=tasks_of(run))
     began = bytes_read()
-    blocks = ClaimedBlocks(run, ledger, EventWriter(run.event_file("a", "0")), StoredRollouts(run), tasks_of(run))
-    block = blocks.claim()
+    block = pod.claim()
     read = bytes_read() - began
-    assert block is not None
     assert list(block.tasks) == [f"t{n}" for n in range(10)]
     size = run.packed_tasks.stat().st_size
     block_size = run.block(0).stat().st_size
@@ -108,12 +103,8 @@ def test_what_is_wrong_with_the_file_is_said(run: RunDir) -> None:
 
 def test_a_block_of_a_task_that_was_never_planned_is_named(run: RunDir) -> None:
     write_blocks(run, [Rollout("nobody", "p", 0, "nop")], size=1)
-    ledger = Ledger(run, PodIdentity("a", "0"))
-    ledger.register()
-    blocks = ClaimedBlocks(run, ledger, EventWriter(run.event_file("a", "0")), StoredRollouts(run), tasks_of(run))
-    assert len(read_block(run, 0).rollouts) == 1
     with pytest.raises(LedgerError, match="'nobody'"):
-        blocks.claim()
+        IoPod(run, tasks=tasks_of(run)).claim()
 
 
 def test_lines_are_plain_json(run: RunDir) -> None:

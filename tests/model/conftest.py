@@ -1,4 +1,4 @@
-"""For all tests of models: what engines report is kept, to be compared with what is recorded."""
+"""Keeps what engines report in every test of models, to compare it with what is recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP server of gateway and proxy: what it closes is nobody's any more."""
+"""The HTTP server of gateway and proxy closes connections completely."""
 
 from __future__ import annotations
 

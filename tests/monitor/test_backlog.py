@@ -1,4 +1,4 @@
-"""Engine servers are asked for as long as rollouts are left to run, whatever ended twice."""
+"""The backlog counts the rollouts that are left to run, although some end twice."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def test_rollouts_that_end_twice_do_not_stand_for_those_that_never_ran(tmp_path:
     write_blocks(run, [Rollout(f"t{number}", "p", 0, "a") for number in range(6)], size=6)
     left = Backlog(run)
     assert left.look() == {"p": 6}
-    said = b"".join(encode(RolloutEvent(t=1.0, id=f"t{number}/p/0", status="completed")) for number in range(3))
-    for start in ("0", "1"):  # the node of the first was taken for lost, and it lived
+    ended = b"".join(encode(RolloutEvent(t=1.0, id=f"t{number}/p/0", status="completed")) for number in range(3))
+    for start in ("0", "1"):  # the node of the first was taken for lost, and it was alive
         path = run.event_file("7_0", start)
-        path.write_bytes(said)
+        path.write_bytes(ended)
         if summaries:
             aggregator = EventAggregator()
-            for line in said.splitlines():
+            for line in ended.splitlines():
                 event = decode(line)
                 assert event is not None
                 aggregator.apply(event)
-            summary.write(path, aggregator.summary(len(said)))
+            summary.write(path, aggregator.summary(len(ended)))
     assert left.look() == Backlog(run).look() == {"p": 3}
     failed = RolloutEvent(t=2.0, id="t3/p/0", status="failed", kind="model")
     run.event_file("7_1", "0").write_bytes(encode(failed))

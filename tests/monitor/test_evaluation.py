@@ -1,3 +1,5 @@
+"""Figures of an evaluation: pass@k, and intervals that agree with published ones."""
+
 from __future__ import annotations
 
 import math

@@ -1,4 +1,4 @@
-"""What status says of training: how far it is, how the last steps went, and where the trainer is."""
+"""Progress of training in the status: its step, the last steps, and the trainer."""
 
 from __future__ import annotations
 

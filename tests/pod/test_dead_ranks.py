@@ -1,4 +1,4 @@
-"""Ranks that die or freeze inside a message, under real MPI over each way that messages take; a loop that hangs."""
+"""Ranks that die or freeze inside a message, under real MPI over each transport, and a loop that hangs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.host.mpi import mpi_library
-from megaflow_hpc.ledger import Ledger, PodIdentity, write_blocks
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.trajectories.journal.winners import index
 from megaflow_hpc.types import Rollout
 from tests.support import processes
 from tests.support.dying_ranks import SHELL
 from tests.support.waiting import until
-from tests.support.world import HASTY, launcher
+from tests.support.world import HASTY, configure, events, launcher, prepare
 
 SIZES = [1000, 16_000, 100_000, 1_000_000, 4_000_000]
-"""Bytes: from what leaves at once to what waits for the receiver."""
+"""Bytes: small messages are sent at once, large ones wait for the receiver."""
 INTEL_MOST = 200_000
 """With AVX-512 under mpiexec it hangs from 400,000 on; by srun, and with other processors, from 4,000,000."""
 WAYS = {
@@ -31,9 +30,9 @@ WAYS = {
     "shared memory": {"MPIR_CVAR_CH4_CMA_ENABLE": "0", "OMPI_MCA_smsc": "^cma", "I_MPI_FABRICS": "shm:ofi"},
     "network": {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "OMPI_MCA_btl": "tcp,self", "I_MPI_FABRICS": "ofi"},
 }
-"""Each variable is for one of MPICH (with UCX), Open MPI and Intel MPI; the others pass it over."""
+"""Variables for MPICH (with UCX), Open MPI and Intel MPI. Each library ignores those of the others."""
 ENDED = ("Socket closed", "OFI poll failed", "Job step aborted")
-"""What the other libraries say where they end every rank with one of another host: the pod is queued again."""
+"""Messages of libraries that end all ranks when one of another host is lost. Then the pod is requeued."""
 
 
 def is_mpich() -> bool:
@@ -41,7 +40,7 @@ def is_mpich() -> bool:
 
 
 def start(ranks: int, module: str, place: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program of so many ranks, of which any may die; rank 0's end, or two minutes, end all."""
+    """Runs a program of several ranks, of which any may die. Rank 0's end, or two minutes, end all."""
     command = [*launcher(ranks), "sh", "-c", SHELL, sys.executable, "-m", module, str(place), *words]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True) as process:
@@ -53,19 +52,6 @@ def start(ranks: int, module: str, place: Path, *words: str, **environment: str)
         finally:
             process.kill()
     return subprocess.CompletedProcess(command, process.returncode, out, errors)
-
-
-def prepare(tmp_path: Path, tasks: list[str], **said: Any) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
-    write_blocks(run, [Rollout(task, "p", 0, "a") for task in tasks], pods=1)
-    (run.path / "world.json").write_text(json.dumps(said))
-    return run
-
-
-def events(run: RunDir) -> list[dict[str, Any]]:
-    return [json.loads(line) for file in run.events.glob("*.jsonl") for line in file.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
@@ -97,17 +83,17 @@ def test_a_campaign_goes_on_without_a_worker_that_is_gone_inside_its_result(tmp_
     if (way, how) == ("network", "killed") and mpi_library().startswith("Intel"):
         pytest.skip("rank 0 tries to connect to it for ever, and loses its lease (docs/limits.md, a lost worker)")
     tasks = [f"{how}_2000000", *(f"ok_{n}" for n in range(50))]
-    run = prepare(tmp_path, tasks, lost_s=8.0, hangs_s=20.0)
+    run = prepare(tmp_path / "run", [Rollout(task, "p", 0, "a") for task in tasks], lost_s=8.0, hangs_s=20.0)
     done = start(3, "tests.support.world", run.path, **WAYS[way])
     ended = run.report / "state"
     whole = ended.exists() and (is_mpich() or ended.read_text() == "done")
     if not whole and (way == "network" or not is_mpich()):  # the loss may end rank 0, or the pod, too
-        (run.path / "world.json").write_text(json.dumps({"start": "1"}))
+        configure(run, start="1")
         for file in (ended, run.path / "over"):
             file.unlink(missing_ok=True)
         done = start(3, "tests.support.world", run.path, **WAYS[way])
     if way != "network":  # over which the message may have left before
-        lost = [entry["rank"] for entry in events(run) if entry["event"] == "worker" and entry["state"] == "lost"]
+        lost = [event["rank"] for event in events(run, "worker") if event["state"] == "lost"]
         assert lost == [1] or not is_mpich()
     assert (run.report / "state").exists(), done.stderr
     assert (run.report / "state").read_text() == "done"
@@ -116,10 +102,10 @@ def test_a_campaign_goes_on_without_a_worker_that_is_gone_inside_its_result(tmp_
 
 
 def test_a_pod_whose_loop_hangs_lets_others_take_over_and_ends(tmp_path: Path) -> None:
-    run = prepare(tmp_path, ["hangs_0"], hangs=True)
+    run = prepare(tmp_path / "run", [Rollout("hangs_0", "p", 0, "a")], hangs=True)
     start(3, "tests.support.world", run.path)
     assert not (run.report / "state").exists()
-    last = [entry for entry in events(run) if entry["event"] == "pod"][-1]
+    last = events(run, "pod")[-1]
     assert last["state"] == "lost"
     assert "loop has not turned" in last["why"]
     heir = Ledger(run, PodIdentity("heir", "0"), times=HASTY)

@@ -1,4 +1,4 @@
-"""A campaign whose tasks, agents and errors attack whoever reads the report, and one without faults to compare with."""
+"""A campaign whose tasks, agents and errors attack readers of the report, and one to compare it with."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     writer.write(PodEvent(state="done", why=ATTACK))
     writer.close()
     lines = [json.loads(line) for line in run.event_file("pod0", "0").read_text().splitlines()]
-    for number, line in enumerate(lines):  # they were written at once; let them have taken as long as the rollouts
+    for number, line in enumerate(lines):  # they were written at once; spread them over the time of the rollouts
         line["t"] = 1.7e9 + number * 4
     run.event_file("pod0", "0").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
@@ -70,7 +70,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture(scope="session")
 def better(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """The same tasks, of the first policy alone and not gathered: every rollout of task 2 passes too."""
+    """The same tasks, with the first policy only and not gathered. Every rollout of task 2 passes."""
     run = samples.run_dir(tmp_path_factory.mktemp("report") / "better", "better")
     samples.commit(run, "pod0", *[(0, 0, trajectory(n, n % 6 < 3)) for n in range(24)])
     return run

@@ -1,4 +1,4 @@
-"""The figures are those of the rollouts, whatever they are read from; their comparison is paired by task."""
+"""Figures are computed from the rollouts, whatever they are read from. Comparisons are paired by task."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.monitor.evaluation import mean_interval, wilson
 from megaflow_hpc.monitor.usage import JobUse, totals
-from megaflow_hpc.report.charts.every import charts_of
 from megaflow_hpc.report.comparison import compare, paired_interval
 from megaflow_hpc.report.cost import Prices
 from megaflow_hpc.report.figures import LoadedRun, figures_of, to_builtins
+from megaflow_hpc.report.files import charts_of
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.policies import STAGES
 from megaflow_hpc.report.prometheus import text as metrics
@@ -43,7 +43,7 @@ def test_figures_are_those_of_the_rollouts(attacked: RunDir) -> None:
     first, second = found.policies
     assert (first.policy, first.rollouts, second.rollouts) == ("first", 24, 24)
     assert first.evaluation is not None
-    # Tasks 0 and 1 pass, task 2 does every other time, task 5 has lost two of its four samples.
+    # Tasks 0 and 1 pass, task 2 passes every other time, task 5 has lost two of its four samples.
     assert (first.evaluation["passed"], first.evaluation["samples"], first.evaluation["unrated"]) == (10, 22, 2)
     assert first.evaluation["mean"] == pytest.approx(2.5 / 6, abs=1e-4)
     assert [point.k for point in first.pass_at] == [1, 2, 3, 4]
@@ -141,7 +141,7 @@ def test_figures_of_tasks_are_those_of_their_own_rollouts(attacked: RunDir) -> N
 
 
 def test_of_very_many_transcripts_some_are_in_the_page(attacked: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaflow_hpc.report.transcripts.MOST", 5)
+    monkeypatch.setattr("megaflow_hpc.report.transcripts.MAX_TRANSCRIPTS", 5)
     with LoadedRun(attacked.path) as loaded:
         assert len(transcripts(loaded.store, loaded.rollouts, "some")) == 5
         assert len(transcripts(loaded.store, loaded.rollouts, "all")) == 48
@@ -190,7 +190,7 @@ def test_what_was_held_has_a_price_and_an_efficiency(attacked: RunDir) -> None:
 
 
 def test_what_was_idle_is_what_usage_says(tmp_path: Path) -> None:
-    """A pod that was requeued: its first start was cut short, and its second waits while the other pod works."""
+    """A pod was requeued. Its first start was cut short; during its second start only the other pod worked."""
     run = samples.run_dir(tmp_path / "run")
     cut = Attempt(0, "cancelled", "walltime", "", "node-1", "7_1", 20.0, 40.0)
     for number, (job, start, end, before) in enumerate([("7_0", 10.0, 90.0, []), ("7_1", 70.0, 80.0, [cut])]):

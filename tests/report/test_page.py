@@ -1,4 +1,4 @@
-"""The page is one file that a real browser shows without a network, and what campaigns hold cannot act in it."""
+"""A real browser shows the page without a network, and no text of a campaign can act in it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.report.charts.every import charts_of
-from megaflow_hpc.report.charts.pictures import pictures
 from megaflow_hpc.report.comparison import compare
 from megaflow_hpc.report.figures import LoadedRun
+from megaflow_hpc.report.files import charts_of, pictures
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.timeline import bars_of
 from megaflow_hpc.rundir.layout import RunDir
@@ -88,7 +87,7 @@ async def _look(address: str, scratch: Path) -> None:
         assert await page.evaluate(f"{places}.length") >= 8
         drawn = f"{places}.every(e => e.dataset.drawn === document.documentElement.dataset.theme && e.children.length)"
         assert await page.evaluate(drawn)
-        # The transcript of the address is open, and what attacks is text: of messages, of their roles, of calls.
+        # The transcript of the address is open. The attack is shown as text of messages, of their roles and of calls.
         known = ATTACK
         for steering in "\x1b\x07\u202e":
             known = known.replace(steering, f"\\u{ord(steering):04x}")
@@ -97,7 +96,7 @@ async def _look(address: str, scratch: Path) -> None:
             await page.evaluate("document.querySelectorAll('img, #reader script, #list script, main script').length")
             == 0
         )
-        # Its list is narrowed, sorted and walked through.
+        # The list is filtered, sorted and walked through.
         rows = "[...document.querySelectorAll('#list tr[data-row]')]"
         assert await page.evaluate(f"{rows}.length") == 72
         await page.evaluate("document.getElementById('search').value = 'task2 second'")
@@ -120,7 +119,7 @@ async def _look(address: str, scratch: Path) -> None:
         assert (page.console, page.dialogs) == ([], [])
         assert {asked.partition(":")[0] for asked in page.asked_for} == {"file"}
         assert len(page.asked_for) == 1, "the page itself"
-        # What would run is refused by the page's own policy, even where it gets into the markup.
+        # The page's own policy refuses scripts even if they get into the markup.
         await page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=1\">')")
         script = "Object.assign(document.createElement('script'), {text: 'window.ran = 1'})"
         await page.evaluate(f"void document.body.append({script})")

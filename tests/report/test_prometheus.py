@@ -1,4 +1,4 @@
-"""The metrics are what Prometheus' own parser reads, and their values are the figures."""
+"""Prometheus' own parser reads the metrics, and their values are the figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of requests that cost far more than their bytes: refused before they do, while others are served."""
+"""Request bodies that cost far more than their size are refused in time, and other requests are served meanwhile."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from aiohttp import web
 from megaflow_hpc.model.gateway.dialects import messages
 from megaflow_hpc.model.gateway.dialects.base import BadRequest
 from megaflow_hpc.model.gateway.dialects.content import messages as checked_messages
-from megaflow_hpc.model.gateway.http_messages import MAX_BODY, MAX_UNTOLD
-from megaflow_hpc.model.gateway.rollout_quota import RolloutQuota
-from megaflow_hpc.model.json_text import REQUEST, TooMuch, brackets, check_bounds, effort, packed
-from megaflow_hpc.model.offload import OFFLOAD_BYTES
+from megaflow_hpc.model.gateway.http_messages import MAX_BODY, MAX_BODY_OF_UNKNOWN_SIZE
+from megaflow_hpc.model.gateway.open_rollout import RolloutQuota
+from megaflow_hpc.model.json_text import OFFLOAD_BYTES, REQUEST, TooMuch, brackets, check_bounds, effort, packed
 from megaflow_hpc.model.server.proxy import MAX_TENANT_BODY, _with_model
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.engine_pool import EnginePool
@@ -34,7 +33,7 @@ from megaflow_hpc.types import ModelEndpoint
 from tests.support.backends import proxy_of_script
 from tests.support.crowds import raw
 from tests.support.places import ROOT
-from tests.support.serving import Servers, call, conversation, in_loop
+from tests.support.serving import Servers, call, conversation, endpoint, in_loop, listening
 
 ECHO = {"default": ["fine"]}
 
@@ -167,11 +166,11 @@ async def parts(number: int) -> AsyncIterator[bytes]:
 async def test_a_body_that_is_too_long_is_a_413(servers: Servers) -> None:
     async with servers.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
-        bomb = gzip.compress(bytes(MAX_UNTOLD * 4))
+        bomb = gzip.compress(bytes(MAX_BODY_OF_UNKNOWN_SIZE * 4))
         for data, headers in (
-            (parts(MAX_UNTOLD // MIB + 1), {}),
+            (parts(MAX_BODY_OF_UNKNOWN_SIZE // MIB + 1), {}),
             (bomb, {"Content-Encoding": "gzip"}),
-            (zlib.compress(bytes(MAX_UNTOLD * 4)), {"Content-Encoding": "deflate"}),
+            (zlib.compress(bytes(MAX_BODY_OF_UNKNOWN_SIZE * 4)), {"Content-Encoding": "deflate"}),
         ):
             status, reply = await post(model, data, **headers)
             assert (status, "longer than" in reply["error"]["message"]) == (413, True)
@@ -230,7 +229,7 @@ async def test_a_members_bodies_are_bounded_at_a_pools_proxy(tmp_path: Path, ser
 
 @asynccontextmanager
 async def half_sent(model: ModelEndpoint, port: int, number: int, length: int) -> AsyncIterator[None]:
-    """Calls of which all of the body but the last byte has been sent, as far as it was taken."""
+    """Sends calls with all of the body but the last byte, as far as the gateway reads it."""
     path = "/" + model.base_url.split("/", 3)[3] + "/chat/completions"
     head = (
         f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {model.api_key}\r\nContent-Length: {length}\r\n\r\n"
@@ -284,7 +283,7 @@ async def test_calls_of_one_rollout_take_turns_and_none_is_lost() -> None:
 
 
 def within(text: bytes, length: int) -> bytes:
-    """A request whose one message is ``text``, repeated to ``length`` bytes."""
+    """Returns a request with one message: ``text`` repeated to ``length`` bytes."""
     return b'{"messages":[{"role":"user","content":"%b"}]}' % (text * (length // len(text)))
 
 
@@ -313,14 +312,8 @@ async def refusing_engine() -> AsyncIterator[dict[str, Any]]:
             pass
         return web.Response(status=400, text="no")
 
-    runner = web.ServerRunner(web.Server(refuse))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield {"server": "p.0", "policy": "default", "url": url, "key": "k", "model_name": "m", "protocol": "plain"}
-    finally:
-        await runner.cleanup()
+    async with listening(web.Server(refuse)) as port:
+        yield endpoint(port, "default")
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -346,7 +339,7 @@ async def test_a_neighbours_call_is_answered_soon_while_a_hostile_body_is_read(k
 
 
 def test_brackets_and_commas_are_counted_outside_of_strings() -> None:
-    """Random texts of quotes and backslashes, longer than the parts that are looked at."""
+    """Random texts of quotes and backslashes, longer than a window."""
     draw = random.Random(5)
     for _ in range(60):
         words = [draw.choice(["a", '"', "\\", "\\\\", "[", "{", ",", "é"]) for _ in range(9)]

@@ -1,4 +1,4 @@
-"""What an agent may ask of an engine: everything else is refused at once, or left out, and never reaches the engine."""
+"""The options that an agent may use. All others are refused or omitted, and never reach the engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaflow_hpc.model.api import WEIGHT_VERSION
-from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
-from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway import failover
 from megaflow_hpc.model.gateway.dialects import DIALECTS, TABLES, BadRequest, bounds, options
@@ -25,7 +24,7 @@ from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS, engin
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint
 from tests.support.poison import GOOD, POISON, TOOL, image
-from tests.support.serving import in_loop
+from tests.support.serving import call_failure, endpoint, in_loop, listening
 
 
 class Upstream:
@@ -37,7 +36,7 @@ class Upstream:
         self.port = 0
 
     async def answer(self, body: Mapping[str, Any], request: web.Request, handler: Any) -> Any:
-        """The engine's own answer; overridden where it is another."""
+        """Returns the engine's own answer. Overridden by engines that answer differently."""
         return await handler(request)
 
     async def __aenter__(self) -> Upstream:
@@ -49,18 +48,15 @@ class Upstream:
             return await self.answer(self.bodies[-1], request, handler)
 
         app.middlewares.append(keep)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.port = self._runner.addresses[0][1]
+        self._listening = listening(app)
+        self.port = await self._listening.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+        await self._listening.__aexit__(None, None, None)
 
     def record(self, protocol: str = "plain", name: str = "p.0") -> dict[str, Any]:
-        url = f"http://127.0.0.1:{self.port}"
-        return {"server": name, "policy": "p", "url": url, "key": "k", "model_name": "m", "protocol": protocol}
+        return endpoint(self.port, server=name, protocol=protocol)
 
 
 @asynccontextmanager
@@ -91,7 +87,7 @@ async def test_poison_reaches_no_engine_and_keeps_nobody_waiting(path: str, prot
             assert reply["error"]["message"], body
         assert {status for status, _ in benign} == {200}, benign
         assert len(upstream.bodies) == 20 * (3 if protocol == "split" and path != "/completions" else 1)
-        assert [server.failed_at for server in gateway._caller.router.all()] == [0.0]
+        assert [server.failed_at for server in gateway._caller.router.servers("p")] == [0.0]
         assert not (await gateway.close("t/p/0")).turns
         assert len((await gateway.close("u/p/0")).turns) == 20
 
@@ -194,7 +190,7 @@ async def test_what_clients_send_without_need_is_left_out_and_the_call_answered(
     assert body.keys() - {"max_tokens"} == {
         "prompt" if path == "/completions" else "messages",
         *("model", "stream", "return_token_ids", "logprobs"),
-        *NEUTRAL,  # an agent that names none is sampled with the policy's own
+        *NEUTRAL,  # without an option, the policy's setting applies
     }
 
 
@@ -305,7 +301,7 @@ async def test_images_lie_where_the_campaign_allows_or_nowhere(url: str, allowed
 
 
 class Reluctant(Upstream):
-    """Refuses or fails at what says one of four words, and answers everything else."""
+    """Refuses or fails at requests with one of four words, and answers all others."""
 
     async def answer(self, body: Mapping[str, Any], request: web.Request, handler: Any) -> Any:
         said = json.dumps(body)
@@ -329,7 +325,7 @@ async def test_an_agent_that_writes_an_options_name_does_not_change_how_a_server
         assert (await call(bad, "/chat/completions", message))[0] == 400
         assert (await call(bad, "/completions", {"prompt": "bad return_token_ids"}))[0] == 400
         assert (await call(good, "/chat/completions", GOOD["/chat/completions"]))[0] == 200
-        (server,) = gateway._caller.router.all()
+        (server,) = gateway._caller.router.servers("p")
         assert (server.protocol, server.degraded) == ("plain", False)
         assert (await gateway.close("u/p/0")).protocols == {"plain": 1}
 
@@ -350,9 +346,9 @@ async def test_a_request_at_which_an_engine_fails_is_told_so_and_delays_no_other
         assert {status for status, _ in answers} == {400}, answers[0]
         assert "EngineGenerateError" in answers[0][1]["error"]["message"]
         asked = sum(word in json.dumps(b) for b in upstream.bodies)
-        most = 1 if tries == 1 else failover.DOUBTS  # more than three tries where no other call was answered meanwhile
+        most = 1 if tries == 1 else failover.MAX_UNUSABLE  # repeated while no other call was answered
         assert 50 * tries <= asked <= 50 * most
-        assert [server.failed_at for server in gateway._caller.router.all()] == [0.0]
+        assert [server.failed_at for server in gateway._caller.router.servers("p")] == [0.0]
         assert len((await gateway.close("u/p/0")).turns) == benign
 
 
@@ -365,14 +361,14 @@ class Broken(Upstream):
 
 @in_loop
 async def test_an_engine_that_fails_at_everything_is_the_services_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "PAUSE_S", 0.02)
+    monkeypatch.setattr(failover, "RETRY_S", 0.02)
     async with serving(upstream := Broken()) as gateway:
         model = await gateway.open("t/p/0", "p")
         status, reply = await call(model, "/chat/completions", GOOD["/chat/completions"])
         assert (status, reply["error"]["type"]) == (503, "model_service_error")
         asked = [body for body in upstream.bodies if body["messages"] == GOOD["/chat/completions"]["messages"]]
-        assert len(asked) == failover.DOUBTS
-        assert len(upstream.bodies) == failover.DOUBTS + 4, "a control follows each failure from the third on"
+        assert len(asked) == failover.MAX_UNUSABLE
+        assert len(upstream.bodies) == failover.MAX_UNUSABLE + 4, "a control follows each failure from the third on"
         assert "EngineDeadError" in await gateway.outage("t/p/0")
 
 
@@ -381,25 +377,25 @@ async def test_an_engine_that_fails_at_everything_is_the_services_failure(monkey
 async def test_a_request_at_which_an_engine_fails_is_no_outage_though_nobody_else_asks(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the agent waits for the refusal, or leaves and ends while the call is repeated."""
-    monkeypatch.setattr(failover, "PAUSE_S", 0.02)
+    """The agent waits for the refusal, or ends while the call is repeated."""
+    monkeypatch.setattr(failover, "RETRY_S", 0.02)
     body = {"prompt": "worse"} if path == "/completions" else {"messages": [{"role": "user", "content": "worse"}]}
     async with serving(Reluctant()) as gateway:
         model = await gateway.open("t/p/0", "p")
         status, reply = await call(model, path, body)
         assert (status, "EngineGenerateError" in reply["error"]["message"]) == (400, True)
         assert await gateway.outage("t/p/0") == ""
-        monkeypatch.setattr(failover, "PAUSE_S", 60.0)
+        monkeypatch.setattr(failover, "RETRY_S", 60.0)
         model = await gateway.open("u/p/0", "p")
         waiting = asyncio.create_task(call(model, path, body))
-        while not gateway.call_failure("u/p/0"):
+        while not call_failure(gateway, "u/p/0"):
             await asyncio.sleep(0.01)
         assert await gateway.outage("u/p/0") == ""
-        assert (await waiting)[0] == 503  # it was given up, so as not to keep the control waiting
+        assert (await waiting)[0] == 503  # it was cancelled, so that the control need not wait
 
 
 class Dropping(Reluctant):
-    """Closes the connection, without an answer, at what says one word."""
+    """Closes the connection without an answer at requests with one word."""
 
     async def answer(self, body: Mapping[str, Any], request: web.Request, handler: Any) -> Any:
         if "drop" in json.dumps(body):
@@ -420,7 +416,7 @@ async def test_a_request_at_which_a_server_breaks_the_connection_is_refused_if_i
 
 
 class Wordless(Upstream):
-    """Gives answers without ids, or with ids that nobody can use."""
+    """Gives answers without ids, or with invalid ids."""
 
     def __init__(self, ids: Mapping[str, Any]) -> None:
         super().__init__()
@@ -440,7 +436,7 @@ async def test_an_answer_without_ids_is_taken_for_its_text_and_counted(path: str
         assert (await call(model, path, GOOD[path]))[0] == 200
         recording = await gateway.close("t/p/0")
         assert (recording.protocols, recording.inexact) == ({"text": 1}, 1)
-        assert [turn.sequence for turn in recording.turns] == [-1]  # a turn of no tokens that are known
+        assert [turn.sequence for turn in recording.turns] == [-1]  # a turn without known tokens
     assert len(upstream.bodies) == 1
 
 
@@ -454,7 +450,7 @@ async def test_an_answer_that_cannot_be_recorded_is_refused_at_once_and_no_serve
         assert status == 400
         assert "no token ids or log-probabilities" in reply["error"]["message"]
         assert "no token ids or log-probabilities" in await gateway.outage("t/p/0")
-        assert [server.failed_at for server in gateway._caller.router.all()] == [0.0]
+        assert [server.failed_at for server in gateway._caller.router.servers("p")] == [0.0]
     assert len(upstream.bodies) == 2  # the control's answer is as bad
 
 
@@ -484,7 +480,7 @@ FIELDS_OF_MESSAGES = {
     "assistant": {"role", "content", "name", "reasoning", "reasoning_content", "tool_calls"},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
-"""What engines get of a message."""
+"""Fields of a message that engines get."""
 
 
 @pytest.mark.parametrize("path", GOOD)
@@ -552,7 +548,7 @@ mm_processor_kwargs return_prompt_text
 
 
 def test_every_field_of_vllms_requests_has_its_place() -> None:
-    """Of vLLM 0.32; whatever it has that is not here would be left out."""
+    """Fields of vLLM 0.32. Fields that no table lists would be omitted."""
     assert {*FIELDS.split(), *CHAT_FIELDS.split()} - CHAT.keys() == set()
     assert {*FIELDS.split(), "prompt", "suffix", "prompt_embeds"} - COMPLETIONS.keys() == set()
     for table in TABLES.values():

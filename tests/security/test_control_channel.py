@@ -1,18 +1,16 @@
-"""A sandbox that writes to the output of its own runner, from which the host reads how commands ended."""
+"""Attacks on the runner's output, from which the host reads how commands ended."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.pod.rollout.runner import log_briefly
-
-InSandbox = Callable[..., Any]
+from tests.support.sandboxes import Start
 
 OPEN = "import os, time; pipe = os.open('/proc/1/fd/1', os.O_WRONLY); "
 FLOODS = {
@@ -30,75 +28,61 @@ def python(program: str) -> list[str]:
 @pytest.mark.parametrize(
     "bad", ["b'0 ' + b'9' * 4400", "b'9' * 70000 + b' 0'", "b'\\xff\\x00 7'", "b'0 1e4'", "b'-1 0'"]
 )
-def test_a_line_that_is_no_answer_takes_none_with_it(in_sandbox: InSandbox, bad: str) -> None:
-    """What is written with it, in one piece, is heard."""
+async def test_a_line_that_is_no_answer_takes_none_with_it(start: Start, bad: str) -> None:
+    """An answer that arrives in the same read is still handled."""
     program = (
         OPEN
         + f"bad = {bad}; os.write(pipe, bad + b'\\n'); os.write(pipe, bad[:3000] + b'\\n0 7\\n1 7\\n'); time.sleep(60)"
     )
-
-    async def use(sandbox: ApptainerSandbox) -> tuple[int, float]:
-        began = time.monotonic()
-        return (await sandbox.exec(python(program), timeout_s=50)).exit_code, time.monotonic() - began
-
-    code, seconds = in_sandbox(use)
+    sandbox = await start()
+    began = time.monotonic()
+    code, seconds = (await sandbox.exec(python(program), timeout_s=50)).exit_code, time.monotonic() - began
     assert code == 7
     assert seconds < 40
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_ends_its_sandbox_and_no_other(
+async def test_a_flood_ends_its_sandbox_and_no_other(
     rootfs: str, scratch: Any, capfd: pytest.CaptureFixture[str], flood: str
 ) -> None:
     program = OPEN + f"data = {FLOODS[flood]}\nwhile True: os.write(pipe, data)"
-
-    async def main() -> tuple[Any, Any, set[int]]:
-        async with ApptainerProvider(scratch) as provider:
-            async with (
-                await provider.start(SandboxSpec(rootfs)) as one,
-                await provider.start(SandboxSpec(rootfs)) as other,
-            ):
-                flooding = asyncio.create_task(one.exec(python(program), timeout_s=100))
-                codes = set()
-                while not flooding.done():
-                    codes.add((await other.exec("exit 5")).exit_code)
-                return await flooding, await one.exec("echo on"), codes
-
-    flooded, after, others = asyncio.run(main())
+    async with ApptainerProvider(scratch) as provider:
+        async with (
+            await provider.start(SandboxSpec(rootfs)) as one,
+            await provider.start(SandboxSpec(rootfs)) as other,
+        ):
+            flooding = asyncio.create_task(one.exec(python(program), timeout_s=100))
+            codes = set()
+            while not flooding.done():
+                codes.add((await other.exec("exit 5")).exit_code)
+            flooded, after, others = await flooding, await one.exec("echo on"), codes
     assert (flooded.exit_code, flooded.timed_out) == (137, False)
     assert "filled its control channel" in flooded.stderr
     assert (after.exit_code, after.stdout, others) == (0, "on\n", {5})
     assert len(capfd.readouterr().err.splitlines()) <= 1
 
 
-def test_a_process_that_names_a_command_of_a_thousand_digits_is_limited_as_others(in_sandbox: InSandbox) -> None:
+async def test_a_process_that_names_a_command_of_a_thousand_digits_is_limited_as_others(start: Start) -> None:
     hold = python("held = bytearray(300_000_000); import time; time.sleep(60)")
-
-    async def use(sandbox: ApptainerSandbox) -> Any:
-        words = ["env", "MEGAFLOW_COMMAND=" + "9" * 4400, *hold]
-        return await sandbox.exec(words, timeout_s=50)
-
-    ended = in_sandbox(use, memory_mb=100)
+    sandbox = await start(memory_mb=100)
+    words = ["env", "MEGAFLOW_COMMAND=" + "9" * 4400, *hold]
+    ended = await sandbox.exec(words, timeout_s=50)
     assert (ended.exit_code, ended.timed_out) == (137, False)
 
 
-def test_a_session_is_told_of_no_status_that_is_no_number(in_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> tuple[int, str]:
-        async with sandbox.session() as shell:
-            await shell.run("exec 7>/proc/$$/fd/9; head -c 4400 /dev/zero | tr '\\0' 9 >&7; echo >&7", timeout_s=20)
-            done = await shell.run("exit 3")
-            return done.exit_code, (await shell.run("echo on")).stdout
+async def test_a_session_is_told_of_no_status_that_is_no_number(start: Start) -> None:
+    sandbox = await start()
+    async with sandbox.session() as shell:
+        await shell.run("exec 7>/proc/$$/fd/9; head -c 4400 /dev/zero | tr '\\0' 9 >&7; echo >&7", timeout_s=20)
+        done = await shell.run("exit 3")
+        result = done.exit_code, (await shell.run("echo on")).stdout
+    assert result == (3, "on\n")
 
-    assert in_sandbox(use) == (3, "on\n")
 
-
-def test_a_callback_that_fails_again_and_again_is_logged_once_a_minute(capfd: pytest.CaptureFixture[str]) -> None:
-    async def main() -> None:
-        log_briefly(asyncio.get_running_loop())
-        for number in range(1000):
-            asyncio.get_running_loop().call_soon(int, f"no number {number}")
-            await asyncio.sleep(0)
-
-    asyncio.run(main())
+async def test_a_callback_that_fails_again_and_again_is_logged_once_a_minute(capfd: pytest.CaptureFixture[str]) -> None:
+    log_briefly(asyncio.get_running_loop())
+    for number in range(1000):
+        asyncio.get_running_loop().call_soon(int, f"no number {number}")
+        await asyncio.sleep(0)
     (line,) = capfd.readouterr().err.splitlines()
     assert "no number 0" in line

@@ -1,26 +1,24 @@
-"""Where there is no overlay, each sandbox writes to a copy of its image: the same attacks on both kinds of layer."""
+"""The same attacks on both kinds of writable layer: overlays, and copies of the image."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.images.layers.merging import OPAQUE_MARK
 from megaflow_hpc.environments.sandbox.rootfs import copies
-from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.files import remove_tree
+from tests.support.sandboxes import Start
 from tests.support.trees import nest
 
 DEEP = 3000
@@ -35,7 +33,7 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def image(busybox_rootfs: str, tmp_path: Path) -> Iterator[Path]:
-    """An image of the test's own, to be made hostile."""
+    """Yields an image that the test may make hostile."""
     path = tmp_path / "image"
     shutil.copytree(busybox_rootfs, path, symlinks=True)
     yield path
@@ -44,7 +42,7 @@ def image(busybox_rootfs: str, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """What is the host's, and no sandbox's business."""
+    """A directory of the host that no sandbox may change."""
     path = tmp_path / "outside"
     (path / "below").mkdir(parents=True)
     (path / "secret").write_text("the host's\n")
@@ -52,7 +50,7 @@ def outside(tmp_path: Path) -> Path:
 
 
 def content(root: Path) -> dict[str, tuple[str, str]]:
-    """Modes and contents of all that is below ``root``."""
+    """Returns modes and contents of all files below ``root``."""
     found = {}
     for path in sorted(root.rglob("*")):
         status = path.lstat()
@@ -63,15 +61,6 @@ def content(root: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
-def in_sandbox(image: Path | str, scratch: Path, use: Callable[[ApptainerSandbox], Any], **spec: Any) -> Any:
-    async def main() -> Any:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(str(image), **spec)) as sandbox:
-                return await use(sandbox)
-
-    return asyncio.run(main())
-
-
 # --- what an image holds --------------------------------------------------------------------------------------------
 
 
@@ -79,25 +68,23 @@ def in_sandbox(image: Path | str, scratch: Path, use: Callable[[ApptainerSandbox
     "name",
     ["etc", "tmp", "root", "opt", "dev", "proc", "sys", "usr", ".singularity.d", CONTROL_DIR.strip("/"), "app"],
 )
-def test_links_in_an_image_lead_no_further_than_the_image(
-    image: Path, outside: Path, scratch: Path, mode: str, name: str
+async def test_links_in_an_image_lead_no_further_than_the_image(
+    image: Path, outside: Path, start: Start, mode: str, name: str
 ) -> None:
     remove_tree(image / name)
     (image / name).symlink_to(outside)
     before = content(outside)
-
-    async def use(sandbox: ApptainerSandbox) -> str:
-        script = f"for d in /{name} /etc /tmp /app /opt /usr; do echo x > $d/mine; cat $d/secret; rm -rf $d/below; done"
-        said = (await sandbox.exec(script)).stdout
+    script = f"for d in /{name} /etc /tmp /app /opt /usr; do echo x > $d/mine; cat $d/secret; rm -rf $d/below; done"
+    with suppress(SandboxError):  # such an image may fail to start
+        sandbox = await start(image, workdir="/app", binds=(f"{image}/etc/passwd:/opt/file",))
+        assert "host" not in (await sandbox.exec(script)).stdout
         await sandbox.restart(change=lambda paths: None)
-        return said + (await sandbox.exec(script)).stdout
-
-    with suppress(SandboxError):  # such an image need not start
-        assert "host" not in in_sandbox(image, scratch, use, workdir="/app", binds=(f"{image}/etc/passwd:/opt/file",))
+        assert "host" not in (await sandbox.exec(script)).stdout
+    await start.close()
     assert content(outside) == before
 
 
-def test_nothing_a_sandbox_does_to_its_files_reaches_the_image_or_what_shares_its_blocks(
+async def test_nothing_a_sandbox_does_to_its_files_reaches_the_image_or_what_shares_its_blocks(
     image: Path, outside: Path, scratch: Path, mode: str
 ) -> None:
     os.link(outside / "secret", image / "opt" / "linked")
@@ -113,18 +100,14 @@ def test_nothing_a_sandbox_does_to_its_files_reaches_the_image_or_what_shares_it
     mv /etc/profile /etc/gone; truncate -s 0 /opt/mine
     cat /opt/linked
     """
-
-    async def main() -> list[str]:
-        async with ApptainerProvider(scratch) as provider:
-            first = await provider.start(SandboxSpec(str(image)))
-            second = await provider.start(SandboxSpec(str(image)))
-            said = [(await first.exec(spoil)).stdout, (await second.exec("cat /opt/linked; ls /etc /opt")).stdout]
-            await first.stop()
-            third = await provider.start(SandboxSpec(str(image)))
-            said.append((await third.exec("cat /opt/linked; ls /etc /opt")).stdout)
-            return said
-
-    spoilt, beside, after = asyncio.run(main())
+    async with ApptainerProvider(scratch) as provider:
+        first = await provider.start(SandboxSpec(str(image)))
+        second = await provider.start(SandboxSpec(str(image)))
+        said = [(await first.exec(spoil)).stdout, (await second.exec("cat /opt/linked; ls /etc /opt")).stdout]
+        await first.stop()
+        third = await provider.start(SandboxSpec(str(image)))
+        said.append((await third.exec("cat /opt/linked; ls /etc /opt")).stdout)
+        spoilt, beside, after = said
     assert spoilt == "the host's\nspoilt\n"
     assert beside == after
     assert "spoilt" not in beside
@@ -132,57 +115,50 @@ def test_nothing_a_sandbox_does_to_its_files_reaches_the_image_or_what_shares_it
     assert (content(image), content(outside)) == before
 
 
-def test_an_image_that_cannot_be_copied_is_refused_in_a_line_and_leaves_nothing(
+async def test_an_image_that_cannot_be_copied_is_refused_in_a_line_and_leaves_nothing(
     image: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``cp`` goes as deep as a path is long."""
+    """``cp`` fails on paths that are longer than the kernel allows."""
     nest(image / "opt" / "deep", DEEP, "dir")
     monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
-
-    async def main() -> list[str]:
-        async with ApptainerProvider(scratch) as provider:
-            with pytest.raises(SandboxError, match=r"image: cannot be copied for a sandbox at .*: cp: "):
-                await provider.start(SandboxSpec(str(image)))
-            return os.listdir(provider._own)
-
-    assert asyncio.run(main()) == []
+    async with ApptainerProvider(scratch) as provider:
+        with pytest.raises(SandboxError, match=r"image: cannot be copied for a sandbox at .*: cp: "):
+            await provider.start(SandboxSpec(str(image)))
+        result = os.listdir(provider._own)
+    assert result == []
 
 
 # --- what an agent makes --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
-def test_devices_and_setuid_bits_give_nothing(image: Path, scratch: Path, mode: str, user: str | None) -> None:
+async def test_devices_and_setuid_bits_give_nothing(image: Path, start: Start, mode: str, user: str | None) -> None:
     script = """
     mknod /tmp/null c 1 3 && echo null; mknod /tmp/disk b 8 0 && echo disk; mknod /tmp/kmsg c 1 11 && echo kmsg
     cp /bin/busybox /tmp/busybox; chown 0:0 /tmp/busybox; chmod 6755 /tmp/busybox; echo $(id -u) $(/tmp/busybox id -u)
     grep NoNewPrivs /proc/self/status; mount -t tmpfs none /tmp && echo mounted
     chroot / mount -o remount,rw / && echo rw
     """
-
-    async def use(sandbox: ApptainerSandbox) -> str:
-        return (await sandbox.exec(script, cwd="/")).stdout
-
     (image / "tmp").chmod(0o777)
-    lines = in_sandbox(image, scratch, use, user=user).split("\n")
+    sandbox = await start(image, user=user)
+    lines = (await sandbox.exec(script, cwd="/")).stdout.split("\n")
     uid = os.getuid() if user else 0
     assert lines == [f"{uid} {uid}", "NoNewPrivs:\t1", ""]
 
 
-def test_what_the_runner_shares_with_its_sandboxes_cannot_be_written(image: Path, scratch: Path, mode: str) -> None:
-    async def use(sandbox: ApptainerSandbox) -> tuple[str, list[str]]:
-        await sandbox.listen()  # the helper's Python, which all sandboxes of a node share, is there where it is needed
-        script = f"""
-        find {CONTROL_DIR} -type f | while read f; do
-            (echo x >> $f) 2>/dev/null && echo wrote $f; rm -f $f && echo removed $f
-        done
-        (echo x > {CONTROL_DIR}/new) 2>/dev/null && echo made; mount -o remount,rw {CONTROL_DIR} && echo remounted
-        echo tried
-        """
-        return (await sandbox.exec(script)).stdout, os.listdir(sandbox.directory)
-
-    said, _ = in_sandbox(image, scratch, use, network="gateway")
-    assert said == "tried\n"
+async def test_what_the_runner_shares_with_its_sandboxes_cannot_be_written(
+    image: Path, start: Start, mode: str
+) -> None:
+    sandbox = await start(image, network="gateway")
+    await sandbox.listen()  # also links the helper's Python, which all sandboxes of a node share
+    script = f"""
+    find {CONTROL_DIR} -type f | while read f; do
+        (echo x >> $f) 2>/dev/null && echo wrote $f; rm -f $f && echo removed $f
+    done
+    (echo x > {CONTROL_DIR}/new) 2>/dev/null && echo made; mount -o remount,rw {CONTROL_DIR} && echo remounted
+    echo tried
+    """
+    assert (await sandbox.exec(script)).stdout == "tried\n"
 
 
 MARKS = [
@@ -194,80 +170,61 @@ MARKS = [
 DEEPLY = f"cd /opt; i=0; while [ $i -lt {DEEP} ]; do mkdir d; cd ./d; i=$((i+1)); done"
 
 
-@pytest.mark.parametrize(
-    "does",
-    [
-        " ".join(["touch", *(f"'{mark}'" for mark in MARKS)]),
-        "mkdir " + " ".join(f"'{mark}'" for mark in MARKS),
-        " ; ".join(f"ln -s /etc '{mark}'" for mark in MARKS),
-        "for f in /w /bin/w /etc/w; do mknod $f c 0 0; done; rm /etc/profile; mknod /etc/profile c 0 0",
-        "mkdir -p /locked/in/side /opt/new/er; chmod 0 /locked/in /locked /opt/new /etc /opt",
-        "mkfifo /etc/fifo /opt/fifo; rm /etc/profile; mkfifo /etc/profile; rm -rf /root; mkfifo /root",
-        "rm -rf /opt /root; ln -s / /opt; ln -s /proc/1/root /root; rm /etc/profile; ln -s ../../../etc /etc/profile",
-        DEEPLY,
-        "rm -rf /etc /opt /tmp /usr /.singularity.d; exec /bin/busybox rm -rf /bin",
-        "touch \"/etc/$(printf '\\377\\n\\t')\" \"/opt/$(head -c 250 /dev/zero | tr '\\0' n)\"",
-        "chmod 0000 /etc/passwd /bin /usr; chmod 7777 /opt; truncate -s 900G /opt/sparse /etc/passwd",
-    ],
-    ids=[
-        "files",
-        "directories",
-        "links",
-        "whiteouts",
-        "locked",
-        "fifos",
-        "elsewhere",
-        "deep",
-        "gone",
-        "names",
-        "modes",
-    ],
-)
-def test_whatever_an_agent_leaves_the_next_container_starts_and_the_image_shows(
-    image: Path, scratch: Path, tmp_path: Path, mode: str, does: str
+LEAVES = {
+    "files and whiteouts": " ".join(["touch", *(f"'{mark}'" for mark in MARKS)])
+    + "; touch \"/etc/$(printf '\\377\\n\\t')\" \"/opt/$(head -c 250 /dev/zero | tr '\\0' n)\""
+    + "; for f in /w /bin/w /etc/w; do mknod $f c 0 0; done; rm /etc/profile; mknod /etc/profile c 0 0",
+    "directories and fifos": "mkdir " + " ".join(f"'{mark}'" for mark in MARKS) + "; mkfifo /etc/fifo /opt/fifo; "
+    "rm /etc/profile; mkfifo /etc/profile; rm -rf /root; mkfifo /root",
+    "links and modes": " ; ".join(f"ln -s /etc '{mark}'" for mark in MARKS)
+    + "; truncate -s 900G /opt/sparse /etc/passwd; chmod 7777 /opt; chmod 0000 /etc/passwd /usr /bin",
+    "locked": "mkdir -p /locked/in/side /opt/new/er; chmod 0 /locked/in /locked /opt/new /etc /opt",
+    "elsewhere": "rm -rf /opt /root; ln -s / /opt; ln -s /proc/1/root /root; rm /etc/profile; "
+    "ln -s ../../../etc /etc/profile",
+    "deep": DEEPLY,
+    "gone": "rm -rf /etc /opt /tmp /usr /.singularity.d; exec /bin/busybox rm -rf /bin",
+}
+
+
+@pytest.mark.parametrize("does", LEAVES.values(), ids=LEAVES)
+async def test_whatever_an_agent_leaves_the_next_container_starts_and_the_image_shows(
+    image: Path, start: Start, tmp_path: Path, mode: str, does: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = content(image)
 
-    async def use(sandbox: ApptainerSandbox) -> list[str]:
-        await sandbox.exec("echo kept > /kept")
-        await sandbox.exec(does, timeout_s=60)
+    async def keeps(sandbox: ApptainerSandbox) -> bool:
+        return (await sandbox.exec("cat /kept", timeout_s=30)).stdout == "kept\n"
+
+    sandbox = await start(image)
+    await sandbox.exec("echo kept > /kept")
+    await sandbox.exec(does, timeout_s=60)
+    for _ in range(2):
         await sandbox.restart(change=lambda paths: None)
-        said = [(await sandbox.exec("cat /kept", timeout_s=30)).stdout]
-        await sandbox.restart(change=lambda paths: None)
-        said.append((await sandbox.exec("cat /kept", timeout_s=30)).stdout)
-        await sandbox.exec(does, timeout_s=60)
-        if does == DEEPLY:  # a rollout that is suspended starts anew then
+        assert await keeps(sandbox)
+    await sandbox.exec(does, timeout_s=60)
+    try:
+        if does == DEEPLY:  # a suspended rollout starts again then
             with pytest.raises(SandboxError, match="cannot be copied"):
                 await sandbox.snapshot(tmp_path / "kept")
-            said += ["kept\n"] * 2
         else:
-            said += await from_snapshot(await sandbox.snapshot(tmp_path / "kept"))
-        await sandbox.reset()
-        said.append((await sandbox.exec("cat /etc/passwd; ls /bin/sh; ls /kept 2>/dev/null")).stdout)
-        return said
-
-    async def from_snapshot(kept: Snapshot) -> list[str]:
-        """In a sandbox of each kind: rollouts are suspended on one node and go on on another."""
-        said = []
-        for writes in MODES:
-            os.environ["MEGAFLOW_SANDBOX_WITHOUT"] = "overlay" if writes == "copy" else ""
-            async with ApptainerProvider(scratch) as provider:
-                async with await provider.start(SandboxSpec(str(image)), kept) as sandbox:
-                    said.append((await sandbox.exec("cat /kept", timeout_s=30)).stdout)
-        os.environ["MEGAFLOW_SANDBOX_WITHOUT"] = "overlay" if mode == "copy" else ""
-        return said
-
-    try:
-        *said, renewed = in_sandbox(image, scratch, use)
+            kept = await sandbox.snapshot(tmp_path / "kept")
+            for writes in MODES:  # rollouts may continue on another node
+                monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay" if writes == "copy" else "")
+                other = Start(str(image), Path(sandbox.directory).parents[2])
+                assert await keeps(await other(kept=kept))
+                await other.close()
+            monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay" if mode == "copy" else "")
     finally:
         remove_tree(tmp_path / "kept")
-    assert said == ["kept\n"] * 4
+    await sandbox.reset()
+    renewed = (await sandbox.exec("cat /etc/passwd; ls /bin/sh; ls /kept 2>/dev/null")).stdout
     assert renewed == (image / "etc" / "passwd").read_text() + "/bin/sh\n"
+    await start.close()
     assert content(image) == before
 
 
 def test_a_copy_is_taken_apart_without_namespaces_whatever_modes_its_directories_have(tmp_path: Path) -> None:
-    """Where only a setuid Apptainer starts containers, all this runs as the user alone."""
+    """With only a setuid Apptainer, the user runs all of this without a namespace."""
     image, layer = tmp_path / "image", tmp_path / "layer"
     (image / "etc" / "deep").mkdir(parents=True)
     (image / "etc" / "deep" / "file").write_text("as it was")
@@ -300,7 +257,7 @@ def test_an_agents_own_marks_of_deletion_delete_nothing(tmp_path: Path) -> None:
     root = layer / "root"
     for name in (".wh...", ".wh..", ".wh.", OPAQUE_MARK, ".wh.bin", "etc/.wh.one", "etc/.wh..wh..opq"):
         (root / name).touch()
-    with suppress(OSError):  # not every file system has them
+    with suppress(OSError):  # some file systems lack them
         os.setxattr(root, "user.overlay.opaque", b"y")
         os.setxattr(root / "bin", "user.fuseoverlayfs.opaque", b"y")
     (root / "etc" / "two").unlink()

@@ -1,4 +1,4 @@
-"""A task's Dockerfile against the user who plans: what it may do is done inside of a sandbox, or refused."""
+"""Hostile Dockerfiles of tasks: they act only inside a sandbox, or are refused."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import pytest
 
 from megaflow_hpc.cli.making.images_make import images_of_campaign
 from megaflow_hpc.environments.builds.builder import Builder
+from megaflow_hpc.environments.images.dockerfile import archive as archives
+from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.janitor import sweep
@@ -36,7 +38,7 @@ Built = Callable[..., Path]
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A directory of the planning user, with a file that nobody else may read."""
+    """A private directory of the planning user, with a file."""
     place = tmp_path / "home"
     place.mkdir(mode=0o700)
     (place / "key").write_text("the user's own\n")
@@ -46,7 +48,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["overlay"])
 def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How sandboxes write: over an image, or on a copy of it."""
+    """Sandboxes write to an overlay over the image, or to a copy of it."""
     monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay" if request.param == "copy" else "")
     return str(request.param)
 
@@ -70,11 +72,18 @@ def megaflow(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
 
 
+def make_task(task: Path, toml: str) -> None:
+    (task / "tests").mkdir(parents=True)
+    (task / "tests" / "test.sh").write_text("#!/bin/sh\n")
+    (task / "instruction.md").write_text("hi\n")
+    (task / "task.toml").write_text(toml)
+
+
 def untouched(home: Path) -> bool:
     return os.listdir(home) == ["key"] and (home / "key").read_text() == "the user's own\n"
 
 
-# --- what a RUN reaches -----------------------------------------------------------------------------------------------
+# --- what a RUN can reach ---------------------------------------------------------------------------------------------
 
 
 def test_a_run_step_sees_no_root_but_its_own(built: Built, home: Path) -> None:
@@ -122,46 +131,21 @@ def test_a_run_step_has_no_more_capabilities_than_root_of_a_sandbox(built: Built
     assert (tree / "mounted").read_text() != "0\n"
 
 
-# --- text that once became a definition file --------------------------------------------------------------------------
+# --- text that would matter in a definition file ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "RUN <<EOF\necho\n%setup\ntouch {home}/planted\n%post -c /bin/sh\necho\nEOF",
-        'RUN ["/bin/sh", "-c", "echo\\n%pre\\ntouch {home}/planted\\n%post\\ntrue"]',
-        'RUN echo "a\\\n%setup\\\n  touch {home}/planted"',
-        "COPY <<EOF /text\n%setup\n touch {home}/planted\n%post\nEOF",
-        'SHELL ["/bin/sh", "-c", "x\\n%setup\\ntouch {home}/planted\\n"]\nRUN true',
-        'ENV A="x\\\n%setup\\\n touch {home}/planted\\\n%post"',
-    ],
-    ids=["heredoc", "json-pre", "continued", "copied", "shell", "env"],
-)
-def test_sections_in_a_dockerfiles_text_are_text(built: Built, home: Path, line: str) -> None:
-    try:
-        built("FROM base\n" + line.replace("{home}", str(home)) + "\n")
-    except MegaflowError:
-        pass
-    assert untouched(home)
-
-
-@pytest.mark.parametrize("name", ["ENV", "LABEL", "ARG", "USER", "WORKDIR", "FROM", "COPY"])
-def test_values_with_line_ends_and_sections_run_nowhere(built: Built, home: Path, name: str) -> None:
-    """A build's arguments can hold line ends, and so can all that uses them."""
-    evil = f"x\n%setup\n touch {home}/planted\n%post\n touch {home}/planted\n"
-    lines = {
-        "ENV": 'ENV B=$A\nRUN printf %s "$B" > /value',
-        "LABEL": "LABEL l=$A\nRUN true",
-        "ARG": 'ARG B=$A\nRUN printf %s "$B" > /value',
-        "USER": "USER $A\nRUN true",
-        "WORKDIR": "WORKDIR /$A\nRUN pwd > /value",
-        "FROM": "FROM $A\nRUN true",
-        "COPY": "COPY <<E /$A\n$A\nE\nRUN true",
-    }
-    try:
-        built(f"ARG A\nFROM base\nARG A\n{lines[name]}\n", args={"A": evil})
-    except MegaflowError:
-        pass
+def test_sections_in_a_dockerfiles_text_and_values_are_text(built: Built, home: Path) -> None:
+    section = f"%setup\n touch {home}/planted\n%post\n touch {home}/planted\n"
+    tree = built(
+        "ARG A\nFROM base\nARG A\n"
+        f"COPY <<EOF /text\n{section}EOF\n"
+        f"RUN <<EOF\necho\n{section.replace('%', ': %')}true\nEOF\n"
+        "LABEL l=$A\nENV B=$A\nWORKDIR /$A\n"
+        'RUN printf %s "$B" > /value\n',
+        args={"A": f"x\n{section}"},
+    )
+    assert (tree / "text").read_text() == section
+    assert (tree / "value").read_text() == f"x\n{section}"
     assert untouched(home)
 
 
@@ -192,11 +176,7 @@ def test_what_a_pattern_stands_for_is_no_way_to_other_files(busybox_rootfs: str,
 def test_an_image_that_a_task_names_is_a_name_and_no_path(tmp_path: Path, home: Path, name: str) -> None:
     named = name.replace("{home}", str(home))
     for task in ("one", "two"):
-        (tmp_path / "tasks" / task).mkdir(parents=True)
-        (tmp_path / "tasks" / task / "task.toml").write_text(f"[environment]\ndocker_image = {json.dumps(named)}\n")
-        (tmp_path / "tasks" / task / "instruction.md").write_text("x")
-        (tmp_path / "tasks" / task / "tests").mkdir()
-        (tmp_path / "tasks" / task / "tests" / "test.sh").write_text("#!/bin/sh\n")
+        make_task(tmp_path / "tasks" / task, f"[environment]\ndocker_image = {json.dumps(named)}\n")
     campaign = tmp_path / "campaign.yaml"
     campaign.write_text("name: x\ntasks: tasks/*\nagent: oracle\nenvironment: {images: {base: base.sif, 'o/*': '*'}}\n")
     for words in (["images", "build", str(campaign)], ["tasks", "validate", str(tmp_path / "tasks")]):
@@ -206,11 +186,7 @@ def test_an_image_that_a_task_names_is_a_name_and_no_path(tmp_path: Path, home: 
 
 
 def test_what_is_built_after_a_campaign_does_not_get_its_network(busybox_rootfs: str, tmp_path: Path) -> None:
-    task = tmp_path / "tasks" / "t1"
-    (task / "tests").mkdir(parents=True)
-    (task / "tests" / "test.sh").write_text("#!/bin/sh\n")
-    (task / "instruction.md").write_text("hi\n")
-    (task / "task.toml").write_text('[environment]\ndocker_image = "base"\n')
+    make_task(tmp_path / "tasks" / "t1", '[environment]\ndocker_image = "base"\n')
     images, networks = Images(ImageStore(tmp_path / "store")), []
     for network in ("host", "none"):
         campaign = tmp_path / f"{network}.yaml"
@@ -226,11 +202,8 @@ def test_a_campaign_whose_task_has_a_hostile_dockerfile_loses_nothing(
     busybox_rootfs: str, tmp_path: Path, home: Path
 ) -> None:
     task = tmp_path / "tasks" / "t1"
-    (task / "environment").mkdir(parents=True)
-    (task / "tests").mkdir()
-    (task / "tests" / "test.sh").write_text("#!/bin/sh\n")
-    (task / "instruction.md").write_text("hi\n")
-    (task / "task.toml").write_text('version="1.0"\n[environment]\nbuild_timeout_sec = 1e11\n')
+    make_task(task, 'version="1.0"\n[environment]\nbuild_timeout_sec = 1e11\n')
+    (task / "environment").mkdir()
     (task / "environment" / "Dockerfile").write_text(
         f"FROM base\nRUN echo planted >> /proc/1/root{home}/planted; cat /proc/1/root{home}/key\n"
     )
@@ -275,7 +248,7 @@ def test_no_link_leads_out_of_the_context(built: Built, context: Path, line: str
 
 
 def test_no_wildcard_leads_through_a_link_out_of_the_context(built: Built, context: Path, home: Path) -> None:
-    """One that finds nothing is no error, as in Docker."""
+    """A pattern without a match is not an error, as in Docker."""
     tree = built("FROM base\nCOPY li*/key inside/up/k* /loot/\nADD li*/key /loot/\n")
     assert not list(tree.glob("loot/*"))
     assert untouched(home)
@@ -283,7 +256,7 @@ def test_no_wildcard_leads_through_a_link_out_of_the_context(built: Built, conte
 
 @pytest.mark.parametrize("name", ["../../../home/planted", "..", ".", "{home}/planted", "a/b", ""])
 def test_no_text_of_a_dockerfile_names_a_file_of_the_host(built: Built, home: Path, name: str) -> None:
-    """A here-document is a file of its name, and a name can be quoted."""
+    """The name of a here-document is a file name, and may be quoted."""
     named = name.replace("{home}", str(home))
     for word in (named, f'"{named}"'):
         with pytest.raises(ConfigError):
@@ -308,7 +281,7 @@ def test_no_ignore_file_is_read_through_a_link(built: Built, context: Path, home
 
 
 def test_a_link_that_changes_while_the_context_is_copied_leads_nowhere(built: Built, context: Path, home: Path) -> None:
-    """A directory and a link out of the context change places as fast as they can, under one name."""
+    """A directory and a link out of the context alternate under one name as fast as possible."""
     (context / "honest").mkdir()
     (context / "honest" / "key").write_text("of the context\n")
     stop = threading.Event()
@@ -325,8 +298,6 @@ def test_a_link_that_changes_while_the_context_is_copied_leads_nowhere(built: Bu
     thread = threading.Thread(target=swap)
     thread.start()
     try:
-        from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out
-
         for number in range(300):
             target = context.parent / f"laid{number}"
             try:
@@ -394,18 +365,16 @@ def test_an_archive_writes_and_reads_nothing_beside_its_place(built: Built, cont
 
 
 def test_an_archive_that_swells_is_refused(built: Built, context: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megaflow_hpc.environments.images.dockerfile import bounds as module
-
-    monkeypatch.setattr(module, "MAX_BYTES", 20_000_000)
+    monkeypatch.setattr(archives, "MAX_BYTES", 20_000_000)
     archive(context / "bomb.tar.gz", [(entry("zeros"), bytes(30_000_000))])
-    monkeypatch.setattr(module, "MAX_ENTRIES", 1000)
+    monkeypatch.setattr(archives, "MAX_ENTRIES", 1000)
     archive(context / "many.tar.gz", [(entry(f"f{n}"), b"") for n in range(2000)])
     for name, said in (("bomb", "bytes"), ("many", "entries")):
         with pytest.raises(ConfigError, match=f"more than .* {said}"):
             built(f"FROM base\nADD {name}.tar.gz /x/\n")
 
 
-# --- what a step leaves for the next ----------------------------------------------------------------------------------
+# --- what a step leaves to the next -----------------------------------------------------------------------------------
 
 
 @both_layers
@@ -469,13 +438,13 @@ def test_a_file_named_like_a_mark_of_deletion_hides_nothing(built: Built, contex
         said, tree = "", home.parent / "tree"
         try:
             built(f"FROM base\n{step}\n")
-        except MegaflowError as error:  # where a step writes to a copy of its image, they are left out
+        except MegaflowError as error:  # skipped if the step writes to a copy of its image
             said = str(error)
         assert ".wh." in said or ((tree / "etc/passwd").exists() and (tree / "bin/sh").exists())
         remove_tree(tree)
 
 
-# --- what a step uses -------------------------------------------------------------------------------------------------
+# --- limits of a step -------------------------------------------------------------------------------------------------
 
 
 def test_a_step_that_runs_for_ever_is_ended(built: Built) -> None:
@@ -547,7 +516,7 @@ def test_a_build_that_is_killed_leaves_nothing(
     assert list((tmp_path / "store" / "work").glob("*/")) == []
 
 
-# --- what goes on working ---------------------------------------------------------------------------------------------
+# --- what still works -------------------------------------------------------------------------------------------------
 
 
 def test_a_step_has_the_hosts_network_where_the_user_says_so(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,7 +562,7 @@ def test_files_keep_their_owners_and_stages_their_links(built: Built, context: P
 
 @pytest.mark.slow
 def test_where_no_other_ids_are_given_owners_are_pretended(rootfs: str, tmp_path: Path) -> None:
-    """Without ``newuidmap`` a namespace has uid 0 alone; ``fakeroot``, where the host has it, lets packages install."""
+    """Without ``newuidmap`` a namespace has only uid 0. The host's ``fakeroot`` then lets packages install."""
     with no_subordinate_ids(tmp_path / "bin"):
         image = build(
             tmp_path / "context",
@@ -614,7 +583,7 @@ def test_an_image_without_a_shell_can_be_copied_from(busybox_rootfs: str, tmp_pa
 
 @pytest.mark.slow
 def test_a_requirement_of_a_bug_is_no_text_of_a_program(rootfs: str, tmp_path: Path) -> None:
-    """The image that tasks made of bugs share is built in the same way; markers may hold quotes."""
+    """The shared image of tasks made of bugs is built in the same way. Markers may contain quotes."""
     evil = f"; touch {tmp_path}/planted /planted /proc/1/root{tmp_path}/planted; "
     need = f"iniconfig; python_version > '3' or platform_version == '{evil}'"
     content = BugFile.model_construct(image="bugs", requires=(need,), bugs=())

@@ -1,4 +1,4 @@
-"""What engines answer, which may be strangers or driven by an agent: bounded in bytes, time and depth, or no answer."""
+"""Answers of engines that are external or driven by an agent are limited in bytes, time and depth, or refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.model.gateway import engine_client
-from megaflow_hpc.model.gateway.engine_client import MAX_ANSWER, SMALL_ANSWER, Broken, EngineClient, TooLong
-from megaflow_hpc.model.gateway.rollout_quota import RolloutQuota
+from megaflow_hpc.model.gateway.engine_client import (
+    MAX_ANSWER,
+    SMALL_ANSWER,
+    AnswerTooLong,
+    EngineClient,
+    ExchangeFailed,
+)
+from megaflow_hpc.model.gateway.open_rollout import RolloutQuota
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.json_text import ANSWER
 from megaflow_hpc.types import ModelEndpoint
-from tests.support.serving import in_loop
+from tests.support.serving import call_failure, endpoint, in_loop
 
 MIB = 2**20
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -38,8 +44,7 @@ def whole(body: Any, *more: bytes) -> bytes:
 
 
 def record(port: int, name: str = "p.0", **more: Any) -> dict[str, Any]:
-    url = f"http://127.0.0.1:{port}"
-    return {"server": name, "policy": "p", "url": url, "key": "k", "model_name": "m", "protocol": "plain", **more}
+    return endpoint(port, **{"server": name, **more})
 
 
 async def call(model: ModelEndpoint, path: str = "chat/completions", **more: Any) -> tuple[int, str]:
@@ -50,7 +55,7 @@ async def call(model: ModelEndpoint, path: str = "chat/completions", **more: Any
 
 
 class Engine:
-    """Says what it is told, to whoever asks."""
+    """Sends a given answer to every request."""
 
     def __init__(self, say: Callable[[asyncio.StreamWriter], Any]) -> None:
         self._say, self.port, self.asked = say, 0, 0
@@ -72,7 +77,7 @@ class Engine:
 
 @asynccontextmanager
 async def engine(*answers: bytes) -> AsyncIterator[Engine]:
-    """One that gives these answers in turn, then the last."""
+    """An engine that gives these answers in turn, and then repeats the last."""
     left = list(answers)
     found = Engine(lambda writer: writer.write(left.pop(0) if len(left) > 1 else left[0]))
     async with served(found):
@@ -122,7 +127,7 @@ NONE = {
 @pytest.mark.parametrize("protocol", ["plain", "text"])
 @in_loop
 async def test_an_answer_that_is_none_is_no_turn_and_no_rest_of_the_server(kind: str, protocol: str) -> None:
-    scored = "id" in kind or "score" in kind  # what the protocol of texts does not look at
+    scored = "id" in kind or "score" in kind  # the protocol ``text`` does not check these
     async with engine(whole(NONE[kind])) as bad, ModelGateway(wait_s=20) as gateway:
         gateway.update_endpoints([record(bad.port, protocol=protocol)])
         model = await gateway.open("t/p/0", "p")
@@ -130,7 +135,7 @@ async def test_an_answer_that_is_none_is_no_turn_and_no_rest_of_the_server(kind:
         assert status == (200 if scored and protocol == "text" else 400), text[:500]
         assert len(text) < 2000
         assert bad.asked == (1 if status == 200 else 2), "the control's answer is as bad"
-        assert gateway._caller.router.all()[0].failures == 0
+        assert gateway._caller.router.servers("p")[0].failures == 0
         failure = await gateway.outage("t/p/0")
         assert bool(failure) == (status == 400), "what an engine says by itself is the service's failure"
         recording = await gateway.close("t/p/0")
@@ -152,7 +157,7 @@ async def test_odd_fields_that_nothing_reads_cost_no_answer() -> None:
 
 @in_loop
 async def test_arguments_nested_deeply_are_a_text() -> None:
-    """A model may write them, and an agent have it do so: they are recorded, so the agent is told them too."""
+    """A model may write them, also at an agent's request. They are recorded, so the agent gets them too."""
     arguments = '{"a":' * 300 + "1" + "}" * 300
     said = message(tool_calls=[{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}])
     async with engine(whole(said)) as asked, ModelGateway(wait_s=20) as gateway:
@@ -188,37 +193,37 @@ async def test_an_answer_without_end_is_given_up(kind: str, monkeypatch: pytest.
     monkeypatch.setattr(engine_client, "MAX_ANSWER", 4 * MIB)
     async with served(endless(*ENDLESS[kind])) as stranger:
         client, url = EngineClient(), f"http://127.0.0.1:{stranger.port}/v1/chat/completions"
-        with pytest.raises(Broken) as caught:
+        with pytest.raises(ExchangeFailed) as caught:
             await client.post(url, b"{}", key="k", timeout_s=20 if kind == "announcements" else 120)
-        assert isinstance(caught.value, TooLong) == ("body" in kind)
+        assert isinstance(caught.value, AnswerTooLong) == ("body" in kind)
         assert kind == "announcements" or "no answer within" not in str(caught.value)
         await client.close()
 
 
 @in_loop
 async def test_a_call_that_asks_for_too_much_is_told_so_and_others_go_on() -> None:
-    """Alternatives and log-probabilities of many tokens: the request's fault, and no rest of the server."""
+    """Many answers or log-probabilities are the request's fault, and cause no backoff of the server."""
     large = whole(b'{"choices":"' + b"x" * MAX_ANSWER + b'"}')
     async with engine(large, whole(GOOD)) as asked, ModelGateway(wait_s=20) as gateway:
         gateway.update_endpoints([record(asked.port)])
         model, other = await gateway.open("t/p/0", "p"), await gateway.open("t/p/1", "p")
         status, text = await call(model, logprobs=True, top_logprobs=20)
         assert (status, f"longer than {MAX_ANSWER >> 20} MiB" in text) == (400, True)
-        assert gateway.call_failure("t/p/0") == ""
+        assert call_failure(gateway, "t/p/0") == ""
         assert (await call(other))[0] == 200
-        assert gateway._caller.router.all()[0].failures == 0
+        assert gateway._caller.router.servers("p")[0].failures == 0
 
 
 @in_loop
 async def test_large_answers_of_one_rollout_are_taken_in_one_at_a_time() -> None:
-    """Each up to the point from which on it needs a place; another rollout's does not wait."""
+    """Each answer is read up to the size that needs the gate. Another rollout's answer does not wait."""
     quota, other = RolloutQuota(100), RolloutQuota(100)
     held: list[str] = []
     let_go = asyncio.Event()
 
     async def one(name: str, whose: RolloutQuota) -> None:
-        async with whose.large_answer() as place:
-            reply = await client.post(url, b"{}", key="k", timeout_s=60, place=place)
+        async with whose.large_answer() as gate:
+            reply = await client.post(url, b"{}", key="k", timeout_s=60, gate=gate)
             assert len(reply.body) == 4 * SMALL_ANSWER
             held.append(name)
             await let_go.wait()
@@ -230,7 +235,7 @@ async def test_large_answers_of_one_rollout_are_taken_in_one_at_a_time() -> None
             await asyncio.sleep(0.01)
         await one_let_through(asyncio.create_task(one("other", other)), held)
         assert len(held) == 2
-        tasks[2].cancel()  # who leaves while it waits holds nobody up
+        tasks[2].cancel()  # a call that is cancelled while it waits delays no other
         let_go.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert sorted(held) == ["a", "b", "other"]
@@ -246,7 +251,7 @@ async def one_let_through(task: asyncio.Task[None], held: list[str]) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
 async def test_other_rollouts_are_served_while_a_large_answer_is_dealt_with(streamed: bool) -> None:
-    """Log-probabilities of 20,000 tokens, as an agent may ask for them: read, recorded and passed on."""
+    """An agent may ask for log-probabilities of 20,000 tokens. They are read, recorded and passed on."""
     tokens = list(range(20_000))
     large = changed(token_ids=tokens, logprobs={"content": SCORES * len(tokens)})
     async with engine(whole(large)) as hers, engine(whole(GOOD)) as his, ModelGateway(wait_s=20) as gateway:

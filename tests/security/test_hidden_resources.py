@@ -1,28 +1,24 @@
-"""What a hostile command takes where one does not look first: open files, buffers, empty files, children that nobody
-waits for, directories of the verifier, readers of its output."""
+"""Resources that a hostile command takes in less visible ways: open files, buffers, empty files, children without a
+waiting parent, directories of the verifier, readers of its output.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments import SandboxSpec
 from megaflow_hpc.environments.sandbox.commands.streams import MAX_LEFT_PAIRS
 from megaflow_hpc.environments.sandbox.limits.cgroups import Cgroup
-from megaflow_hpc.environments.sandbox.limits.cputime import CpuTime, lost
-from megaflow_hpc.environments.sandbox.limits.usage import Look, Process
+from megaflow_hpc.environments.sandbox.limits.usage import CpuTime, Look, Process, lost_ticks
 from megaflow_hpc.tasks.formats import VerificationContext
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.steps import prepare, verify
-from megaflow_hpc.types import ExecResult
 from tests.support.harbor_tasks import write_task
-
-InSandbox = Callable[..., Any]
+from tests.support.sandboxes import Start
 
 BLOCK = "import fcntl, os, socket, time\nblock = b'x' * 1_000_000\nheld = []\n"
 REST = "time.sleep(110)"
@@ -75,7 +71,7 @@ EMPTY_FILES = (
     "for number in range(60_000): os.close(os.open(f'/var/i/{number}', os.O_CREAT))\n" + REST
 )
 LINKS = EMPTY_FILES.replace("os.close(os.open(f'/var/i/{number}', os.O_CREAT))", "os.symlink('x', f'/var/i/{number}')")
-# 160 times 1000: over the bound, and far below what a node has for everybody.
+# 160,000 descriptors are more than the limit, and far fewer than a node has.
 DESCRIPTORS = (
     "import os, resource, time\n"
     "resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)\n"
@@ -86,45 +82,29 @@ DESCRIPTORS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("program", "spec", "limit"),
-    [
-        (MEMFD, {"memory_mb": 150}, "memory"),
-        (MANY_MEMFDS, {"memory_mb": 150}, "memory"),
-        (SENT, {"memory_mb": 60}, "memory"),
-        (SENT_AND_CLOSED, {"memory_mb": 60}, "memory"),
-        (TCP, {"memory_mb": 100}, "memory"),
-        (PIPES, {"memory_mb": 30}, "memory"),
-        (DELETED_SHM, {"memory_mb": 150}, "memory"),
-        (DELETED, {"disk_mb": 100}, "disk"),
-        (NEVER_NAMED, {"disk_mb": 100}, "disk"),
-        (EMPTY_FILES, {"disk_mb": 100}, "disk"),
-        (LINKS, {"disk_mb": 100}, "disk"),
-        (DESCRIPTORS, {"memory_mb": 2000}, "descriptors"),
-    ],
-    ids=[
-        "memfd",
-        "many memfds",
-        "socket buffers",
-        "socket buffers whose sender is closed",
-        "TCP buffers",
-        "pipes",
-        "deleted file in memory",
-        "deleted files",
-        "files that never had a name",
-        "empty files",
-        "links",
-        "descriptors",
-    ],
-)
-def test_what_is_held_out_of_sight_is_counted(
-    in_sandbox: InSandbox, program: str, spec: dict[str, Any], limit: str
-) -> None:
-    async def use(sandbox: ApptainerSandbox) -> tuple[ExecResult, ExecResult]:
-        hidden = await sandbox.exec(["python3", "-c", program], timeout_s=120)
-        return hidden, await sandbox.exec("echo alive", timeout_s=20)
+HELD = {
+    "memfd": (MEMFD, {"memory_mb": 150}, "memory"),
+    "many memfds": (MANY_MEMFDS, {"memory_mb": 150}, "memory"),
+    "socket buffers": (SENT, {"memory_mb": 60}, "memory"),
+    "socket buffers whose sender is closed": (SENT_AND_CLOSED, {"memory_mb": 60}, "memory"),
+    "TCP buffers": (TCP, {"memory_mb": 100}, "memory"),
+    "pipes": (PIPES, {"memory_mb": 30}, "memory"),
+    "deleted file in memory": (DELETED_SHM, {"memory_mb": 150}, "memory"),
+    "deleted files": (DELETED, {"disk_mb": 100}, "disk"),
+    "files that never had a name": (NEVER_NAMED, {"disk_mb": 100}, "disk"),
+    "empty files": (EMPTY_FILES, {"disk_mb": 100}, "disk"),
+    "links": (LINKS, {"disk_mb": 100}, "disk"),
+    "descriptors": (DESCRIPTORS, {"memory_mb": 2000}, "descriptors"),
+}
 
-    hidden, after = in_sandbox(use, **spec)
+
+@pytest.mark.parametrize(("program", "spec", "limit"), HELD.values(), ids=HELD)
+async def test_what_is_held_out_of_sight_is_counted(
+    start: Start, program: str, spec: dict[str, Any], limit: str
+) -> None:
+    sandbox = await start(**spec)
+    hidden = await sandbox.exec(["python3", "-c", program], timeout_s=120)
+    after = await sandbox.exec("echo alive", timeout_s=20)
     if "others have the pipes" in hidden.stderr:
         pytest.skip("the kernel bounds all pipes of a user, and others of this user have them")
     assert (hidden.exit_code, hidden.timed_out) == (137, False), hidden.stderr
@@ -132,7 +112,7 @@ def test_what_is_held_out_of_sight_is_counted(
     assert after.stdout == "alive\n"
 
 
-def test_open_files_and_buffers_of_an_ordinary_program_are_not_held_against_it(in_sandbox: InSandbox) -> None:
+async def test_open_files_and_buffers_of_an_ordinary_program_are_not_held_against_it(start: Start) -> None:
     program = BLOCK + (
         "held = [open(f'/var/{number}', 'wb', 0) for number in range(200)]\n"
         "pairs = [socket.socketpair() for _ in range(200)]\n"
@@ -142,11 +122,8 @@ def test_open_files_and_buffers_of_an_ordinary_program_are_not_held_against_it(i
         "while time.monotonic() < end: pass\n"
         "print('done')"
     )
-
-    async def use(sandbox: ApptainerSandbox) -> ExecResult:
-        return await sandbox.exec(["python3", "-c", program], timeout_s=40)
-
-    result = in_sandbox(use, memory_mb=100, disk_mb=100)
+    sandbox = await start(memory_mb=100, disk_mb=100)
+    result = await sandbox.exec(["python3", "-c", program], timeout_s=40)
     assert (result.stdout, result.breach) == ("done\n", "")
 
 
@@ -154,20 +131,15 @@ def test_open_files_and_buffers_of_an_ordinary_program_are_not_held_against_it(i
 
 
 @pytest.mark.parametrize("place", ["/logs/verifier", "/tests"])
-def test_what_tests_write_beside_the_layer_counts(rootfs: str, scratch: Path, tmp_path: Path, place: str) -> None:
+async def test_what_tests_write_beside_the_layer_counts(start: Start, tmp_path: Path, place: str) -> None:
     fill = f"i=0; while :; do i=$((i+1)); head -c 4000000 /dev/zero > {place}/f$i || exit 1; done"
     path = write_task(tmp_path)
     (path / "tests" / "test.sh").write_text(fill)
     task = read_harbor_task(path)
-
-    async def main() -> tuple[list[str], str]:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(rootfs, disk_mb=60)) as sandbox:
-                await prepare(task, sandbox)
-                verdict = await verify(task, sandbox, VerificationContext())
-                return [breach.limit for breach in sandbox.breaches], verdict.error
-
-    breaches, error = asyncio.run(main())
+    sandbox = await start(disk_mb=60)
+    await prepare(task, sandbox)
+    verdict = await verify(task, sandbox, VerificationContext())
+    breaches, error = [breach.limit for breach in sandbox.breaches], verdict.error
     assert breaches == ["disk"]
     assert error.startswith("disk limit")
 
@@ -198,11 +170,11 @@ assert ctypes.CDLL(None).sigaction(signal.SIGCHLD, ctypes.byref(Action(None, fla
 
 @pytest.mark.parametrize("seconds", [0.7, 0.04])
 @pytest.mark.parametrize("how", [IGNORES, NO_WAIT], ids=["SIG_IGN", "SA_NOCLDWAIT"])
-def test_cpu_time_of_children_that_nobody_waits_for_counts(in_sandbox: InSandbox, how: str, seconds: float) -> None:
-    async def use(sandbox: ApptainerSandbox) -> ExecResult:
-        return await sandbox.exec(["python3", "-c", BURN % (how, seconds)], timeout_s=60)
-
-    assert in_sandbox(use, cpu_s=2.0).breach.startswith("cpu time limit: ")
+async def test_cpu_time_of_children_that_nobody_waits_for_counts(start: Start, how: str, seconds: float) -> None:
+    sandbox = await start(cpu_s=2.0)
+    assert (await sandbox.exec(["python3", "-c", BURN % (how, seconds)], timeout_s=60)).breach.startswith(
+        "cpu time limit: "
+    )
 
 
 INIT, SHELL, PARENT, CHILD = 10, 11, 12, 13
@@ -219,22 +191,22 @@ def family(*, parent_waited: int, init_waited: int = 0, child: int | None = None
 
 def test_only_what_nobody_was_left_is_lost() -> None:
     before = family(parent_waited=100, child=70)
-    assert lost(before, family(parent_waited=170), INIT, 50, 2) == 0
-    assert lost(before, family(parent_waited=180), INIT, 50, 2) == 0
-    assert lost(before, family(parent_waited=100), INIT, 50, 2) == 70
-    assert lost(before, family(parent_waited=100, child=80), INIT, 50, 2) == 0
+    assert lost_ticks(before, family(parent_waited=170), INIT, 50, 2) == 0
+    assert lost_ticks(before, family(parent_waited=180), INIT, 50, 2) == 0
+    assert lost_ticks(before, family(parent_waited=100), INIT, 50, 2) == 70
+    assert lost_ticks(before, family(parent_waited=100, child=80), INIT, 50, 2) == 0
 
 
 def test_orphans_leave_their_time_to_the_first_process() -> None:
     before = family(parent_waited=0, child=70)
     after = family(parent_waited=0, init_waited=70)
-    assert lost(before, after, INIT, 50, 2) == 0
+    assert lost_ticks(before, after, INIT, 50, 2) == 0
     del after[PARENT]
-    assert lost(before, {**after, SHELL: Process(2, INIT, "S", 5, 5)}, INIT, 50, 2) == 0
+    assert lost_ticks(before, {**after, SHELL: Process(2, INIT, "S", 5, 5)}, INIT, 50, 2) == 0
 
 
 def test_a_child_that_came_and_went_between_two_looks_stands_for_others_like_it() -> None:
-    assert lost(family(parent_waited=0, child=1), family(parent_waited=0), INIT, 50, 2) == 50
+    assert lost_ticks(family(parent_waited=0, child=1), family(parent_waited=0), INIT, 50, 2) == 50
 
 
 def test_a_control_group_of_the_sandboxs_own_counts_for_the_kernel(tmp_path: Path) -> None:
@@ -253,26 +225,21 @@ def test_a_control_group_of_the_sandboxs_own_counts_for_the_kernel(tmp_path: Pat
 # --- processes left in the background -------------------------------------------------------------------------------
 
 
-def test_processes_left_in_the_background_do_not_use_up_the_workers_descriptors(rootfs: str, scratch: Path) -> None:
-    """Each holds the streams of the command that left it; the worker reads those of the last few."""
+async def test_processes_left_in_the_background_do_not_use_up_the_workers_descriptors(start: Start) -> None:
+    """Each holds the streams of its command. The worker reads only the last few."""
     prints = "(trap 'echo ended > /ended-%d; exit' PIPE; while echo x; do sleep 0.05; done) & true"
-
-    async def main() -> tuple[int, list[str], list[str]]:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
-                await sandbox.exec("true")
-                before = len(os.listdir("/proc/self/fd"))
-                await sandbox.exec(["sh", "-c", prints % 0])
-                for _ in range(2 * MAX_LEFT_PAIRS):
-                    assert (await sandbox.exec("sleep 600 & true")).exit_code == 0
-                await sandbox.exec(["sh", "-c", prints % 1])
-                taken = len(os.listdir("/proc/self/fd")) - before
-                first = await sandbox.exec("until [ -e /ended-0 ]; do sleep 0.05; done; ls /", timeout_s=30)
-                # What is not read any more was not lent to another command.
-                outputs = [(await sandbox.exec("echo mine", timeout_s=30)).stdout for _ in range(5)]
-                return taken, first.stdout.split(), outputs
-
-    taken, files, outputs = asyncio.run(main())
+    sandbox = await start()
+    await sandbox.exec("true")
+    before = len(os.listdir("/proc/self/fd"))
+    await sandbox.exec(["sh", "-c", prints % 0])
+    for _ in range(2 * MAX_LEFT_PAIRS):
+        assert (await sandbox.exec("sleep 600 & true")).exit_code == 0
+    await sandbox.exec(["sh", "-c", prints % 1])
+    taken = len(os.listdir("/proc/self/fd")) - before
+    first = await sandbox.exec("until [ -e /ended-0 ]; do sleep 0.05; done; ls /", timeout_s=30)
+    # Streams that are no longer read were not given to another command.
+    outputs = [(await sandbox.exec("echo mine", timeout_s=30)).stdout for _ in range(5)]
+    files = first.stdout.split()
     assert taken <= 2 * MAX_LEFT_PAIRS + 8
     assert "ended-0" in files
     assert "ended-1" not in files

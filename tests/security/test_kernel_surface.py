@@ -1,4 +1,4 @@
-"""What of the kernel a hostile command reaches: keys, namespaces, and calls that no limit and no network holds."""
+"""Kernel features within reach of a hostile command: keys, namespaces, and calls outside of limits and networks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.environments.sandbox.commands.launcher import CALLS, REFUSED, launcher, program
-from megaflow_hpc.types import ExecResult
 from tests.support.requirements import REMEDY
-from tests.support.sandboxes import clone_at_once
-
-InSandbox = Callable[..., Any]
+from tests.support.sandboxes import Start
 
 MACHINE = os.uname().machine
 KNOWN = MACHINE in ("x86_64", "aarch64")
@@ -53,7 +50,7 @@ if child == 0: os._exit(0)
 print(child > 0)
 """
 )
-"""True for every way in which a user namespace was made: by unshare, by clone3."""
+"""Prints True for each way in which a user namespace was created: unshare, clone3."""
 
 THIRTY_TWO_BITS = """
 import ctypes, mmap, struct
@@ -65,27 +62,18 @@ def call(number, first=0, second=0, third=0):
     return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
 print(call(20) > 0, call(288, 0, -3, 1), call(425, 4), call(359, 40, 1), call(359, 2, 1) > 0)
 """
-"""getpid, keyctl, io_uring_setup, socket of AF_VSOCK and of AF_INET, as i386 calls them."""
+"""Calls getpid, keyctl, io_uring_setup, socket of AF_VSOCK and of AF_INET with i386 numbers."""
 
 needs_numbers = pytest.mark.skipif(not KNOWN, reason=f"no system calls are known for {MACHINE}")
 
 
 EVERY = CALL + "for number in %s: print(call(number, -1, -1, -1, -1, -1))"
-"""Every call with arguments that the kernel finds wrong before it asks who may."""
+"""Makes calls with arguments that the kernel rejects before it checks rights."""
 REFUSED_AND_SOCKET = (*REFUSED, "socket")
 
 
-@pytest.fixture(params=["apptainer", "clone"])
-def _start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sandboxes are containers that Apptainer has started, or clones of one."""
-    if request.param == "clone":
-        clone_at_once(monkeypatch)
-    else:
-        monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "clones")
-
-
 def with_a_key(use: Callable[[], None]) -> None:
-    """Runs ``use`` in a thread whose session keyring is new and holds one key, as a login's holds its tickets."""
+    """Runs ``use`` in a thread with a new session keyring that holds one key, like the tickets of a login."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -108,7 +96,7 @@ def python(text: str) -> list[str]:
     return ["python3", "-c", text]
 
 
-@pytest.mark.usefixtures("_start")
+@pytest.mark.usefixtures("started_by")
 @needs_numbers
 @pytest.mark.parametrize("user", [None, "agent"])
 def test_a_sandbox_finds_no_key_of_the_host_and_leaves_none(rootfs: str, scratch: Path, user: str | None) -> None:
@@ -135,30 +123,19 @@ def test_where_there_is_no_filter_the_keyring_is_an_empty_one_all_the_same() -> 
         assert key(FIND % "ticket") == "done\n"
         assert unfiltered.call(lambda: key(FIND % "ticket")) == "EKEYREVOKED\n"
         assert unfiltered.call(lambda: key(LEAVE)) == "EKEYREVOKED\n"
-        assert key(FIND % "ticket") == "done\n"  # this process has kept its own
+        assert key(FIND % "ticket") == "done\n"  # this process still has its keys
 
     with_a_key(use)
 
 
-@pytest.mark.parametrize(("layer", "start"), [("overlay", "apptainer"), ("overlay", "clone"), ("copy", "apptainer")])
+@pytest.mark.parametrize("started_by", ["apptainer", "clone", "copy"], indirect=True)
 @pytest.mark.parametrize("user", [None, "agent"])
-def test_no_user_namespace_can_be_made_inside(
-    rootfs: str, scratch: Path, user: str | None, layer: str, start: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if start == "clone":
-        clone_at_once(monkeypatch)
-    else:
-        monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "clones,overlay" if layer == "copy" else "clones")
-
-    async def main() -> list[ExecResult]:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(rootfs, user=user)) as sandbox:
-                tried = [await sandbox.exec(python(MEMORY_OF_ITS_OWN))]
-                tried.append(await sandbox.exec("echo 9 > /proc/sys/user/max_user_namespaces"))
-                await sandbox.kill_processes()  # what starts anew is bound as well
-                return [*tried, await sandbox.exec(python(MEMORY_OF_ITS_OWN))]
-
-    first, lifted, later = asyncio.run(main())
+async def test_no_user_namespace_can_be_made_inside(start: Start, user: str | None, started_by: str) -> None:
+    sandbox = await start(user=user)
+    first = await sandbox.exec(python(MEMORY_OF_ITS_OWN))
+    lifted = await sandbox.exec("echo 9 > /proc/sys/user/max_user_namespaces")
+    await sandbox.kill_processes()  # the next container is limited too
+    later = await sandbox.exec(python(MEMORY_OF_ITS_OWN))
     assert (first.stdout, later.stdout) == ("False\nFalse\n", "False\nFalse\n"), first.stderr
     assert lifted.exit_code != 0
 
@@ -171,47 +148,36 @@ print(*(sum(make() >= 0 for _ in range(900)) for make in makes), flush=True)
 """
 
 
-@pytest.mark.parametrize(("layer", "start"), [("overlay", "apptainer"), ("overlay", "clone"), ("copy", "apptainer")])
+@pytest.mark.parametrize("started_by", ["apptainer", "clone", "copy"], indirect=True)
 @pytest.mark.parametrize(("user", "nested"), [(None, False), ("agent", False), (None, True)])
-def test_no_sandbox_takes_all_watches_of_the_user(
-    rootfs: str, scratch: Path, user: str | None, nested: bool, layer: str, start: str, monkeypatch: pytest.MonkeyPatch
+async def test_no_sandbox_takes_all_watches_of_the_user(
+    start: Start, user: str | None, nested: bool, started_by: str
 ) -> None:
-    if nested and start == "clone":
+    if nested and started_by == "clone":
         pytest.skip("a sandbox with namespaces of its own is no clone")
-    if start == "clone":
-        clone_at_once(monkeypatch)
-    else:
-        monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "clones,overlay" if layer == "copy" else "clones")
     shown: list[bytes] = []
-
-    async def main() -> None:
-        spec = SandboxSpec(rootfs, user=user, nested=nested)
-        async with ApptainerProvider(scratch) as provider, await provider.start(spec) as sandbox:
-            lifted = await sandbox.exec("echo 900 > /proc/sys/user/max_inotify_instances")
-            assert lifted.exit_code or user  # another uid's own namespace lies below the one that is limited
-            await sandbox.exec(python(HOLD), timeout_s=20, on_output=lambda data: bool(shown.append(data)))
-
-    asyncio.run(main())
+    sandbox = await start(user=user, nested=nested)
+    lifted = await sandbox.exec("echo 900 > /proc/sys/user/max_inotify_instances")
+    assert lifted.exit_code or user  # another uid's own namespace is below the limited one
+    await sandbox.exec(python(HOLD), timeout_s=20, on_output=lambda data: bool(shown.append(data)))
     instances, groups = map(int, shown[0].split())
     most = int(Path("/proc/sys/fs/inotify/max_user_instances").read_text())
     assert 0 < instances <= most // 8
     assert groups <= int(Path("/proc/sys/fs/fanotify/max_user_groups").read_text()) // 8
 
 
-@pytest.mark.usefixtures("_start")
+@pytest.mark.usefixtures("started_by")
 @pytest.mark.parametrize("user", [None, "agent"])
-def test_a_campaign_may_give_its_sandboxes_namespaces_of_their_own(in_sandbox: InSandbox, user: str | None) -> None:
-    async def use(sandbox: ApptainerSandbox) -> str:
-        return str((await sandbox.exec(python(MEMORY_OF_ITS_OWN))).stdout)
-
-    assert in_sandbox(use, user=user, nested=True) == "True\nTrue\n"
+async def test_a_campaign_may_give_its_sandboxes_namespaces_of_their_own(start: Start, user: str | None) -> None:
+    sandbox = await start(user=user, nested=True)
+    assert str((await sandbox.exec(python(MEMORY_OF_ITS_OWN))).stdout) == "True\nTrue\n"
 
 
-@pytest.mark.usefixtures("_start")
+@pytest.mark.usefixtures("started_by")
 @needs_numbers
 @pytest.mark.parametrize("user", [None, "agent"])
-def test_rings_sockets_to_other_machines_and_the_kernels_debuggers_are_refused(
-    in_sandbox: InSandbox, user: str | None
+async def test_rings_sockets_to_other_machines_and_the_kernels_debuggers_are_refused(
+    start: Start, user: str | None
 ) -> None:
     program = (
         CALL
@@ -223,28 +189,22 @@ for family in (40, socket.AF_INET, socket.AF_UNIX):
     except OSError as error: print(errno.errorcode[error.errno])
 """
     )
-
-    async def use(sandbox: ApptainerSandbox) -> str:
-        return str((await sandbox.exec(python(program))).stdout)
-
-    assert in_sandbox(use, user=user).split() == ["EPERM", "EAFNOSUPPORT", "2", "1"]
+    sandbox = await start(user=user)
+    assert str((await sandbox.exec(python(program))).stdout).split() == ["EPERM", "EAFNOSUPPORT", "2", "1"]
 
 
-@pytest.mark.usefixtures("_start")
+@pytest.mark.usefixtures("started_by")
 @needs_numbers
 @pytest.mark.parametrize("user", [None, "agent"])
-def test_every_call_of_the_list_is_refused(in_sandbox: InSandbox, user: str | None) -> None:
+async def test_every_call_of_the_list_is_refused(start: Start, user: str | None) -> None:
     numbers = [next(iter(CALLS[MACHINE].values()))[: len(REFUSED)]]
     ask = EVERY % repr(list(*numbers))
-
-    async def use(sandbox: ApptainerSandbox) -> str:
-        return str((await sandbox.exec(python(ask))).stdout)
-
-    inside = in_sandbox(use, user=user).split()
+    sandbox = await start(user=user)
+    inside = str((await sandbox.exec(python(ask))).stdout).split()
     assert dict(zip(REFUSED, inside, strict=True)) == dict.fromkeys(REFUSED, "EPERM")
     outside = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
     said = dict(zip(REFUSED, outside, strict=True))
-    # A node may refuse the others to everybody (sysctls); what has none shows that it is our filter that answers.
+    # A node may refuse the other calls to all users (sysctls). These three show that our filter answers.
     assert "EPERM" not in {said[name] for name in ("add_key", "request_key", "keyctl")}, said
 
 
@@ -256,7 +216,7 @@ HARMLESS = ("read", "openat", "clone", "execve", "futex", "socketpair", "connect
 
 
 def answer(steps: bytes, architecture: int, number: int, first: int) -> int:
-    """What the kernel would do at a call, by the rules of classic BPF."""
+    """Evaluates a filter for one call, by the rules of classic BPF."""
     data = struct.pack("=IIQ6Q", number, architecture, 0, first, 0, 0, 0, 0, 0)
     accumulator = at = 0
     while True:
@@ -274,9 +234,9 @@ def answer(steps: bytes, architecture: int, number: int, first: int) -> int:
 
 
 def named(architecture: int, name: str) -> int:
-    """The number of a call as libseccomp knows it; its words for architectures are the kernel's.
+    """Returns the number of a call from libseccomp, which uses the kernel's constants for architectures.
 
-    For i386 it has a number of its own where there is ``socketcall`` as well; the kernel's headers have the call's.
+    For i386, libseccomp has its own numbers for calls of ``socketcall``; the kernel's headers have the real ones.
     """
     if (architecture, name) in OF_SOCKETCALL:
         return OF_SOCKETCALL[architecture, name]
@@ -334,13 +294,11 @@ def test_numbers_are_those_of_the_kernels_headers(
 # --- programs of 32 bits --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_start")
+@pytest.mark.usefixtures("started_by")
 @OF_X86
-def test_what_is_refused_is_refused_to_programs_of_32_bits_too_and_they_run(in_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> ExecResult:
-        return await sandbox.exec(python(THIRTY_TWO_BITS))
-
-    result = in_sandbox(use)
+async def test_what_is_refused_is_refused_to_programs_of_32_bits_too_and_they_run(start: Start) -> None:
+    sandbox = await start()
+    result = await sandbox.exec(python(THIRTY_TWO_BITS))
     if result.exit_code == 128 + 11 or "-38" in result.stdout:
         pytest.skip("this kernel runs no 32-bit programs")
     assert result.stdout.split() == ["True", "-1", "-1", "-97", "True"], result.stderr

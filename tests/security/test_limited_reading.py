@@ -1,4 +1,4 @@
-"""Files of others that take much to read: a process of its own reads them, with limits, and says so."""
+"""A separate process with limits reads files of other users that would use much memory or time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEAD = '{"model":{"vocab":{"a":1}},"added_tokens":[],"x":'
 
 
 def bomb(path: Path, *parts: tuple[bytes, int]) -> None:
-    """Writes a gzip file of a few megabytes: each part so many times."""
+    """Writes a gzip file of a few megabytes, with each part repeated as often as given."""
     path.parent.mkdir(exist_ok=True)
     with gzip.open(path, "wb", 1) as file:
         for text, times in parts:
@@ -58,7 +58,7 @@ from megaflow_hpc.host.child import ProcessLimits
 confined.LIMITS = ProcessLimits(int(sys.argv[1]), 60, 1 << 20)
 sys.exit(main(sys.argv[2:]))
 """
-"""Carries out a verb; a confined process may use the given number of bytes."""
+"""Runs a verb. A confined process may use the given number of bytes."""
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -123,13 +123,13 @@ def test_runs_of_another_user_are_read_as_ones_own(words: list[str], run: RunDir
 
 
 def test_a_run_of_another_user_that_takes_much_memory_ends_with_a_message(run: RunDir, place: Path) -> None:
-    """The limits are lowered to what importing the libraries takes: a file of the size of the real ones takes long."""
+    """The limits are just what importing the libraries takes, because a file as large as the real limits takes long."""
     theirs = given_away(run, place)
     command = [sys.executable, "-c", LIMITED, str(30 * MB), "show", str(theirs), "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert not done.stdout
-    command[5] = str(run.path)  # one's own is read without limits
+    command[5] = str(run.path)  # the user's own run is read without limits
     assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
 
 
@@ -205,7 +205,7 @@ def test_a_second_interrupt_kills_a_confined_process_that_ignores_the_first() ->
 
 
 def test_a_second_user_reads_what_a_confined_process_of_theirs_may(tmp_path: Path) -> None:
-    """The user namespace, which the network namespace needs, changes nobody's rights."""
+    """The user namespace, which the network namespace needs, changes no rights."""
 
     def check() -> int:
         (tmp_path / "made").write_text("x")

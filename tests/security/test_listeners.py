@@ -1,4 +1,4 @@
-"""Connections that take what others need at gateway and proxy: idle, slow, malformed, many; with a key and without."""
+"""Connections that exhaust resources of gateway and proxy: idle, slow, malformed, many; with and without a key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.waiting import until_async
 ECHO = {"default": ["fine"]}
 BODY = {"messages": conversation("hello")}
 FEW = 400
-"""Descriptors that the attacked process may have; a crowd is larger."""
+"""Limit of the attacked process's descriptors. An attack opens more connections."""
 MALFORMED = (
     b"POST / HTTP/1.1\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\n",
     b"\x00\x01\x02 garbage\r\n\r\n",
@@ -47,7 +47,7 @@ def head_of(model: ModelEndpoint, key: str | None = None) -> str:
 
 
 async def works(model: ModelEndpoint) -> None:
-    """A call is answered, and the process can start another."""
+    """Checks that a call is answered and the process can start another process."""
     status, reply = await asyncio.wait_for(call(model, BODY), 60)
     assert (status, reply["choices"][0]["message"]["content"]) == (200, "fine")
     process = await asyncio.create_subprocess_exec("true")
@@ -74,8 +74,9 @@ async def test_idle_connections_without_a_key_leave_descriptors_for_calls(server
 
 @in_loop
 async def test_a_connection_shows_a_key_in_time_or_is_closed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent, a half head, a head byte by byte, a wrong key, HEAD: each is closed; one with a key stays."""
-    monkeypatch.setattr(http_server, "KEY_S", 0.5)
+    """Connections that send nothing, half a head, single bytes, a wrong key or HEAD are closed. One with a key
+    stays."""
+    monkeypatch.setattr(http_server, "KEY_TIMEOUT_S", 0.5)
     servers.script(ECHO)
     async with servers.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
@@ -109,7 +110,7 @@ async def slowly(port: int, text: str) -> None:
 
 @in_loop
 async def test_a_closed_rollouts_connections_are_closed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "KEY_S", 0.5)
+    monkeypatch.setattr(http_server, "KEY_TIMEOUT_S", 0.5)
     servers.script(ECHO)
     async with servers.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
@@ -147,7 +148,7 @@ async def test_handshakes_that_never_end_leave_room_for_calls(tmp_path: Path, sa
 
 @in_loop
 async def test_a_handshake_ends_in_time_or_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "KEY_S", 0.5)
+    monkeypatch.setattr(http_server, "KEY_TIMEOUT_S", 0.5)
     async with proxy_of_script(tmp_path, tls=True) as (proxy, _):
         assert await raw(proxy.port) == b""
         assert await raw(proxy.port, b"\x16\x03\x01") == b""
@@ -235,7 +236,7 @@ async def test_a_key_that_is_no_text_is_a_wrong_key(
 @pytest.mark.parametrize("says", ["half a body", "a call that waits"])
 @in_loop
 async def test_one_rollouts_connections_leave_room_for_anothers(servers: Servers, says: str) -> None:
-    """An agent with its own key opens as many as it can, each of which asks for something that takes long."""
+    """An agent opens as many connections as it can with its own key, each with a slow request."""
     servers.script({"tasks": [{"when": "slow", "answers": [{"text": "late", "delay_s": 600}]}], "default": ["fine"]})
     await asyncio.to_thread(servers.record, 0)
     with descriptors(FEW):

@@ -6,16 +6,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megaflow_hpc import Campaign
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.private import who_may_replace
+from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import script
-from tests.support.campaigns import cli
+from megaflow_hpc.training.dataflow import Dataflow
+from tests.support.campaigns import Make, cli
 from tests.support.places import ROOT
 from tests.support.second_user import as_second_user
 
@@ -123,11 +126,9 @@ def test_every_script_of_the_package_checks_before_it_sources() -> None:
     ids=lambda words: " ".join(words[:2]),
 )
 def test_no_process_of_a_job_reads_a_run_directory_of_another_user(
-    words: list[str], beside: Path, tmp_path: Path, make_campaign: Callable[..., Path]
+    words: list[str], beside: Path, tmp_path: Path, make_campaign: Make
 ) -> None:
     """All of them load classes that run.json names, or ask Slurm for what it says."""
-    from megaflow_hpc import Campaign
-
     planned = Campaign.from_yaml(make_campaign()).plan(tmp_path / "run", launcher="local")
     run = beside / "run"
     swap(run, {"run.json": planned.dir.run_json.read_text(), "batch.json": "{}"})
@@ -141,10 +142,8 @@ def test_no_process_of_a_job_reads_a_run_directory_of_another_user(
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o2775, 0o2770, 0o757])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_plan_refuses_a_run_directory_beside_which_others_may_write(
-    mode: int, depth: int, make_campaign: Callable[..., Path], place: Path
+    mode: int, depth: int, make_campaign: Make, place: Path
 ) -> None:
-    from megaflow_hpc import Campaign
-
     folder = place / "project"
     folder.mkdir()
     folder.chmod(mode)
@@ -159,9 +158,7 @@ def test_plan_refuses_a_run_directory_beside_which_others_may_write(
 
 
 @pytest.mark.parametrize("words", [["check"], ["run", "--dry-run", "--launcher", "local"], ["plan"]])
-def test_every_verb_that_looks_ahead_names_such_a_place(
-    words: list[str], make_campaign: Callable[..., Path], place: Path
-) -> None:
+def test_every_verb_that_looks_ahead_names_such_a_place(words: list[str], make_campaign: Make, place: Path) -> None:
     (place / "project").mkdir()
     (place / "project").chmod(0o775)
     campaign = make_campaign(1, f"run_dir: {place}/project/runs")
@@ -172,11 +169,7 @@ def test_every_verb_that_looks_ahead_names_such_a_place(
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o2750, 0o1777, 0o3775, 0o700])
-def test_plan_takes_a_run_directory_that_nobody_else_can_replace(
-    mode: int, make_campaign: Callable[..., Path], place: Path
-) -> None:
-    from megaflow_hpc import Campaign
-
+def test_plan_takes_a_run_directory_that_nobody_else_can_replace(mode: int, make_campaign: Make, place: Path) -> None:
     folder = place / "project"
     folder.mkdir()
     folder.chmod(mode)
@@ -189,11 +182,7 @@ def test_plan_takes_a_run_directory_that_nobody_else_can_replace(
     assert not (folder / "runs").stat().st_mode & 0o022
 
 
-def test_plan_refuses_a_run_directory_behind_a_link_of_another_user(
-    make_campaign: Callable[..., Path], place: Path
-) -> None:
-    from megaflow_hpc import Campaign
-
+def test_plan_refuses_a_run_directory_behind_a_link_of_another_user(make_campaign: Make, place: Path) -> None:
     campaign = make_campaign()
     place.chmod(0o1777)
     (place / "mine").mkdir()
@@ -206,9 +195,7 @@ def test_plan_refuses_a_run_directory_behind_a_link_of_another_user(
         Campaign.from_yaml(campaign).plan(place / "link2" / "run", launcher="local")
 
 
-def test_resume_refuses_when_others_may_write_beside_the_run(make_campaign: Callable[..., Path], place: Path) -> None:
-    from megaflow_hpc import Campaign
-
+def test_resume_refuses_when_others_may_write_beside_the_run(make_campaign: Make, place: Path) -> None:
     (place / "runs").mkdir(mode=0o755)
     run = Campaign.from_yaml(make_campaign()).plan(place / "runs" / "run", launcher="local")
     (place / "runs").chmod(0o775)
@@ -221,10 +208,8 @@ def test_resume_refuses_when_others_may_write_beside_the_run(make_campaign: Call
 
 @pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
 def test_a_site_profile_that_others_may_write_is_refused(
-    mode: int, make_campaign: Callable[..., Path], place: Path, monkeypatch: pytest.MonkeyPatch
+    mode: int, make_campaign: Make, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megaflow_hpc import Campaign
-
     profile = place / "x.yaml"
     profile.write_text("slurm: {setup: [touch /tmp/never]}\n")
     monkeypatch.setenv("MEGAFLOW_PROFILES", str(place))
@@ -237,10 +222,8 @@ def test_a_site_profile_that_others_may_write_is_refused(
 
 
 def test_a_site_profile_in_a_directory_that_others_may_write_is_refused(
-    make_campaign: Callable[..., Path], place: Path, monkeypatch: pytest.MonkeyPatch
+    make_campaign: Make, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megaflow_hpc import Campaign
-
     folder = place / "group" / "profiles"
     folder.mkdir(parents=True)
     (folder / "x.yaml").write_text("slurm: {}\n")
@@ -264,8 +247,6 @@ def test_a_site_profile_in_a_directory_that_others_may_write_is_refused(
 
 @pytest.mark.parametrize("part", ["", "..", "sha256", "names", "layers", "steps"])
 def test_an_image_store_that_others_may_write_is_refused(part: str, place: Path) -> None:
-    from megaflow_hpc.environments.images.store import ImageStore
-
     root = place / "group" / "store"
     root.parent.mkdir()
     ImageStore(root).prepare("test")
@@ -277,8 +258,6 @@ def test_an_image_store_that_others_may_write_is_refused(part: str, place: Path)
 
 
 def test_an_engine_pool_that_others_could_have_replaced_is_refused(place: Path) -> None:
-    from megaflow_hpc.rundir.engine_pool import EnginePool
-
     run = place / "runs" / "pool"
     RunDir(run).create()
     pool = EnginePool(run)
@@ -290,8 +269,6 @@ def test_an_engine_pool_that_others_could_have_replaced_is_refused(place: Path) 
 
 
 def test_a_store_made_under_an_open_umask_is_closed_to_others(place: Path) -> None:
-    from megaflow_hpc.environments.images.store import ImageStore
-
     before = os.umask(0)
     try:
         ImageStore(place / "a" / "store").prepare("test")
@@ -301,8 +278,6 @@ def test_a_store_made_under_an_open_umask_is_closed_to_others(place: Path) -> No
 
 
 def test_no_trainer_takes_a_run_directory_of_another_user(beside: Path) -> None:
-    from megaflow_hpc.training.dataflow import Dataflow
-
     swap(beside / "run", {"run.json": "{}"})
     with pytest.raises(ConfigError, match="belongs to"):
         Dataflow(beside / "run")

@@ -283,19 +283,22 @@ def test_a_sweep_survives_what_a_crash_left_in_the_files_it_reads(tmp_path: Path
     assert os.listdir(tmp_path / "owners") == ["\udcff"]
 
 
-@pytest.mark.parametrize(
-    "taken",
-    [
-        [("directory", "{name}", "")],
-        [("closed", "{name}", "")],
-        [("link", "{name}", "/home")],
-        [("link", "{name}", "/nowhere")],
-        [("file", "{name}", "x")],
-        [("fifo", "{name}", "")],
-        [("directory", "{name}", ""), ("directory", "{name}.00000000", ""), ("link", "{name}.0", "/home")],
+TAKEN = {
+    "directory": [("directory", "{name}", "")],
+    "closed": [("closed", "{name}", "")],
+    "link": [("link", "{name}", "/home")],
+    "dangling": [("link", "{name}", "/nowhere")],
+    "file": [("file", "{name}", "x")],
+    "fifo": [("fifo", "{name}", "")],
+    "other names too": [
+        ("directory", "{name}", ""),
+        ("directory", "{name}.00000000", ""),
+        ("link", "{name}.0", "/home"),
     ],
-    ids=["directory", "closed", "link", "dangling", "file", "fifo", "other names too"],
-)
+}
+
+
+@pytest.mark.parametrize("taken", TAKEN.values(), ids=TAKEN)
 def test_who_takes_our_scratchs_name_blocks_nobody(
     shared: Path, taken: list[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
-"""Requests that two readers may take for different ones: none reaches an engine, or hides a second request.
+"""Request smuggling: requests that two readers may interpret differently reach no engine and hide no second request.
 
-Each is sent with a valid key and with a second request behind it, to gateway, proxy and the scripted engine itself.
-What comes through is what was read, with its length told anew.
+Each is sent with a valid key and followed by a second request, to gateway, proxy and the scripted engine. The proxy
+forwards only what it has read, with a new Content-Length.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ CASES = {**AMBIGUOUS, **{name: (LENGTH, BODY) for name in LINES}}
 
 
 def request(name: str, path: str, key: str) -> bytes:
-    """The request of that name, with a second one behind it."""
+    """Returns the request of this name, followed by a second one."""
     headers, body = CASES[name]
     line = LINES.get(name, b"POST %b HTTP/1.1") % path.encode()
     head = line + b"\r\nHost: a\r\nAuthorization: Bearer " + key.encode() + b"\r\n"
@@ -102,7 +102,7 @@ def request(name: str, path: str, key: str) -> bytes:
 
 
 def check_answers(told: bytes) -> None:
-    """Every byte is an answer; of at most two, the second is the refusal of the second request."""
+    """Checks that there are at most two answers and nothing else. The second one refuses the second request."""
     statuses = [int(line.split(b" ")[1]) for line in told.splitlines() if line.startswith(b"HTTP/1.")]
     statuses = [status for status in statuses if status >= 200]
     assert len(statuses) <= 2, told
@@ -111,7 +111,7 @@ def check_answers(told: bytes) -> None:
 
 
 async def each_case(check: Callable[[str], Awaitable[None]]) -> None:
-    """Checks all, a few at a time: each is a wait of a second for what does not come."""
+    """Checks all cases, a few at a time, because each waits a second for nothing to arrive."""
     turns = asyncio.Semaphore(8)
 
     async def one(name: str) -> None:
@@ -152,12 +152,12 @@ async def test_the_proxy_passes_on_one_unambiguous_request_or_none() -> None:
 
 
 async def listen_to(proxy: Proxy, data: bytes) -> bytes:
-    """All that is answered; the connection is closed by us where the proxy keeps it open for more."""
+    """Returns everything that is answered. Closes the connection if the proxy keeps it open."""
     return await answers_on(*await asyncio.open_connection("127.0.0.1", proxy.port), data)
 
 
 async def answers_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> bytes:
-    """The same on a connection."""
+    """Returns everything that is answered on a connection."""
     told = b""
     try:
         writer.write(data)

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerSandbox
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.wire import unpack
 from megaflow_hpc.pod.outcome import Outcome
@@ -32,6 +31,7 @@ from tests.support.dodges import CODE
 from tests.support.harbor_tasks import write_files
 from tests.support.rollouts import attempts
 from tests.support.samples import trajectory
+from tests.support.sandboxes import Start
 
 TOML = """\
 version = "1.0"
@@ -225,31 +225,27 @@ def test_logs_and_rewards_are_read_without_reading_what_is_not_kept(tmp_path: Pa
     assert read_rewards(tmp_path) == {"reward": 1.0}
 
 
-def test_a_false_git_finds_no_way_to_the_host(in_sandbox: Callable[..., Any], tmp_path: Path) -> None:
+async def test_a_false_git_finds_no_way_to_the_host(start: Start, tmp_path: Path) -> None:
     """While the image's repository is laid bare, a program of the agent's runs, and may put a link in its place."""
     victim = tmp_path / "victim"
     victim.mkdir()
-
-    async def use(sandbox: ApptainerSandbox) -> list[str]:
-        git = "git -c user.name=a -c user.email=b"
-        await sandbox.exec(f"mkdir /app && cd /app && git init -q && {git} commit -q --allow-empty -m one")
-        assert await checkout.remember(sandbox, "/app") is not None
-        replace = f"mv /app /gone; ln -s {victim} /app"
-        false = f"#!/bin/sh\ntest -e /app/.git || {{ {replace}; }}; exit {checkout.EXIT_NO_COMMIT}\n"
-        (tmp_path / "git").write_text(false)
-        (tmp_path / "git").chmod(0o755)
-        await sandbox.upload(str(tmp_path / "git"), "/new")
-        await sandbox.exec("for p in /bin /usr/bin; do cp --remove-destination /new $p/git; done")
-        await sandbox.kill_processes()
-        patch = await checkout.difference(sandbox, "/app")
-        assert patch is not None
-        look = await sandbox.exec("ls -ld /app /app/.git", cwd="/")
-        return [patch.error, look.stdout]
-
-    error, look = in_sandbox(use)
-    assert "the initial commit" in error
+    sandbox = await start()
+    git = "git -c user.name=a -c user.email=b"
+    await sandbox.exec(f"mkdir /app && cd /app && git init -q && {git} commit -q --allow-empty -m one")
+    assert await checkout.remember(sandbox, "/app") is not None
+    replace = f"mv /app /gone; ln -s {victim} /app"
+    false = f"#!/bin/sh\ntest -e /app/.git || {{ {replace}; }}; exit {checkout.EXIT_NO_COMMIT}\n"
+    (tmp_path / "git").write_text(false)
+    (tmp_path / "git").chmod(0o755)
+    await sandbox.upload(str(tmp_path / "git"), "/new")
+    await sandbox.exec("for p in /bin /usr/bin; do cp --remove-destination /new $p/git; done")
+    await sandbox.kill_processes()
+    patch = await checkout.difference(sandbox, "/app")
+    assert patch is not None
+    look = await sandbox.exec("ls -ld /app /app/.git", cwd="/")
+    assert "the initial commit" in patch.error
     assert os.listdir(victim) == []
-    assert [line[0] for line in look.splitlines()] == ["d", "d"]
+    assert [line[0] for line in look.stdout.splitlines()] == ["d", "d"]
 
 
 def test_messages_that_cannot_be_kept_do_not_cost_the_verdict() -> None:

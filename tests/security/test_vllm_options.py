@@ -1,4 +1,4 @@
-"""What a real vLLM knows and does, beside what the gateway passes on to it."""
+"""A real vLLM's options and behaviour, compared with what the gateway passes on to it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def started(media_domains: list[str], tmp_path: Path, interpreter: str) -> tuple
 @pytest.mark.engine
 @pytest.mark.timeout(300)
 def test_every_field_of_the_installed_vllms_requests_has_its_place(with_vllm: WarmPython) -> None:
-    """A new field is left out until its table says what becomes of it, and whether it constrains the tokens."""
+    """A new field is omitted until its table says how it is handled and whether it constrains the tokens."""
     done = with_vllm.run(FIELDS)
     assert done.returncode == 0, done.stderr
     fields = json.loads(done.stdout.splitlines()[-1])
@@ -81,7 +81,7 @@ def test_every_field_of_the_installed_vllms_requests_has_its_place(with_vllm: Wa
 
 @pytest.fixture
 def neighbour() -> Iterator[tuple[str, list[str]]]:
-    """A service on the node's loopback, which redirects to what nobody else should see; and the paths it was asked."""
+    """Yields a service on the node's loopback, which redirects to a private page, and the requested paths."""
     seen: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -160,7 +160,7 @@ ALLOWED_CHAT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def vllm(interpreter: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """As it is by default: its CPU build runs the model in a process of its own."""
+    """vLLM with its defaults: the CPU build runs the model in a separate process."""
     section: dict[str, Any] = {"engine": "vllm", "path": str(tiny_model), "gpus": 0, "python": interpreter}
     args = {"max-model-len": 512, "dtype": "float32", "enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
     with Servers(tmp_path_factory.mktemp("vllm")) as servers:
@@ -200,7 +200,7 @@ async def test_a_real_vllm_answers_what_is_allowed_and_never_sees_the_rest(vllm:
                     assert status == 400, (path, body, text)
             status, _ = await call(good, "/chat/completions", {"max_tokens": 3, **GOOD["/chat/completions"]})
             assert status == 200
-        (server,) = gateway._caller.router.all()
+        (server,) = gateway._caller.router.servers("default")
         assert (server.failed_at, server.degraded) == (0.0, False)
         assert not (await gateway.close("t/default/0")).turns
         assert len((await gateway.close("u/default/0")).turns) == len(calls) + 3  # two of them had n = 2

@@ -72,10 +72,10 @@ def test_engine_arrays_beyond_the_largest_index_count_from_a_base() -> None:
 
 
 def test_pools_say_only_what_they_have_otherwise() -> None:
-    pods = {**CAMPAIGN["slurm"]["pods"], "throttle": 2, "pools": [{"account": "other", "time": 30, "count": 2}]}
+    pods = {**CAMPAIGN["slurm"]["pods"], "pools": [{"account": "other", "time": 30, "count": 2}]}
     parsed = config.parse({**CAMPAIGN, "slurm": {**CAMPAIGN["slurm"], "pods": pods}})
     first, second = arrays.pod_jobs(parsed, RunDir("/r"), limits.Allowance())
-    assert (first.indices, second.indices) == ("0-2%2", "0-1%2")
+    assert (first.indices, second.indices) == ("0-2", "0-1")
     ours, theirs = dict(first.options), dict(second.options)
     assert (theirs.pop("account"), theirs.pop("time")) == ("other", "30")
     assert (ours.pop("account"), ours.pop("time")) == ("lab", None)
@@ -111,7 +111,7 @@ def test_a_pool_at_another_cluster_waits_for_nothing_here_and_its_pods_bear_its_
 
 def test_the_gather_job_alone_sends_a_mail() -> None:
     mail = {"mail-user": "ada@site.edu", "mail-type": "END,FAIL"}
-    parsed = config.parse({**CAMPAIGN, "slurm": {"gather": {"extra": mail}}})
+    parsed = config.parse({**CAMPAIGN, "slurm": {"gather": mail}})
     assert "mail-user" not in script.pod_job(parsed, RunDir("/r")).options
     text = script.script(script.gather_job(parsed, RunDir("/r"), "afterany:7"))
     assert "#SBATCH --mail-user=ada@site.edu\n#SBATCH --mail-type=END,FAIL\n" in text
@@ -125,8 +125,8 @@ def test_gather_has_a_section_of_its_own() -> None:
         return dict(script.gather_job(parsed, RunDir("/r"), "afterany:7").options)
 
     unsaid = options()
-    assert (unsaid["partition"], unsaid["time"], unsaid["cpus-per-task"]) == ("cpu", None, 6)
-    said = options(partition="big", time="4:00:00", extra={"qos": "short", "cpus-per-task": 32, "mem": "16G"})
+    assert (unsaid["partition"], unsaid.get("time"), unsaid["cpus-per-task"]) == ("cpu", None, 6)
+    said = options(**{"partition": "big", "time": "4:00:00", "qos": "short", "cpus-per-task": 32, "mem": "16G"})
     assert (said["partition"], said["time"], said["cpus-per-task"]) == ("big", "4:00:00", 32)
     assert (said["mem"], said["qos"]) == ("16G", "short")
     slurm["pods"]["cpus_per_rank"] = 64
@@ -147,7 +147,8 @@ def test_servers_have_cpus_and_memory() -> None:
 
 @pytest.mark.parametrize("where", ["slurm", "pods", "servers", "pools", "gather"])
 def test_clusters_among_the_extra_options_are_refused(where: str) -> None:
-    extra = {"extra": {"clusters": "other"}}
+    options = {"clusters": "other"}
+    extra = options if where == "gather" else {"extra": options}
     slurm = extra if where == "slurm" else {"pods": {"pools": [extra]}} if where == "pools" else {where: extra}
     with pytest.raises(ConfigError, match=r"slurm.pods.pools: \[\{cluster: NAME\}\]"):
         config.parse({**CAMPAIGN, "slurm": slurm})

@@ -1,4 +1,4 @@
-"""A proxy in this process, before an engine that is one too or only writes down what reaches it."""
+"""A proxy in this process, with an engine that is scripted or only records the bytes that reach it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 
 
 @asynccontextmanager
 async def proxy_of_script(folder: Path, tls: bool = False, **options: Any) -> AsyncIterator[tuple[Proxy, str]]:
-    """A proxy before a scripted engine that says "fine", and the fingerprint of its certificate."""
+    """Yields a proxy of a scripted engine that answers "fine", and the fingerprint of its certificate."""
     socket = str(folder / "engine.sock")
     engine = web.AppRunner(ScriptedEngine(Script(default=[ScriptedAnswer("fine")]), "m").application(), access_log=None)
     await engine.setup()
@@ -45,7 +45,7 @@ class Witness:
         self.heard: list[bytearray] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers what has a Content-Length or no body; keeps all."""
+        """Answers requests that have a Content-Length or no body, and keeps all bytes."""
         heard = bytearray()
         self.heard.append(heard)
         try:
@@ -62,14 +62,14 @@ class Witness:
             writer.close()
 
     def requests(self) -> list[bytes]:
-        """First lines of what was heard that are taken for a request by one reader or another."""
+        """First lines of what arrived that some reader may take for a request."""
         lines = [line for heard in self.heard for line in bytes(heard).splitlines()]
         return [line for line in lines if b" HTTP/1" in line]
 
 
 @asynccontextmanager
 async def proxy_of_witness() -> AsyncIterator[tuple[Proxy, Witness]]:
-    """A proxy without TLS before a witness."""
+    """Yields a proxy without TLS, and a witness behind it."""
     with tempfile.TemporaryDirectory(prefix="w") as folder:  # of its own: a socket's path may have 107 bytes
         witness, socket = Witness(), f"{folder}/witness.sock"
         listener = await asyncio.start_unix_server(witness.serve, socket)

@@ -15,7 +15,7 @@ from megaflow_hpc.training.step import Step
 from megaflow_hpc.types import Rollout
 from tests.support.training import Pods, training_run
 
-TRAINING = {"mode": "synchronous", "batch": {"tasks": 2}, "steps": 3}
+TRAINING = {"staleness": 0, "batch": 2, "steps": 3}
 
 
 def by_index(rollout: Rollout) -> float:

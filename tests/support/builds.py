@@ -22,20 +22,23 @@ def build(
     *,
     args: Mapping[str, str] | None = None,
     timeout_s: float = 120.0,
+    said: list[str] | None = None,
     **limits: Any,
 ) -> Path:
     """Build the Dockerfile ``text`` in ``context`` with a store next to it; return the image.
 
     Args:
+        said: gets the lines that the build reports.
         limits: limits of the builder.
     """
     context.mkdir(exist_ok=True)
     path = context / "Dockerfile"
     path.write_text(text, encoding="utf-8")
     store = Images(ImageStore(context.parent / "store"), builder=Builder(**limits))
-    return store.resolve_dockerfile(
-        Dockerfile.read(path, build_args=args), ImageMapping(images, context.parent), timeout_s=timeout_s
-    )
+    if said is not None:
+        store.say = said.append
+    dockerfile = Dockerfile(path, build_args=args)
+    return store.resolve_dockerfile(dockerfile, ImageMapping(images, context.parent), timeout_s=timeout_s)
 
 
 def unpacked(image: Path, target: Path) -> Path:

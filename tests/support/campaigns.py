@@ -36,6 +36,11 @@ def run_local(campaign: Path, *arguments: str) -> tuple[dict, subprocess.Complet
     return json.loads(done.stdout), done
 
 
+def planned(campaign: Path) -> Run:
+    """Plans a campaign for this machine."""
+    return Campaign.from_yaml(campaign).plan(launcher="local")
+
+
 def gathered(campaign: Path, place: Path) -> RunDir:
     """Plans a campaign at ``place`` without running it, and gathers four rollouts into its file."""
     run = Campaign.from_yaml(campaign).plan(place, launcher="local").dir

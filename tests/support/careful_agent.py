@@ -1,4 +1,4 @@
-"""An agent of a user's that can be resumed; in a module of its own, as an agent of a campaign is."""
+"""A user's agent that can be resumed, in a module of its own like the agents of campaigns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
 
 class Careful:
-    """Carries out what the model writes in a block, until that is to submit."""
+    """Runs the commands that the model writes in blocks, until it submits."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []

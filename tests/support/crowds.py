@@ -1,4 +1,4 @@
-"""Many connections from another process: of this user, or of another one of the node."""
+"""Many connections from another process of this user, or of another user of the node."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ print(json.dumps({"uid": os.getuid(), "made": len(held), "open": open_, "said": 
 async def crowd(port: int, number: int, says: str = "", stranger: bool = False) -> AsyncIterator[dict[str, Any]]:
     """Holds connections to a port of the loopback, each of which has sent ``says``.
 
-    Yields a dictionary, filled at the end: how many were ``made``, how many are ``open`` and silent at that time, and
-    the first lines of what the others were told (``said``).
+    Yields a dictionary that is filled at the end: the number of connections that were ``made``, the number that is
+    still ``open`` and silent, and the first lines that the others received (``said``).
 
     Args:
-        stranger: by another user.
+        stranger: connect as another user.
     """
     found: dict[str, Any] = {}
     with socket.create_server(("127.0.0.1", 0)) as control:
@@ -77,7 +77,7 @@ def _as_this_user(program: str, told: Any) -> Any:
 
 @contextmanager
 def descriptors(number: int) -> Iterator[None]:
-    """Lets this process open no more files than that."""
+    """Limits the number of files that this process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
     try:
@@ -87,7 +87,7 @@ def descriptors(number: int) -> Iterator[None]:
 
 
 async def raw(port: int, *parts: bytes, timeout_s: float = 30.0) -> bytes:
-    """Sends bytes to a port of the loopback and returns all that comes until the other side closes."""
+    """Sends bytes to a port of the loopback. Returns all bytes received until the other side closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for part in parts:

@@ -1,9 +1,9 @@
-"""Ranks that end, or stop for ever, inside a large message; rank 0 and the last rank go on.
+"""Ranks that die, or stop for ever, inside a large message. Rank 0 and the last rank continue.
 
 ``mpiexec -n N sh -c SHELL python -m tests.support.dying_ranks PLACE kill|stop|garble SIZE...``: ranks 1 to ``N - 2``
-each announce a message of one of the sizes (bytes), or so many zeros, and are gone before it is taken. Rank 0 then has
-the last rank send back each size, and leaves in ``PLACE/report.json`` what came. Every rank leaves its pid in
-``PLACE/<rank>.pid``.
+each announce a message of one of the sizes (bytes), or that many zeros, and are gone before it is received. Then rank 0
+has the last rank send back each size, and writes what it received to ``PLACE/report.json``. Every rank leaves its pid
+in ``PLACE/<rank>.pid``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SHELL = """\
 [ "${PMI_RANK:-${PMIX_RANK:-$SLURM_PROCID}}" != 0 ] || : > "$3/over"
 until [ -e "$3/over" ]; do sleep 0.1; done
 """
-"""Stays until rank 0 has ended, so that mpiexec, as ``srun --kill-on-bad-exit=0`` does, leaves the others alone."""
+"""Keeps each rank's shell until rank 0 has ended. So mpiexec does not end the other ranks."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "garble": signal.SIGKILL}
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended or was stopped."""
+    """Tells whether a process has ended or was stopped."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -38,7 +38,7 @@ def is_gone(pid: int) -> bool:
 
 
 def wait(comm: MpiComm, op: str) -> int:
-    """Waits for a message, and returns its sender."""
+    """Waits for a message. Returns its sender."""
     while (received := comm.poll()) is None:
         comm.push()
         time.sleep(0.001)
@@ -68,7 +68,7 @@ def lead(comm: MpiComm, place: Path, sizes: list[int]) -> dict[str, Any]:
 
 
 def follow(comm: MpiComm) -> None:
-    """Sends back what comes until rank 0 ends it."""
+    """Sends back every message until rank 0 ends it."""
     while True:
         received = comm.poll()
         if received is not None:
@@ -80,7 +80,7 @@ def follow(comm: MpiComm) -> None:
 def die(comm: MpiComm, size: int, how: str) -> None:
     wait(comm, "die")
     if how == "garble":
-        from mpi4py import MPI  # which MpiComm is the first to load
+        from mpi4py import MPI  # MpiComm must load it first
 
         MPI.COMM_WORLD.Isend([bytes(size), MPI.BYTE], dest=0, tag=TAG)
     else:

@@ -1,4 +1,4 @@
-"""Campaign files as earlier versions of the format were, made from files of this one."""
+"""Turns campaign files into files of earlier versions of the format."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL, STRING, TEX
 
 
 def as_version_2(path: Path) -> None:
-    """Texts of variable length."""
+    """Stores texts with variable length."""
     with h5py.File(path, "r+") as file:
         file.attrs["format_version"] = np.int32(2)
         _with_variable_length(file, {TEXT})
 
 
 def as_version_1(path: Path) -> None:
-    """All strings of variable length, and no optional columns: no link between messages and calls either."""
+    """Stores all strings with variable length, and removes the optional columns, such as links between messages and
+    calls."""
     with h5py.File(path, "r+") as file:
         file.attrs["format_version"] = np.int32(1)
         for name in OPTIONAL:

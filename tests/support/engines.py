@@ -26,7 +26,7 @@ def interpreter() -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory with random weights; making it takes an import of torch, so all workers share one."""
+    """A model directory with random weights. Creating it imports torch, so all workers share one."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -39,7 +39,7 @@ def tiny_model(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def other_weights(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with the numbers of every tensor in reverse order: other weights of the same distribution."""
+    """The same model with the numbers of every tensor in reverse order."""
     model = tmp_path_factory.mktemp("other") / "tiny"
     shutil.copytree(tiny_model, model)
     for file in model.glob("*.safetensors"):

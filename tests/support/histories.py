@@ -1,4 +1,4 @@
-"""Events of a campaign that never was: pods that run, repeat, fail, are killed, drained and taken over, at random."""
+"""Random events of an invented campaign: pods run, repeat, fail, are killed, drained and taken over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAUSES = ("model", "sandbox-start", "node", "preemption", "cancelled")
 
 
 class History:
-    """What so many pods would write until ``steps`` things have happened; the last one just now.
+    """The events of several pods over ``steps`` steps. The last event is at ``now``.
 
     Args:
         now: seconds UTC.
@@ -102,7 +102,7 @@ class History:
         elif what < 0.95:
             self._say(pod, WorkerEvent(rank=rank, state="excluded", node=f"n{rank}", why="sandboxes do not start"))
         elif what < 0.98:
-            self._queue = [*self._running.pop(pod), *self._queue]  # killed: nothing is said
+            self._queue = [*self._running.pop(pod), *self._queue]  # killed: writes no event
             if draw.random() < 0.5:
                 self._begin()
         else:

@@ -1,8 +1,7 @@
-"""Hosts that are namespaces of this machine, a network between them, and a Slurm lab on them. Root makes them.
+"""Simulated hosts: namespaces of this machine with a network between them, and a Slurm lab on them. Needs root.
 
-A host has process ids, network, mounts, host name and IPC of its own, ``/tmp`` and ``/dev/shm`` of its own in memory,
-and one address. It is as old as its first process, and gone with all that runs there when that is killed. The kernel,
-its boot id, users and the disk are this machine's.
+A host has its own process ids, network, mounts, host name and IPC, its own ``/tmp`` and ``/dev/shm`` in memory, and one
+address. It ends with its first process. Kernel, boot id, users and disk are this machine's.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from tests.support.places import LAUNCHERS
 from tests.support.waiting import until
 
 NET = "10.231.7"
-"""Of the hosts' network, which nothing outside them sees."""
+"""Network of the hosts, which is invisible outside of them."""
 FIRST = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True: signal.pause()"
-"""A host's first process; it takes in whom nobody waits for."""
+"""Program of a host's first process, which reaps orphans."""
 SETUP = """\
 hostname {name}
 mount -t tmpfs -o mode=1777,size=6G scratch /tmp
@@ -37,7 +36,7 @@ ip link set lo up
 
 
 def load_lab() -> Any:
-    """``launchers/lab.py``, which is no module of a package."""
+    """Imports ``launchers/lab.py``, which is in no package."""
     spec = importlib.util.spec_from_file_location("lab", LAUNCHERS / "lab.py")
     assert spec
     assert spec.loader
@@ -51,7 +50,7 @@ lab = load_lab()
 
 
 class Host:
-    """One host. Its mounts are what it had when it was switched on, and those that were made within."""
+    """One host. It has the mounts of the time when it was switched on, and those made inside."""
 
     def __init__(self, name: str, number: int, folder: Path) -> None:
         self.name, self.address = name, f"{NET}.{number}"
@@ -61,17 +60,17 @@ class Host:
 
     @property
     def pid(self) -> int:
-        """Of its first process, as this machine counts."""
+        """Pid of its first process on this machine."""
         assert self.first
         return self.first.pid
 
     @property
     def within(self) -> list[str]:
-        """What a command that shall run there begins with."""
+        """Argv prefix of a command that runs on the host."""
         return ["nsenter", "-t", str(self.pid), "-n", "-m", "-u", "-i", "-p", "--"]
 
     def switch_on(self) -> None:
-        """Makes the host, without a network."""
+        """Starts the host, without a network."""
         words = [
             "unshare",
             "-n",
@@ -94,11 +93,11 @@ class Host:
         self.run(SETUP.format(name=self.name, hosts=self._hosts))
 
     def run(self, script: str) -> None:
-        """Runs lines of shell there, as root."""
+        """Runs a shell script on the host as root."""
         subprocess.run([*self.within, "bash", "-ec", script], stdin=subprocess.DEVNULL, check=True, timeout=60)
 
     def plug(self, switch: Host) -> None:
-        """Connects it with the host that has the bridge."""
+        """Connects the host to the host that has the bridge."""
         port = f"p{self.address.rpartition('.')[2]}"
         words = f"ip link add {port} netns {switch.pid} type veth peer name eth0 netns {self.pid}"
         subprocess.run(words.split(), check=True, timeout=60)
@@ -106,22 +105,22 @@ class Host:
         self.run(f"ip addr add {self.address}/24 dev eth0; ip link set eth0 up")
 
     def cut(self) -> None:
-        """Takes its network away."""
+        """Disconnects the network."""
         self.run("ip link set eth0 down")
 
     def join(self) -> None:
-        """Gives its network back."""
+        """Reconnects the network."""
         self.run("ip link set eth0 up")
 
     def switch_off(self) -> None:
-        """Kills everything there."""
+        """Kills every process of the host."""
         if self.first and self._holder:
             self.first.kill()
             self._holder.wait(30)
 
 
 class Network:
-    """Hosts by name, for as long as it is entered; the first has the bridge."""
+    """A context manager that returns hosts by name. The first has the bridge."""
 
     def __init__(self, folder: Path, names: list[str]) -> None:
         self.hosts = {name: Host(name, number, folder) for number, name in enumerate(names, 1)}
@@ -145,7 +144,7 @@ class Network:
 
 
 class HostsLab(lab.Lab):  # type: ignore[name-defined]
-    """A lab whose nodes, and whose other daemons, on ``login``, are on hosts of their own."""
+    """A lab with each node on a host of its own, and the other daemons on the host ``login``."""
 
     node_names: list[str] = lab.NODES
     hosts: dict[str, Host]
@@ -154,15 +153,13 @@ class HostsLab(lab.Lab):  # type: ignore[name-defined]
         return self.hosts.get(name, self.hosts["login"])
 
     def place(self, name: str) -> tuple[str, str]:
-        """As the lab's."""
         return self._host(name).name, self._host(name).address
 
     def within(self, name: str) -> list[str]:
-        """As the lab's."""
         return self._host(name).within
 
     def reached(self, name: str) -> bool:
-        """As the lab's; asked on the login node, where the database is as well."""
+        """Asks on the login node, which also runs the database."""
         address = "127.0.0.1" if name == "mariadbd" else self._host(name).address
         words = [*self.within("login"), "bash", "-c", f"</dev/tcp/{address}/{self.state['ports'][name]}"]
         return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=10).returncode == 0

@@ -58,7 +58,7 @@ class PartedWriter:
 
 
 def write_parts(run, pod: str, numbers, rotate_bytes: int = 40_000) -> list[int]:
-    """One journal in several parts; returns the logical offset behind each record."""
+    """Writes one journal in several parts. Returns the offset behind each record, counted over all parts."""
     ends = []
     with PartedWriter(run.journal_file(pod, "0"), rotate_bytes) as journal:
         for n in numbers:
@@ -68,7 +68,7 @@ def write_parts(run, pod: str, numbers, rotate_bytes: int = 40_000) -> list[int]
 
 
 def write_between(run, pods: int, count: int, group: int = 5) -> None:
-    """A journal of each pod; the rollouts of the pods are between one another in time."""
+    """Writes a journal for each pod. The rollouts of the pods alternate in time."""
     journals = [JournalWriter(run.journal_file(f"pod-{pod}", "0")) for pod in range(pods)]
     for n in range(count):
         journals[n % pods].append(record(n % 7, 0, trajectory(n)))

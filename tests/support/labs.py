@@ -18,6 +18,21 @@ from tests.support.places import LAUNCHERS
 from tests.support.waiting import eventually, until
 
 LAB = LAUNCHERS / "lab.py"
+REASONS = {
+    "Resources": "next in the queue",
+    "Priority": "of higher priority",
+    "PartitionDown": "takes no jobs now.*resume RUN --partition",
+    "PartitionTimeLimit": "more time than the partition.*resume RUN --time",
+    "ReqNodeNotAvail.*|Nodes.required.*": "down, drained or reserved",
+    "Dependency": "waits for other jobs",
+    "QOSMaxCpuPerUserLimit": "limit of resources",
+    "QOSMaxJobsPerUserLimit": "limit of jobs",
+    "QOSMaxWallDurationPerJobLimit": "more time than the account or QOS.*resume RUN --time",
+    "AssocGrpCpuLimit": "limit of resources",
+    "JobHeldUser": "scontrol release JOB",
+    "BeginTime": "starts in a moment|delayed",
+}
+"""Slurm's codes for pods that wait in tests/lab/test_queue.py, and a pattern of what is said of each."""
 
 
 class Lab:

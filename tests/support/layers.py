@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,11 @@ def pack(target: Path, entries: Entries, mode: int = 0o755) -> LayerFacts:
             elif isinstance(content, str) and content.startswith("->"):
                 packer.link(name, content.removeprefix("->"), Attributes(0o777))
             else:
-                packer.content(name, content.encode() if isinstance(content, str) else content, Attributes(mode))
+                data = content.encode() if isinstance(content, str) else content
+                with open(os.memfd_create("content"), "w+b", buffering=0) as file:
+                    file.write(data)
+                    file.seek(0)
+                    packer.file(name, file.fileno(), Attributes(mode))
     return packer.facts()
 
 

@@ -1,7 +1,7 @@
-"""LiteLLM as a client, in a process of its own: it is installed in Harbor's environment, not in this package's.
+"""LiteLLM as a client in a process of its own, because it is installed in Harbor's environment.
 
-Run by that environment's Python. A line of JSON on stdin is a request, ``{"id", "kind", "options"}``, or ends one,
-``{"cancel": id}``; a line on stdout is its answer, ``{"id", "answer"}`` or ``{"id", "error"}``. The first line is
+That environment's Python runs it. A line of JSON on stdin is a request, ``{"id", "kind", "options"}``, or cancels one,
+``{"cancel": id}``. A line on stdout is its answer, ``{"id", "answer"}`` or ``{"id", "error"}``. The first line is
 ``{"ready": version}``.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "CRITICAL"}
 
 LONGEST = 1500
-"""Characters of a traceback that are told."""
+"""Characters reported of a traceback."""
 
 
 def say(line: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ def say(line: dict[str, Any]) -> None:
 
 
 async def ask(kind: str, options: dict[str, Any]) -> Any:
-    """Makes one call; returns what its API's answer is in JSON."""
+    """Makes one call. Returns its API's answer as JSON."""
     import litellm
 
     stream = options.get("stream")

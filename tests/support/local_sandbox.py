@@ -1,7 +1,7 @@
-"""A Sandbox for tests of agents: real commands in a directory of the host, as the user who runs the test.
+"""A Sandbox for tests of agents that runs real commands in a directory of the host, as the user who runs the test.
 
-It keeps the promises of :class:`megaflow_hpc.types.Sandbox` except isolation. Absolute targets of uploads
-(``/solution``) are put under the directory, and a command that names them there finds them by way of ``root``.
+It implements :class:`megaflow_hpc.types.Sandbox` without isolation. Absolute targets of uploads (``/solution``) are
+stored below the directory, and such paths in commands are mapped to it.
 """
 
 from __future__ import annotations

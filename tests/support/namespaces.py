@@ -1,4 +1,4 @@
-"""What is as on a node that lacks something: user namespaces from which it is taken, and subordinate ids."""
+"""Simulates nodes that lack something: restricted user namespaces, and missing subordinate ids."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megaflow_hpc.host.apptainer import unshare
 from megaflow_hpc.host.subordinate import all_ids
 
 CLOSED = "{ [ ! -e /dev/fuse ] || mount --bind /etc/shadow /dev/fuse; }"
-"""For :func:`restricted`: nobody but root opens FUSE's device."""
+"""Argument of :func:`restricted` that denies the FUSE device to all users but root."""
 
 
 def restricted(before: str, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python with ``argv`` in a user namespace, after the shell command ``before`` has changed something there."""
+    """Runs Python with ``argv`` in a user namespace that the shell command ``before`` has changed."""
     script = f'{before} && exec "$@"'
     words = ["unshare", "--user", "--map-current-user", "--keep-caps", "--mount", "sh", "-c", script, "sh"]
     return subprocess.run(
@@ -33,14 +33,22 @@ def restricted(before: str, *argv: str, **environ: str) -> subprocess.CompletedP
     )
 
 
+def mount_overlay(path: Path) -> str:
+    """Returns the shell command that mounts an overlay at ``path/m``, on which the kernel mounts no other."""
+    for name in ("l", "u", "w", "m"):
+        (path / name).mkdir()
+    options = f"lowerdir={path}/l,upperdir={path}/u,workdir={path}/w,userxattr"
+    return f"mount -t overlay overlay -o {options} {path}/m"
+
+
 def fuse_overlay(device: str = "/dev/fuse") -> bool:
-    """Whether Apptainer can take fuse-overlayfs where the kernel gives no overlay: installed, and FUSE open."""
+    """Returns whether Apptainer can use fuse-overlayfs: it is installed, and the FUSE device is open."""
     return shutil.which("fuse-overlayfs") is not None and os.access(device, os.R_OK | os.W_OK)
 
 
 @contextmanager
 def no_subordinate_ids(programs: Path, *lacking: str) -> Iterator[None]:
-    """Takes ``newuidmap``, ``newgidmap`` and what else is named from PATH, which becomes the folder ``programs``."""
+    """Removes ``newuidmap``, ``newgidmap`` and the named programs from PATH, which becomes the folder ``programs``."""
     programs.mkdir()
     for place in reversed(os.environ["PATH"].split(":")):
         for name in os.listdir(place) if os.path.isdir(place) else ():

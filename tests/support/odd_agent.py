@@ -1,4 +1,4 @@
-"""An agent for tests; in a module of its own because the process that agents are forked from imports it."""
+"""An agent for tests, in a module of its own because the process from which agents are forked imports it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
 
 class Odd:
-    """An agent that does what its ``args`` say."""
+    """An agent that behaves as its ``args`` say."""
 
     def __init__(self, what: str, place: str = "") -> None:
         self.what, self.place = what, place

@@ -1,4 +1,4 @@
-"""Model calls of a hostile agent, by path below ``/v1``: each is to be refused without asking an engine."""
+"""Model calls of a hostile agent, by path below ``/v1``. Each must be refused without asking an engine."""
 
 from __future__ import annotations
 

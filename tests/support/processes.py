@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,3 +35,18 @@ def workers_of(run: Path) -> list[int]:
     """Return the pids of a run's worker ranks on this host: those with a runner as a child."""
     ranks = processes_of("megaflow_hpc.pod", str(run))
     return [pid for pid in ranks if Path(f"/proc/{pid}/task/{pid}/children").read_text()]
+
+
+def start_python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """Starts a Python program and waits until it prints ``ready``."""
+    argv = [sys.executable, "-c", code, *map(str, arguments)]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def proceed(process: subprocess.Popen[str]) -> None:
+    """Writes a line to a process that waits for one."""
+    assert process.stdin
+    process.stdin.write("\n")

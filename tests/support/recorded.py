@@ -32,7 +32,7 @@ DIGESTS = RECORDED / "digests.json"
 
 
 def masked(value: Any) -> Any:
-    """Returns a JSON value whose strings have no words left; keys and the roles of messages stay."""
+    """Returns a JSON value with the words of its strings masked. Keys and the roles of messages stay."""
     if isinstance(value, dict):
         return {key: item if key in ("role", "type") else masked(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What engines reported to the gateways of a test, kept beside what was recorded of it."""
+"""Keeps what engines reported to the gateways of a test, to compare it with the recordings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.trajectory import Recording, Turn
 
 _REPORTED: dict[int, tuple[Recording, list[SampledTokens]]] = {}
-"""By the identity of the recording that a sample went into, which is kept so that no other one has it."""
+"""Samples by the identity of their recording, which is kept so that its identity is not reused."""
 
 
 def keep_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,13 +31,13 @@ def reported(recording: Recording) -> list[SampledTokens]:
 
 
 def answered(recording: Recording) -> list[str]:
-    """The text that each call was answered with."""
+    """The text of the answer to each call."""
     pairs = zip(recording.turns, recording.calls, strict=True)
     return [recording.messages[t.message].get("content") or "" if t.message >= 0 else call["text"] for t, call in pairs]
 
 
 def check_against_reported(recording: Recording, abs_: float | None = None) -> None:
-    """Ids and scores of every turn are those that the engine reported, and so is the text of its call."""
+    """Checks that ids and scores of every turn, and the text of its call, are those that the engine reported."""
     assert len(recording.calls) == len(recording.turns)
     samples, texts = reported(recording), answered(recording)
     for turn, text, sample in zip(recording.turns, texts, samples, strict=True):

@@ -1,4 +1,4 @@
-"""Trajectories as a campaign would leave them, and run directories that hold them."""
+"""Sample trajectories, and run directories that contain them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megaflow_hpc.types import Artifact
 
 
 def sequence(draw: random.Random, policy: str = "default") -> tuple[TokenSequence, list[tuple[int, int]]]:
-    """Draws a sequence of prompts and answers; and the spans of the answers."""
+    """Draws a sequence of prompts and answers. Returns it with the spans of the answers."""
     found = TokenSequence(policy)
     spans = []
     for _ in range(draw.randint(1, 3)):
@@ -29,7 +29,7 @@ def sequence(draw: random.Random, policy: str = "default") -> tuple[TokenSequenc
 
 
 def trajectory(number: int, task: str = "task", status: str = "completed", **changes: Any) -> Trajectory:
-    """Trajectory ``number``, drawn anew but the same at each call; ``changes`` are fields to set."""
+    """Returns trajectory ``number``, the same at each call. ``changes`` are fields to set."""
     draw = random.Random(number)
     sequences, turns = [], []
     for place in range(number % 3):
@@ -73,7 +73,7 @@ def trajectory(number: int, task: str = "task", status: str = "completed", **cha
 
 
 def run_dir(path: Path, name: str = "sample") -> RunDir:
-    """Makes a run directory that holds no rollouts."""
+    """Creates a run directory without rollouts."""
     run = RunDir(path)
     run.create()
     write_run(run, RunRecord(campaign={"name": name}))

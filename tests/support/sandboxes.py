@@ -1,8 +1,9 @@
-"""Sandboxes of the real base image by the real Apptainer; the image is unpacked once for the whole room."""
+"""Fixtures that start real sandboxes of real images. An image is unpacked once per session."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import shutil
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
@@ -11,10 +12,51 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec, Snapshot
+from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.host.files import remove_tree
 
 Use = Callable[[ApptainerSandbox], Awaitable[Any]]
+
+
+class Start:
+    """Starts sandboxes in a coroutine test, whose end stops them."""
+
+    def __init__(self, image: str, scratch: Path) -> None:
+        self.image = image
+        self._scratch = scratch
+        self._provider: ApptainerProvider | None = None
+
+    async def __call__(
+        self, image: str | Path = "", *, kept: Snapshot | None = None, rootfs: Rootfs | None = None, **spec: Any
+    ) -> ApptainerSandbox:
+        if self._provider is None:
+            self._provider = ApptainerProvider(self._scratch)
+        return await self._provider.start(SandboxSpec(str(image or self.image), **spec), kept, rootfs=rootfs)
+
+    async def close(self) -> None:
+        if self._provider is not None:
+            await self._provider.close()
+            self._provider = None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a coroutine test in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+
+    async def run() -> None:
+        try:
+            await pyfuncitem.obj(**arguments)
+        finally:
+            for argument in arguments.values():
+                if isinstance(argument, Start):
+                    await argument.close()
+
+    asyncio.run(run())
+    return True
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +79,7 @@ def rootfs(base_sif: Path, scratch: Path) -> str:
 
 @pytest.fixture(scope="session")
 def small_rootfs(rootfs: str, scratch: Path) -> str:
-    """A shell and a dozen tools out of the base image: quick to build onto, and as bare as task images get."""
+    """An image with a shell and a dozen tools of the base image, which is quick to build onto."""
     small = scratch / "small"
     for name in ("etc", "proc", "sys", "dev", "tmp", "usr/bin", "usr/lib", "usr/lib64"):
         (small / name).mkdir(parents=True)
@@ -55,7 +97,7 @@ def small_rootfs(rootfs: str, scratch: Path) -> str:
 
 @pytest.fixture(scope="session")
 def busybox_rootfs(base_sif: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An image of nothing but a static busybox, its ``sh`` and the other programs it is."""
+    """An image that has only a static busybox, with links for its programs."""
     program = base_sif.parent / "busybox"
     if not program.exists():
         pytest.fail(f"{program} does not exist; launchers/busybox.sh {program} provides it, as launchers/setup does")
@@ -72,7 +114,7 @@ def busybox_rootfs(base_sif: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def runs(image: str, scratch: Path) -> Callable[..., Any]:
-    """Runs ``use(sandbox)`` in a fresh sandbox of ``image`` and returns what it returns."""
+    """Returns a function that runs ``use(sandbox)`` in a fresh sandbox of ``image`` and returns its result."""
 
     def run(use: Use, **spec: Any) -> Any:
         async def main() -> Any:
@@ -86,10 +128,10 @@ def runs(image: str, scratch: Path) -> Callable[..., Any]:
 
 
 def clone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every sandbox that can be a clone be one, and lets no other be started in its place.
+    """Makes every possible sandbox a clone, and fails if Apptainer had to start one instead.
 
-    A provider learns an image's environment from the first container over it, which Apptainer starts. So a provider's
-    first start of an image is preceded by one more.
+    A provider reads an image's environment from the first container over it, which Apptainer starts. So one more
+    sandbox is started before a provider's first start of an image.
     """
     start = ApptainerProvider.start
     learned: set[tuple[ApptainerProvider, str]] = set()
@@ -105,20 +147,30 @@ def clone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ApptainerProvider, "start", start_clone)
 
 
+@pytest.fixture(params=["apptainer", "clone"])
+def started_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How containers start: by Apptainer, as clones, or (indirect parameter "copy") by Apptainer over copies."""
+    if request.param == "clone":
+        clone_at_once(monkeypatch)
+    else:
+        without = {"apptainer": "clones", "copy": "clones,overlay"}
+        monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", without[request.param])
+    return str(request.param)
+
+
 @pytest.fixture
-def in_sandbox(rootfs: str, scratch: Path) -> Callable[..., Any]:
-    """See :func:`runs`; of the base image."""
-    return runs(rootfs, scratch)
+def start(rootfs: str, scratch: Path) -> Start:
+    return Start(rootfs, scratch)
 
 
 @pytest.fixture(params=["program", "shell"])
 def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Commands are started by the program of runner.c, or by the shells of runner.sh."""
+    """The program that starts commands: the compiled runner.c, or the shells of runner.sh."""
     monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "program" if request.param == "shell" else "")
     return str(request.param)
 
 
 @pytest.fixture(params=["rootfs", "busybox_rootfs"], ids=["debian", "busybox"])
-def in_any_sandbox(request: pytest.FixtureRequest, runner: str, scratch: Path) -> Callable[..., Any]:
-    """See :func:`runs`; of the base image, and of one that is nothing but busybox; with either runner."""
-    return runs(request.getfixturevalue(request.param), scratch)
+def start_any(request: pytest.FixtureRequest, runner: str, scratch: Path) -> Start:
+    """Starts sandboxes of the base image or of one that is only busybox, with either runner."""
+    return Start(request.getfixturevalue(request.param), scratch)

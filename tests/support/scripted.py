@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 ENGINE = "engine: scripted, script: answers.yaml"
-"""Fields of a campaign's ``model`` that answers from ``answers.yaml`` beside the campaign file."""
+"""Fields of a campaign's ``model`` that answers from ``answers.yaml`` in the campaign file's directory."""
 
 
 def block(command: str) -> str:

@@ -18,7 +18,9 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+from aiohttp import web
 
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, read_run, write_run
@@ -58,11 +60,9 @@ class Servers:
         return number
 
     def serve(self, number: int, *options: str, **env: str) -> None:
-        """Starts the wrapper of an element that stands in run.json."""
+        """Starts the wrapper of an element that run.json contains."""
         self.entries = self.entries or read_run(self.run).servers
-        quickly = ["--backoff-s", "0.2"]  # options that are given come later and win
-        if "poll_s" not in self.entries[number].model.get("weights", {}):
-            quickly += ["--poll-s", "0.2"]
+        quickly = ["--backoff-s", "0.2", "--poll-s", "0.2"]  # explicit options come later and win
         command = [sys.executable, "-m", "megaflow_hpc.model.server", str(self.run), *quickly, *options]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         environment |= {"SLURM_ARRAY_TASK_ID": str(number), **env}
@@ -79,7 +79,7 @@ class Servers:
         return self.run.endpoint(f"{self.entries[number].policy}.{number}")
 
     def record(self, number: int, timeout_s: float = 180.0) -> dict[str, Any]:
-        """The endpoint file, once it is there."""
+        """The endpoint file, once it exists."""
         deadline = time.monotonic() + timeout_s
         while not self.file(number).exists():
             if self.processes[number].poll() is not None or time.monotonic() > deadline:
@@ -90,7 +90,7 @@ class Servers:
         return json.loads(self.file(number).read_text())
 
     def await_load(self, number: int, in_flight: int, timeout_s: float = 60.0) -> dict[str, Any]:
-        """The endpoint file once so many requests are in flight, two heartbeats from now at the earliest."""
+        """The endpoint file, once this many requests are in flight and two more heartbeats have passed."""
         since, deadline = self.record(number)["heartbeat"], time.monotonic() + timeout_s
         while (found := self.record(number))["heartbeat"] < since + 2 or found["in_flight"] < in_flight:
             assert time.monotonic() < deadline, found
@@ -98,7 +98,7 @@ class Servers:
         return found
 
     def records(self) -> list[dict[str, Any]]:
-        """The endpoint records that there are."""
+        """All endpoint records."""
         return [json.loads(f.read_text()) for f in self.run.endpoints.glob("*.json")]
 
     def signal(self, number: int, which: signal.Signals) -> None:
@@ -107,7 +107,7 @@ class Servers:
 
     @contextlib.asynccontextmanager
     async def gateway(self, **options: Any) -> AsyncIterator[ModelGateway]:
-        """A gateway that knows the servers there are now."""
+        """A gateway that has the list of the current servers."""
         await asyncio.gather(*(asyncio.to_thread(self.record, n) for n in range(len(self.entries))))
         async with ModelGateway(**options) as gateway:
             gateway.update_endpoints(self.records())
@@ -124,13 +124,51 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
+def endpoint(address: int | str, policy: str = "p", **more: Any) -> dict[str, Any]:
+    """The endpoint record of an engine at a port of this node, or at a URL."""
+    url = address if isinstance(address, str) else f"http://127.0.0.1:{address}"
+    record = {"server": f"{policy}.0", "policy": policy, "url": url, "key": "k", "model_name": "m"}
+    return {**record, "protocol": "plain", **more}
+
+
+@contextlib.asynccontextmanager
+async def listening(application: web.Application | web.Server) -> AsyncIterator[int]:
+    """Serves an application in this process; yields its port."""
+    runner: web.BaseRunner = (
+        web.AppRunner(application, access_log=None, handler_cancellation=True)
+        if isinstance(application, web.Application)
+        else web.ServerRunner(application)
+    )
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def gateway_before(
+    engine: ScriptedEngine, protocol: str = "plain", policy: str = "default", **options: Any
+) -> AsyncIterator[ModelGateway]:
+    """A gateway and its engine, both in this process."""
+    async with listening(engine.application()) as port, ModelGateway(**{"wait_s": 20, **options}) as gateway:
+        gateway.update_endpoints([endpoint(port, policy, protocol=protocol)])
+        yield gateway
+
+
+def call_failure(gateway: ModelGateway, rollout_id: str) -> str:
+    """Returns why the latest call of an open rollout got no answer. Unlike ``outage``, it does not end the rollout."""
+    return gateway._by_id[rollout_id].failure
+
+
 def conversation(*texts: str) -> list[dict[str, str]]:
     """Messages of user and assistant in turn."""
     return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(texts)]
 
 
 async def ask(record: dict, method: str, path: str, key: str | None, body: dict | None = None) -> int:
-    """The status of a request to a server's proxy, with the certificate that its endpoint file names."""
+    """Returns the status of a request to a server's proxy. Checks the certificate's fingerprint."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
     async with aiohttp.ClientSession() as session:
@@ -140,16 +178,16 @@ async def ask(record: dict, method: str, path: str, key: str | None, body: dict 
 
 
 def chat(record: dict, key: str | None, text: str = "hello"):
-    """A conversation's next answer, asked of a server's proxy."""
+    """Requests a conversation's next answer from a server's proxy."""
     return ask(record, "POST", "/v1/chat/completions", key, {"messages": conversation(text)})
 
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
-"""As /proc/net writes 127.0.0.1, ::1 and ::ffff:127.0.0.1."""
+"""127.0.0.1, ::1 and ::ffff:127.0.0.1 in the form of /proc/net."""
 
 
 def listeners(pid: int, loopback: bool = True) -> tuple[list[int], list[str]]:
-    """Where ``pid`` and what it started listen: TCP ports, and paths of Unix sockets."""
+    """Returns the TCP ports and Unix sockets on which ``pid`` and its descendants listen."""
     inodes = set()
     for process in {pid, *descendants(pid)}:
         for fd in Path(f"/proc/{process}/fd").iterdir():
@@ -165,7 +203,7 @@ def listeners(pid: int, loopback: bool = True) -> tuple[list[int], list[str]]:
 
 
 def only_the_proxy_is_reached(servers: Servers, number: int) -> None:
-    """Fails if other hosts reach anything of a server but its proxy, or other users any of its sockets."""
+    """Fails if other hosts reach any port but the proxy's, or other users reach any socket."""
     ports, rooms = listeners(servers.processes[number].pid, loopback=False)
     assert ports == [int(servers.record(number)["url"].rpartition(":")[2])]
     assert len(rooms) > 1
@@ -173,7 +211,7 @@ def only_the_proxy_is_reached(servers: Servers, number: int) -> None:
 
 
 def descendants(pid: int) -> Sequence[int]:
-    """Processes that ``pid`` started, and theirs."""
+    """Returns the processes that ``pid`` started, and their descendants."""
     pairs = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -189,7 +227,7 @@ def descendants(pid: int) -> Sequence[int]:
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[Servers]:
-    """Engine servers over a run directory below ``tmp_path``; all of them end with the test."""
+    """Engine servers on a run directory below ``tmp_path``. The test's end ends them."""
     with Servers(tmp_path) as started:
         yield started
 

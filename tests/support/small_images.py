@@ -6,6 +6,7 @@ content and digest differ while header, inodes and tables stay valid.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from functools import partial
@@ -16,6 +17,11 @@ from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.host.apptainer import find_apptainer
 
 _LINE = 64
+
+
+def digest_of(path: str | os.PathLike[str]) -> str:
+    """Returns the SHA-256 of a file."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 class SmallImages:

@@ -1,4 +1,4 @@
-"""Files of weights, of no model's."""
+"""Files of weights that belong to no model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import struct
 
 
 def safetensors(content: bytes, name: str = "w") -> bytes:
-    """A safetensors file of one tensor, of bytes."""
+    """Returns a safetensors file with one tensor of bytes."""
     header = json.dumps({name: {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}}).encode()
     return struct.pack("<Q", len(header)) + header + content

@@ -1,7 +1,7 @@
-"""A Python that has imported what programs need, and runs each in a process that it forks for it.
+"""A Python that has imported large modules, and forks a process for each program that it runs.
 
-What a program does in such a process, and what is done to it, is its own: limits, variables, streams, exit status. It
-only does not import again, which takes seconds of CPU where the modules are vLLM's.
+The program's limits, variables, streams and exit status are its own. Only the imports are shared, which take seconds of
+CPU for vLLM.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ exec(program, {"__name__": "__main__"})
 
 
 class WarmPython:
-    """Imports ``modules`` once. Use it as a context manager, or leave it to end with this process.
+    """Imports ``modules`` once. Use it as a context manager, or let it end with this process.
 
     Args:
-        variables: of the environment, beside those there are; a library may look at some as it is imported.
+    variables: added to the environment. A library may read some of them when it is imported.
     """
 
     def __init__(self, *modules: str, python: str = sys.executable, variables: Mapping[str, str] | None = None) -> None:
@@ -65,7 +65,7 @@ class WarmPython:
     def run(
         self, program: str, *arguments: str, variables: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Runs ``program``, Python text, with ``arguments`` as its ``sys.argv[1:]``."""
+        """Runs Python source with ``arguments`` as its ``sys.argv[1:]``."""
         environment = {**os.environ, **self._variables, **(variables or {})}
         with tempfile.TemporaryDirectory() as folder:
             streams = [Path(folder, name) for name in ("output", "errors")]
@@ -76,7 +76,7 @@ class WarmPython:
             assert self._loop.stdout
             self._loop.stdin.write(json.dumps(asked) + "\n")
             self._loop.stdin.flush()
-            for line in self._loop.stdout:  # a library may have said something as it was imported
+            for line in self._loop.stdout:  # a library may have printed lines when it was imported
                 if line.startswith("status "):
                     output, errors = (stream.read_text(errors="replace") for stream in streams)
                     return subprocess.CompletedProcess([program, *arguments], int(line[7:]), output, errors)

@@ -1,8 +1,8 @@
-"""A pod under mpiexec whose rank 0 is real and whose workers play what the task ids say.
+"""A pod under mpiexec with a real rank 0, whose workers behave as the task ids say.
 
-``mpiexec -n N python -m tests.support.world RUN``: ``RUN/world.json`` holds the sections ``scheduling`` and ``limits``,
-the samples a group wants, as ``start`` which start of the pod it is, and as ``drain`` how its supervisor ends it.
-Rank 0 leaves its last word in ``RUN/report/state``.
+``mpiexec -n N python -m tests.support.world RUN`` reads ``RUN/world.json``: the sections ``scheduling`` and ``limits``,
+the samples that a group wants, the number of the ``start``, and how the supervisor ends it (``drain``). Rank 0 leaves
+its last word in ``RUN/report/state``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Any
 from megaflow_hpc.config.sections import LimitsConfig, SchedulingConfig
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.mpi import mpiexec
-from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger import Ledger, write_blocks
 from megaflow_hpc.ledger.lease import Times
-from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
+from megaflow_hpc.pod.comm import BEAT, Backoff, Comm, MpiComm
 from megaflow_hpc.pod.master import coordination, ranks, results, run_io
 from megaflow_hpc.pod.master import drain as drain_rules
 from megaflow_hpc.pod.master.loop import Master
-from megaflow_hpc.pod.master.walltime import Walltime
-from megaflow_hpc.pod.messages import BEAT
+from megaflow_hpc.pod.master.pod import Walltime
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.worker import MASTER_LOST_S
 from megaflow_hpc.rundir.layout import RunDir
@@ -41,31 +40,51 @@ KINDS = {"sandbox-start": "sandbox", "sandbox-lost": "sandbox"}
 
 
 def launcher(ranks: int) -> list[str]:
-    """Returns the words that start so many ranks: mpiexec's, or srun's with the type in ``MEGAFLOW_TEST_SRUN``."""
+    """Returns the command that starts ranks: mpiexec, or srun with the type in ``MEGAFLOW_TEST_SRUN``."""
     if kind := os.environ.get("MEGAFLOW_TEST_SRUN"):
         return ["srun", f"--mpi={kind}", "--kill-on-bad-exit=0", "--overcommit", "--nodes=1", "-n", str(ranks)]
     return mpiexec(ranks)
 
 
+def prepare(path: Path, rollouts: list[Rollout], **settings: Any) -> RunDir:
+    """Makes a run directory with these rollouts in one block, and settings for the world."""
+    run = RunDir(path)
+    run.create()
+    Ledger(run).create()
+    write_blocks(run, rollouts, pods=1)
+    configure(run, **settings)
+    return run
+
+
+def configure(run: RunDir, **settings: Any) -> None:
+    (run.path / "world.json").write_text(json.dumps(settings))
+
+
+def events(run: RunDir, kind: str = "") -> list[dict[str, Any]]:
+    """Returns the events of all pods, or those of one kind."""
+    lines = [line for file in run.events.glob("*.jsonl") for line in file.read_text().splitlines()]
+    return [event for event in map(json.loads, lines) if not kind or event["event"] == kind]
+
+
 def lead(run: RunDir, comm: Comm) -> str:
     coordination.SOON_S = coordination.SELDOM_S = 0.3
-    said = json.loads((run.path / "world.json").read_text())
-    ranks.LOST_S = said.pop("lost_s", ranks.LOST_S)
-    hangs, open_s = said.pop("hangs", False), said.pop("open_s", None)
-    hangs_s = said.pop("hangs_s", run_io.LOOP_HANGS_S)
-    said["scheduling"] = SchedulingConfig(**said.get("scheduling", {}))
-    said["limits"] = LimitsConfig(**said.get("limits", {}))
-    results.SYSTEMATIC_LAST = said.pop("systematic_last", 10**6)
-    drain = said.pop("drain", None)
+    settings = json.loads((run.path / "world.json").read_text())
+    ranks.LOST_S = settings.pop("lost_s", ranks.LOST_S)
+    hangs, open_s = settings.pop("hangs", False), settings.pop("open_s", None)
+    run_io.LOOP_HANGS_S = settings.pop("hangs_s", 1.0 if hangs else run_io.LOOP_HANGS_S)
+    results.MAX_INTERRUPTIONS = settings.pop("max_interruptions", 16)
+    settings["scheduling"] = SchedulingConfig(**settings.get("scheduling", {}))
+    settings["limits"] = LimitsConfig(**settings.get("limits", {}))
+    results.SYSTEMATIC_LAST = settings.pop("systematic_last", 10**6)
+    drain = settings.pop("drain", None)
     if drain is not None:
         drain_rules.DRAIN_S, drain_rules.DRAIN_NOW_S = 0.2, 0.1
-        said["walltime"] = Walltime(drain["whole_s"], time.monotonic() + drain["whole_s"])
-    pod = make_pod(run, comm, **said)
+        settings["walltime"] = Walltime(drain["whole_s"], time.monotonic() + drain["whole_s"])
+    pod = make_pod(run, comm, **settings)
     if drain is not None:
-        pod.drain_file = run.path / "drain"
+        pod.drain_file = drain_file(run)
         pod.drain_file.unlink(missing_ok=True)
         threading.Timer(drain["whole_s"], write_atomic, (pod.drain_file, drain["word"])).start()
-    run_io.LOOP_HANGS_S = 1.0 if hangs else hangs_s
     if hangs:
         pod.ledger = Ledger(run, pod.ledger.identity, times=HASTY)
         pod.drain_file = drain_file(run)
@@ -79,13 +98,13 @@ def drain_file(run: RunDir) -> Path:
 
 
 class Player:
-    """Answers ``start`` as the task's id says: ``<behaviour>-<anything>``."""
+    """Answers ``start`` as the task's id says: ``<behaviour>_<anything>``."""
 
     def __init__(self, rank: int, run: RunDir) -> None:
         self.rank, self.run = rank, run
         self.slow: dict[str, dict[str, Any]] = {}
         self.goes: signal.Signals | None = None
-        """How this rank goes once its last message is on its way."""
+        """Signal that ends this rank once its last message is in flight."""
 
     def answer(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         if message["op"] == "init":
@@ -115,9 +134,9 @@ class Player:
             self.slow[rollout.id] = start
             return []
         if behaviour == "cut" and start["attempt"] < 2:
-            return [self.result(start, "cancelled", partial=f"kept.{start['attempt']}")]
+            return [self.result(start, "cancelled", checkpoint=f"kept.{start['attempt']}")]
         if behaviour == "cut":
-            return [self.result(start, "completed", reward=float(start["partial"] == "kept.1"))]
+            return [self.result(start, "completed", reward=float(start["checkpoint"] == "kept.1"))]
         reward = {"mixed": float(rollout.sample_index % 2), "solved": 1.0}.get(behaviour, 0.0)
         return [self.result(start, "completed", reward=reward)]
 
@@ -127,7 +146,7 @@ class Player:
         status: str,
         cause: str = "",
         reward: float | None = None,
-        partial: str = "",
+        checkpoint: str = "",
         text: str = "",
     ) -> dict[str, Any]:
         rollout = Rollout(**start["rollout"])
@@ -135,13 +154,15 @@ class Player:
             rollout,
             start["attempt"],
             status,
-            error_kind="walltime" if partial else KINDS.get(cause, cause),
+            error_kind="walltime" if checkpoint else KINDS.get(cause, cause),
             error=cause,
             reward=reward,
             started_at=time.time() - 0.01,
             messages=[{"role": "user", "content": text}],
         )
-        return Outcome.of(trajectory, [Attempt(**before) for before in start["attempts"]], cause, partial).to_message()
+        return Outcome.of(
+            trajectory, [Attempt(**before) for before in start["attempts"]], cause, checkpoint
+        ).to_message()
 
 
 def follow(comm: MpiComm, run: RunDir) -> None:
@@ -176,7 +197,7 @@ if __name__ == "__main__":
     else:
         follow(comm, run)
     comm.flush(5.0)
-    # The first rank that leaves without MPI_Finalize takes the others with it, as mpiexec sees it.
+    # mpiexec ends all ranks when the first one leaves without MPI_Finalize.
     deadline = time.monotonic() + 10
     while not (run.report / "state").exists() and time.monotonic() < deadline:
         time.sleep(0.02)

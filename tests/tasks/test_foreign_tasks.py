@@ -19,7 +19,7 @@ import pytest
 from megaflow_hpc.agents.oracle import OracleAgent
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.environments.builds.builder import Builder
-from megaflow_hpc.environments.images.image_config import LABEL
+from megaflow_hpc.environments.images.image_file import LABEL
 from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore

@@ -34,7 +34,7 @@ from tests.support.tensors import safetensors
 from tests.support.training import Pods, rollouts, training_run
 
 FORK = multiprocessing.get_context("fork")
-SYNCHRONOUS = {"mode": "synchronous", "batch": {"tasks": 2}, "steps": 3}
+SYNCHRONOUS = {"staleness": 0, "batch": 2, "steps": 3}
 
 
 def alternating(rollout: Rollout) -> float:
@@ -112,8 +112,7 @@ def test_spare_samples_are_asked_for_and_those_that_were_not_needed_leave_their_
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_a_bound_on_staleness_is_kept_by_when_batches_are_asked_for(tmp_path: Path, bound: int) -> None:
-    mode = {"kind": "bounded", "staleness": bound} if bound else {"kind": "synchronous"}
-    run = training_run(tmp_path / "run", {"mode": mode, "batch": {"tasks": 2}, "steps": 8}, tasks=5, samples=3)
+    run = training_run(tmp_path / "run", {"staleness": bound, "batch": 2, "steps": 8}, tasks=5, samples=3)
     pods = Pods(run, alternating, lambda: current(run, "default").version)
     flow, plans = drink(run, pods)
     stale = [staleness for plan in plans for staleness in plan.staleness]
@@ -123,7 +122,7 @@ def test_a_bound_on_staleness_is_kept_by_when_batches_are_asked_for(tmp_path: Pa
 
 
 def test_a_slow_group_is_waited_for_before_it_is_too_old_and_not_earlier(tmp_path: Path) -> None:
-    training = {"mode": {"kind": "bounded", "staleness": 4}, "batch": {"tasks": 2}, "steps": 12}
+    training = {"staleness": 4, "batch": 2, "steps": 12}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
     pods = Pods(run, alternating, lambda: current(run, "default").version)
     flow = Dataflow(run, say=lambda text: None)
@@ -142,7 +141,7 @@ def test_a_slow_group_is_waited_for_before_it_is_too_old_and_not_earlier(tmp_pat
 
 
 def test_what_is_dropped_has_its_cause_in_the_plan_and_holds_up_nothing(tmp_path: Path) -> None:
-    training = {**SYNCHRONOUS, "batch": {"tasks": 4}, "data": ["zero_variance", {"staleness": 0}]}
+    training = {**SYNCHRONOUS, "batch": 4, "data": ["zero_variance", {"staleness": 0}]}
     run = training_run(tmp_path / "run", training, tasks=4, samples=4)
 
     def reward(rollout: Rollout) -> float | None:
@@ -161,7 +160,7 @@ def test_what_is_dropped_has_its_cause_in_the_plan_and_holds_up_nothing(tmp_path
 
 
 def test_dropped_groups_are_replaced_until_the_step_is_full(tmp_path: Path) -> None:
-    training = {**SYNCHRONOUS, "batch": {"tasks": 4, "refill": 10}, "data": ["zero_variance"]}
+    training = {**SYNCHRONOUS, "batch": 4, "refill": 10, "data": ["zero_variance"]}
     run = training_run(tmp_path / "run", training, tasks=12, samples=2)
 
     def reward(rollout: Rollout) -> float:
@@ -186,8 +185,8 @@ def test_dropped_groups_are_replaced_until_the_step_is_full(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("bound", [1, 3])
 def test_steps_are_full_where_later_batches_fill_them_too(tmp_path: Path, bound: int) -> None:
-    training = {"batch": {"tasks": 2, "refill": 10}, "data": ["zero_variance"], "steps": 6}
-    training["mode"] = {"kind": "bounded", "staleness": bound}
+    training = {"batch": 2, "refill": 10, "data": ["zero_variance"], "steps": 6}
+    training["staleness"] = bound
     run = training_run(tmp_path / "run", training, tasks=9, samples=2)
     pods = Pods(run, lambda r: 1.0 if r.task_id < "task-4" else alternating(r), lambda: current(run, "default").version)
     _, plans = drink(run, pods)
@@ -196,7 +195,7 @@ def test_steps_are_full_where_later_batches_fill_them_too(tmp_path: Path, bound:
 
 
 def test_replacing_ends_where_it_is_in_vain_or_no_task_is_left(tmp_path: Path) -> None:
-    training = {**SYNCHRONOUS, "batch": {"tasks": 2, "refill": 2}, "data": ["zero_variance"]}
+    training = {**SYNCHRONOUS, "batch": 2, "refill": 2, "data": ["zero_variance"]}
     run = training_run(tmp_path / "run", training, tasks=4, samples=2)
     flow, plans = drink(run, Pods(run, lambda r: 1.0))
     assert [plan.rollouts for plan in plans] == [[], [], []]
@@ -214,7 +213,7 @@ def test_replacing_ends_where_it_is_in_vain_or_no_task_is_left(tmp_path: Path) -
 
 
 def test_a_step_that_was_begun_again_asks_for_the_same_in_the_place_of_others(tmp_path: Path) -> None:
-    training = {**SYNCHRONOUS, "batch": {"tasks": 4, "refill": 10}, "data": ["zero_variance"], "steps": 1}
+    training = {**SYNCHRONOUS, "batch": 4, "refill": 10, "data": ["zero_variance"], "steps": 1}
     run = training_run(tmp_path / "run", training, tasks=12, samples=2)
     pods = Pods(run, lambda r: alternating(r) if int(r.task_id.partition("-")[2]) % 2 else 1.0)
     flow = Dataflow(run, say=lambda text: None)
@@ -240,12 +239,12 @@ def _groups(run: RunDir, first: int) -> list[str]:
     return list(dict.fromkeys(r.group_id for block in read_blocks(run) for r in block.rollouts if r.round >= first))
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("staleness", [0, None])
 @pytest.mark.parametrize("in_vain", [0, 1])
 def test_the_last_groups_asked_for_in_the_place_of_others_are_waited_for(
-    tmp_path: Path, mode: str, in_vain: int
+    tmp_path: Path, staleness: int | None, in_vain: int
 ) -> None:
-    training = {"mode": mode, "batch": {"tasks": 2, "refill": 1}, "data": ["zero_variance"], "steps": 1}
+    training = {"staleness": staleness, "batch": 2, "refill": 1, "data": ["zero_variance"], "steps": 1}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
     flat: list[str] = []
     pods = Pods(run, lambda r: 1.0 if r.round < FIRST_REFILL_ROUND or r.group_id in flat else alternating(r))
@@ -267,7 +266,7 @@ def test_the_last_groups_asked_for_in_the_place_of_others_are_waited_for(
 
 
 def test_nothing_is_asked_for_in_the_place_of_a_batch_that_engines_still_load_weights_for(tmp_path: Path) -> None:
-    training = {**SYNCHRONOUS, "batch": {"tasks": 2, "refill": 3}, "data": ["zero_variance"]}
+    training = {**SYNCHRONOUS, "batch": 2, "refill": 3, "data": ["zero_variance"]}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
 
     def serves(version: int) -> None:
@@ -294,8 +293,8 @@ def test_nothing_is_asked_for_in_the_place_of_a_batch_that_engines_still_load_we
 
 
 def test_a_slow_group_in_the_place_of_another_is_not_taken_too_old(tmp_path: Path) -> None:
-    training = {"batch": {"tasks": 2, "refill": 5}, "data": ["zero_variance"], "steps": 6}
-    training["mode"] = {"kind": "bounded", "staleness": 1}
+    training = {"batch": 2, "refill": 5, "data": ["zero_variance"], "steps": 6}
+    training["staleness"] = 1
     run = training_run(tmp_path / "run", training, tasks=9, samples=2)
     pods = Pods(run, lambda r: 1.0 if r.round < 4 else alternating(r), lambda: current(run, "default").version)
     flow = Dataflow(run, say=lambda text: None)
@@ -323,7 +322,7 @@ def test_a_slow_group_in_the_place_of_another_is_not_taken_too_old(tmp_path: Pat
 
 
 def test_what_was_written_down_in_the_place_of_others_is_asked_for_once_the_disk_answers(tmp_path: Path) -> None:
-    training = {**SYNCHRONOUS, "batch": {"tasks": 2, "refill": 5}, "data": ["zero_variance"], "steps": 1}
+    training = {**SYNCHRONOUS, "batch": 2, "refill": 5, "data": ["zero_variance"], "steps": 1}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
     pods = Pods(run, lambda r: 1.0 if r.round < FIRST_REFILL_ROUND else alternating(r))
     flow = Dataflow(run, say=lambda text: None)
@@ -488,7 +487,7 @@ def _check_all(run: RunDir, steps: int, parameters: str) -> None:
 def test_killed_at_random_instants_it_loses_no_group_and_takes_none_twice(tmp_path: Path) -> None:
     kills = int(os.environ.get("MEGAFLOW_KILLS", "40"))
     steps = kills // 2  # more steps than the killed processes can finish, so that most kills happen
-    training = {"mode": {"kind": "bounded", "staleness": 2}, "batch": {"tasks": 3}, "steps": steps}
+    training = {"staleness": 2, "batch": 3, "steps": steps}
     run = training_run(tmp_path / "run", training, tasks=7, samples=2)
     pods = Pods(run, alternating, lambda: current(run, "default").version)
     draw, results = random.Random(1), FORK.Queue()
@@ -511,7 +510,7 @@ def test_killed_at_random_instants_it_loses_no_group_and_takes_none_twice(tmp_pa
 
 @pytest.mark.slow
 def test_a_trainer_that_was_thought_dead_ends_when_it_wakes_up(tmp_path: Path) -> None:
-    training = {"mode": {"kind": "bounded", "staleness": 1}, "batch": {"tasks": 2}, "steps": 6}
+    training = {"staleness": 1, "batch": 2, "steps": 6}
     run = training_run(tmp_path / "run", training, tasks=4, samples=2)
     pods = Pods(run, alternating, lambda: current(run, "default").version)
     results, others = FORK.Queue(), FORK.Queue()
@@ -543,7 +542,7 @@ def test_a_campaign_that_is_over_can_be_trained_on_as_it_is(tmp_path: Path) -> N
     write_blocks(run, rollouts(["a", "b", "c", "d", "e"], 2), size=4)
     Pods(run, alternating).work()
     (run.path / "ledger" / "finished").write_text("{}")
-    given = TrainingConfig.model_validate({"policies": {"default": {}}, "batch": {"tasks": 2}, "steps": 50})
+    given = TrainingConfig.model_validate({"policies": {"default": {}}, "batch": 2, "steps": 50})
     flow = Dataflow(run, training=given)
     sizes = []
     for step in flow.steps():
@@ -553,7 +552,7 @@ def test_a_campaign_that_is_over_can_be_trained_on_as_it_is(tmp_path: Path) -> N
 
 
 def test_a_trainer_may_ask_for_tasks_of_its_own_choice_once(tmp_path: Path) -> None:
-    run = training_run(tmp_path / "run", {**SYNCHRONOUS, "mode": "asynchronous", "steps": 2}, tasks=3, samples=2)
+    run = training_run(tmp_path / "run", {**SYNCHRONOUS, "staleness": None, "steps": 2}, tasks=3, samples=2)
     pods = Pods(run, alternating, lambda: current(run, "default").version)
     flow = watched(run, pods)
     for _ in range(2):
@@ -575,8 +574,7 @@ def test_a_trainer_may_ask_for_tasks_of_its_own_choice_once(tmp_path: Path) -> N
 def test_tasks_of_a_trainers_own_choice_make_a_step_larger_rather_than_others_too_old(
     tmp_path: Path, bound: int, refill: int
 ) -> None:
-    mode = {"kind": "bounded", "staleness": bound} if bound else {"kind": "synchronous"}
-    training = {"mode": mode, "batch": {"tasks": 2, "refill": refill}, "steps": 9}
+    training = {"staleness": bound, "batch": 2, "refill": refill, "steps": 9}
     run = training_run(tmp_path / "run", training, tasks=5, samples=2)
     pods = Pods(run, alternating, lambda: current(run, "default").version)
     plans, parameters = [], START
@@ -598,7 +596,7 @@ def test_tasks_of_a_trainers_own_choice_make_a_step_larger_rather_than_others_to
 
 
 def test_a_slow_group_of_a_trainers_own_choice_is_waited_for_before_it_is_too_old(tmp_path: Path) -> None:
-    training = {"mode": {"kind": "bounded", "staleness": 2}, "batch": {"tasks": 2}, "steps": 9}
+    training = {"staleness": 2, "batch": 2, "steps": 9}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
     pods = Pods(run, alternating, lambda: current(run, "default").version)
     flow = Dataflow(run, say=lambda text: None)

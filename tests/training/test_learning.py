@@ -58,8 +58,7 @@ def test_tasks_are_rewarded_when_solved_and_not_when_left(tmp_path: Path, base_s
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--mode", "bounded:0"], "expected synchronous, asynchronous, or bounded:K"),
-        (["--mode", "often"], "expected synchronous, asynchronous, or bounded:K"),
+        (["--staleness", "often"], "often: expected a whole number of at least 0"),
         (["--steps", "0"], "0: expected a whole number of at least 1"),
         (["--seed", "-1"], "-1: expected a whole number of at least 0"),
         (["--quick"], "unrecognized arguments: --quick"),

@@ -33,7 +33,7 @@ class Clock:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    return training_run(tmp_path / "run", {"batch": {"tasks": 2}, "steps": 2}, samples=2)
+    return training_run(tmp_path / "run", {"batch": 2, "steps": 2}, samples=2)
 
 
 def test_nothing_is_said_of_a_pod_that_renews_its_lease(run: RunDir) -> None:

@@ -1,1 +1,1 @@
-"""Before anything is made: a campaign file read with its tasks, models and agents, and what will come of it here."""
+"""Planning before anything is written: reads the campaign file, tasks, models and agents, and estimates the cost."""

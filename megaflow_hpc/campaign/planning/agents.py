@@ -1,4 +1,4 @@
-"""Whether the agents of a campaign can be made, and what they are made of beside its file."""
+"""Checks that the agents of a campaign can be created, and finds the files that they consist of."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megaflow_hpc.errors import ConfigError, Mistakes
 
 
 def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where: Where) -> tuple[str, ...]:
-    """Checks that each policy's agent can be made, and that it can reach a model if it needs one.
+    """Checks that each policy's agent can be created, and that it can reach a model if it needs one.
 
-    Python that is not this package's is imported in a process of its own, as a rollout will import it.
+    Code that is not part of this package is imported in a separate process, as a rollout imports it.
 
     Args:
-        base: The campaign file's directory, in which agents are looked for first.
+        base: Directory of the campaign file, searched first for agents.
 
     Returns:
-        The names of the files and directories in ``base`` that the agents are made of.
+        Names of the agents' files and directories in ``base``.
 
     Raises:
-        Mistakes: names the place in the campaign file, and the agent, of each.
+        Mistakes: Agents cannot be created; names the place in the campaign file and the agent of each.
     """
     asked = [name for name, policy in policies.items() if forked(policy.agent.name)]
 
@@ -37,11 +37,11 @@ def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where
         made, code = probe([policies[name].agent for name in asked], str(base.absolute())) if asked else ([], [])
     except ConfigError as error:
         raise ConfigError(refusal(asked[0], error)) from None
-    known = dict(zip(asked, made, strict=True))
+    results = dict(zip(asked, made, strict=True))
     refused = []
     for name, policy in policies.items():
         try:
-            _check(policy, known.get(name), network)
+            _check(policy, results.get(name), network)
         except ConfigError as error:
             refused.append(refusal(name, error))
     if refused:

@@ -1,4 +1,4 @@
-"""A campaign file read with its tasks, and all that is wrong with it, before any site is asked for anything."""
+"""Reads a campaign file with its tasks and collects all mistakes, before the site is queried."""
 
 from __future__ import annotations
 
@@ -29,63 +29,72 @@ if TYPE_CHECKING:
 
 
 class PlanWatch(Protocol):
-    """Whom planning tells what it does."""
+    """Receives the progress of planning."""
 
     def step(self, text: str) -> None:
-        """Gets what is done from now on, as ``reading tasks``."""
+        """Reports the next step, such as ``reading tasks``."""
 
     def say(self, line: str) -> None:
-        """Gets a line for each step of an image that is made, and some for what is fetched."""
+        """Reports a line of output of an image build or download."""
 
     def show(self, state: BuildProgress) -> None:
-        """Gets how far the making of images is, some times a second."""
+        """Reports the progress of image builds, several times a second."""
 
 
 class Silent:
-    """A :class:`PlanWatch` that says nothing."""
+    """A :class:`PlanWatch` that ignores all reports."""
 
     def step(self, text: str) -> None:
-        """Keeps it to itself."""
+        """Ignores the step."""
 
     def say(self, line: str) -> None:
-        """Keeps it to itself."""
+        """Ignores the line."""
 
     def show(self, state: BuildProgress) -> None:
-        """Keeps it to itself."""
+        """Ignores the progress."""
 
 
 @dataclass
 class Draft:
-    """A campaign, read: no image is made, no site asked, nothing written."""
+    """A campaign that was read, before images are built, the site is queried or anything is written."""
 
     config: CampaignConfig
     base: Path
     """Directory that relative paths are relative to."""
     policies: dict[str, Policy] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
-    """Those that rollouts are of, and behind them those that are held out."""
+    """Tasks with rollouts, then held-out tasks."""
     held_out: tuple[str, ...] = ()
-    """Ids of the tasks that a campaign which trains is evaluated on."""
+    """Ids of tasks that are only evaluated, during training."""
     rollouts: list[Rollout] = field(default_factory=list)
     durations: Durations | None = None
     own_code: tuple[str, ...] = ()
-    """Files and directories in ``base`` that the campaign's agents are made of."""
+    """Files and directories of own agents in ``base``."""
     images: Images | None = None
     mapping: ImageMapping | None = None
     requests: list[ImageRequest] = field(default_factory=list)
+    image_files: dict[str, str] = field(default_factory=dict)
+    """Image name in the tasks → SIF file or directory, once images are built."""
+    source: str = ""
+    """The campaign file as the user wrote it."""
     mistakes: list[str] = field(default_factory=list)
-    """What is wrong with the file, each with its place."""
+    """Mistakes of the file, each with its place."""
     refusal: SiteError | None = None
-    """Why images cannot be looked at here; said after the file's mistakes."""
+    """Reason why images are not available here. Reported after the mistakes."""
 
     @property
     def servers(self) -> list[ServerRecord]:
-        """One entry per engine array element, by index: its policy and its model."""
+        """Policy and model of each element of the engine array, by index."""
         return list_servers(self.policies, sleeping(self.config))
+
+    @property
+    def server_groups(self) -> list[ServerGroup]:
+        """Neighbouring servers with equal resources, one Slurm array each."""
+        return group_servers(self.servers)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Notes a mistake that is found inside, and goes on behind it."""
+        """Collects mistakes that are raised inside the context."""
         try:
             yield
         except Mistakes as error:
@@ -94,7 +103,7 @@ class Draft:
             self.mistakes.append(str(error))
 
     def check(self) -> None:
-        """Raises :class:`Mistakes` where anything is wrong."""
+        """Raises :class:`Mistakes` if there are any."""
         if self.mistakes:
             raise Mistakes(self.mistakes)
 
@@ -102,11 +111,11 @@ class Draft:
 def read(
     config: CampaignConfig, base: Path, where: Where, only: Sequence[str] = (), watch: PlanWatch | None = None
 ) -> Draft:
-    """Reads the tasks of a campaign and looks for mistakes, of which it raises none: :meth:`Draft.check` does.
+    """Reads the tasks of a campaign and collects mistakes. :meth:`Draft.check` raises them.
 
     Args:
-        base: directory that relative paths are relative to.
-        only: rollout or task ids (shell patterns); empty takes all.
+        base: Directory that relative paths are relative to.
+        only: Rollout or task ids (shell patterns); empty selects all.
     """
     watch, draft = watch or Silent(), Draft(config, base)
     watch.step("looking at models and agents")
@@ -158,7 +167,7 @@ def _open_images(draft: Draft, base: Path, where: Where) -> None:
 
 
 def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: PlanWatch) -> None:
-    """Reads tasks, and what rollouts and images they ask for."""
+    """Reads the tasks, and the rollouts and images that they need."""
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
     from megaflow_hpc.tasks.images import image_requests
     from megaflow_hpc.tasks.loading import load_tasks
@@ -170,9 +179,9 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
         try:
             return load_tasks([source.model_dump() for source in sources], base, dockerfiles)
         except ConfigError as error:
-            found = error.found if isinstance(error, Mistakes) else [str(error)]
-            # A task's own file names itself.
-            raise Mistakes([line if line.startswith("/") else f"{where(key)}: {line}" for line in found]) from None
+            mistakes = error.found if isinstance(error, Mistakes) else [str(error)]
+            # Messages about a task's own file already start with its path.
+            raise Mistakes([line if line.startswith("/") else f"{where(key)}: {line}" for line in mistakes]) from None
 
     tasks: list[Task] = []
     held_out: list[Task] = []
@@ -210,7 +219,7 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
 
 
 def try_sandboxes(draft: Draft, watch: PlanWatch) -> None:
-    """Raises :class:`SiteError` where images, or sandboxes with the networks that are wanted, cannot be had here."""
+    """Raises :class:`SiteError` if images, or sandboxes with the required networks, are not available here."""
     from megaflow_hpc.environments.sandbox.probe import require
     from megaflow_hpc.environments.sandbox.scratch import default_scratch
 
@@ -223,7 +232,7 @@ def try_sandboxes(draft: Draft, watch: PlanWatch) -> None:
 
 
 def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
-    """What earlier campaigns tell of durations."""
+    """Returns the durations of earlier campaigns, if the campaign names any."""
     from megaflow_hpc.trajectories.reading.durations import Durations
 
     earlier = config.scheduling.learn_from
@@ -236,7 +245,7 @@ def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | Non
 
 
 def expand(tasks: Sequence[Task], policies: dict[str, Policy], spare: int = 0) -> list[Rollout]:
-    """Every rollout, the samples of a group side by side, ``spare`` ones last."""
+    """Returns every rollout. The samples of a group are neighbours, ``spare`` ones last."""
     return [
         Rollout(task.id, name, sample, policy.agent.name)
         for task in tasks
@@ -247,22 +256,22 @@ def expand(tasks: Sequence[Task], policies: dict[str, Policy], spare: int = 0) -
 
 
 def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
-    """Whether ``--only`` lets it pass: a pattern matches its id, its group or its task."""
+    """Returns whether a pattern of ``--only`` matches the rollout's id, group or task."""
     names = (rollout.id, rollout.group_id, rollout.task_id)
     return not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only for name in names)
 
 
 def whole_groups(config: CampaignConfig) -> bool:
-    """Whether all samples of a group must run in one pod: rules of groups look at the rewards of all of them."""
+    """Returns whether all samples of a group must run in one pod, because rules compare their rewards."""
     scheduling = config.scheduling
     return bool(scheduling.spare or scheduling.signal_after)
 
 
 def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None = None) -> list[ServerRecord]:
-    """The engine array: ``servers.max`` elements a policy, those with equal GPUs and nodes side by side.
+    """Returns the engine array: the maximum number of servers of each policy, sorted by resources.
 
     Args:
-        sleeping: policies whose server is in its trainer's job, behind all elements, and the level of its sleep.
+        sleeping: Policies whose server runs in the trainer's job, with its sleep level. These servers come last.
     """
     servers = [
         ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)
@@ -279,7 +288,8 @@ def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None
 
 
 def group_servers(servers: Sequence[ServerRecord]) -> list[ServerGroup]:
-    """Neighbouring servers of one shape: one Slurm array each. Those in a trainer's job are in none."""
+    """Returns groups of neighbouring servers with equal resources, one Slurm array each, without those in trainers'
+    jobs."""
     groups: list[ServerGroup] = []
     for index, server in enumerate(servers):
         if server.model.get("sleep_level"):
@@ -298,7 +308,7 @@ def _shape(server: ServerRecord) -> tuple[bool, int, int, bool]:
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
-    """With the quotas that hold: its own, and its site's caps where it states none."""
+    """Returns the campaign with the quotas in force: its own, and its site's caps where it sets none."""
     caps, source = site_caps()
     try:
         quotas = settle(config.quotas, config.slurm.pods, servers, caps, source)
@@ -308,7 +318,7 @@ def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignC
 
 
 def check_together(config: CampaignConfig, where: Where) -> None:
-    """One heterogeneous job holds one pod, and engines to be together with."""
+    """Checks that a heterogeneous job has one pod and at least one engine."""
     if not config.slurm.together:
         return
     if config.slurm.pods.total != 1:

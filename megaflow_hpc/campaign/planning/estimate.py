@@ -18,7 +18,7 @@ from typing import Any
 
 from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.preflight import longest_s
-from megaflow_hpc.config.quotas import gateways, slots_of_rank
+from megaflow_hpc.config.quotas import gateways
 from megaflow_hpc.config.slurm import CPUS_PER_RANK
 from megaflow_hpc.environments.images.disk_quota import disk_quota
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -47,7 +47,7 @@ class JobEstimate:
     walltime_s: float | None
     """``None`` if it is unknown or unlimited."""
     held: bool = False
-    """Whether it starts only on demand."""
+    """True if it starts only on demand."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Storage:
 
     @property
     def fits(self) -> bool:
-        """Whether there is enough space."""
+        """True if there is enough space."""
         return self.bytes <= self.free_bytes and (self.free_inodes is None or self.inodes <= self.free_inodes)
 
 
@@ -186,7 +186,7 @@ def estimate(
     if config.training and rollouts:
         training = config.training
         samples = sum(draft.policies[name].samples for name in training.policies)
-        rollouts = training.batch.tasks * training.steps * samples
+        rollouts = training.batch * training.steps * samples
         blocks = 0
         notes.append(f"training asks for {rollouts} rollouts in {training.steps} steps; its own time is not counted")
     listed = [part for job in jobs for part in _listed(job)]
@@ -197,7 +197,7 @@ def estimate(
     slots = _slots(draft, pods, local_ranks)
     busy_slots = slots if not blocks else max(1, slots * min(pods, blocks) // pods)
     time_s = max(math.ceil(rollouts / busy_slots) * durations.mean_s, durations.longest_s) if rollouts else 0.0
-    missing, known = _images(draft)
+    missing, stored = _images(draft)
     pod_starts = sum(job.elements for job in listed if job.role == "pods")
     return Estimate(
         rollouts=rollouts,
@@ -215,16 +215,14 @@ def estimate(
         jobs=listed,
         site=[*notes, *_passed_limits(draft, listed, time_s)],
         storage=_storage(draft, run, like, pod_starts, rollouts),
-        images={"images": missing + known, "to_make": missing},
+        images={"images": missing + stored, "to_make": missing},
     )
 
 
 def _slots(draft: Draft, pods: int, local_ranks: int) -> int:
     """Returns the rollouts that run at the same time in ``pods`` of the campaign's pods."""
-    config, section = draft.config, draft.config.slurm.pods
-    slots_per_rank = slots_of_rank(
-        section.slots_per_rank or section.cpus_per_rank or CPUS_PER_RANK, config.quotas, section
-    )
+    section = draft.config.slurm.pods
+    slots_per_rank = section.slots_per_rank or section.cpus_per_rank or CPUS_PER_RANK
     if local_ranks:
         return max(1, round(max(1, local_ranks - 1) * slots_per_rank))
     running_share = pods / max(1, section.total)
@@ -233,20 +231,20 @@ def _slots(draft: Draft, pods: int, local_ranks: int) -> int:
 
 def _listed(job: Job) -> list[JobEstimate]:
     """Returns the parts of a job: one, or the pod and the engines of a heterogeneous job."""
-    found = []
+    parts = []
     for role, options in [(str(job.role), job.options), *(("servers", {**job.options, **e}) for e in job.engines)]:
-        known = {option_name(name): value for name, value in options.items()}
-        asks, elements = resources.asked(known), job.elements or 1
+        named_options = {option_name(name): value for name, value in options.items()}
+        asks, elements = resources.asked(named_options), job.elements or 1
         try:
-            walltime_s = fits.walltime_s(known) if not job.cluster else fits.seconds(known.get("time"))
+            walltime_s = fits.walltime_s(named_options) if not job.cluster else fits.seconds(named_options.get("time"))
         except SiteError:
             walltime_s = None
         walltime_s = None if walltime_s is None or math.isinf(walltime_s) else walltime_s
         at_once = min(elements, job.throttle or elements)
-        held = bool(known.get("hold"))
+        held = bool(named_options.get("hold"))
         gpus = asks.get("gres/gpu", 0)
-        found.append(JobEstimate(role, elements, at_once, asks["node"], asks["cpu"], gpus, walltime_s, held))
-    return found
+        parts.append(JobEstimate(role, elements, at_once, asks["node"], asks["cpu"], gpus, walltime_s, held))
+    return parts
 
 
 def _hours(amounts: Sequence[tuple[JobEstimate, int]], time_s: float) -> Hours:
@@ -268,7 +266,7 @@ def _hours(amounts: Sequence[tuple[JobEstimate, int]], time_s: float) -> Hours:
 
 def _passed_limits(draft: Draft, jobs: Sequence[JobEstimate], time_s: float) -> list[str]:
     """Returns the limits of the campaign and the walltimes that end before the campaign does."""
-    limits, found = draft.config.limits, []
+    limits, effects = draft.config.limits, []
     for name, hours in (
         ("core_hours", sum(j.cores * j.at_once for j in jobs if j.role == "pods") * time_s / 3600),
         ("gpu_hours", sum(j.gpus * j.at_once for j in jobs if j.role == "servers" and not j.held) * time_s / 3600),
@@ -276,15 +274,15 @@ def _passed_limits(draft: Draft, jobs: Sequence[JobEstimate], time_s: float) -> 
     ):
         limit = getattr(limits, name)
         if limit is not None and hours > limit:
-            found.append(f"limits.{name}: {limit:g} ends it before the {hours:.1f} that are expected; raise it")
+            effects.append(f"limits.{name}: {limit:g} ends it before the {hours:.1f} that are expected; raise it")
     for job in jobs:
         if job.role in ("pods", "servers") and job.walltime_s and time_s > job.walltime_s:
             starts = math.ceil(time_s / job.walltime_s)
-            found.append(
+            effects.append(
                 f"slurm.{job.role}.time: takes {starts} walltimes one after the other; elements are requeued for that "
                 "as long as they store rollouts (slurm.requeues)"
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(effects))
 
 
 def _images(draft: Draft) -> tuple[int, int]:
@@ -304,15 +302,15 @@ def _storage(draft: Draft, run: Path, like: Path | None, pods: int, rollouts: in
     wanted: list[tuple[str, Path, float, int]] = [("run directory", run, each * rollouts, inodes)]
     if draft.images is not None:
         wanted.append(("image store", draft.images.store.root, 0.0, 0))
-    found = []
+    storage = []
     for what, path, size, count in wanted:
         try:
             there = disk_quota(path)
         except OSError:
             continue
         free_inodes = None if math.isinf(there.free_inodes) else there.free_inodes
-        found.append(Storage(what, str(path), size, count, there.free_bytes, free_inodes, there.bytes_by))
-    return found
+        storage.append(Storage(what, str(path), size, count, there.free_bytes, free_inodes, there.bytes_by))
+    return storage
 
 
 def _bytes_of_rollout(like: Path | None) -> float | None:

@@ -28,38 +28,41 @@ def sleeping(config: CampaignConfig) -> dict[str, int]:
 
 
 def check_sharing(config: CampaignConfig, where: Where) -> None:
-    """Refuses a campaign in which trainer and engine cannot take turns.
+    """Checks that trainer and engine can use the same GPUs in turn.
 
     Raises:
-        Mistakes: Names each key that is in the way, its value, and what to do.
+        Mistakes: Names each key that prevents it, its value, and the remedy.
     """
     if not sleeping(config):
         return
-    training, trainer, found = config.training, config.slurm.trainer, list[tuple[str, object, str]]()
+    training, trainer, conflicts = config.training, config.slurm.trainer, list[str]()
     assert training
-    if training.mode.bound != 0:
-        found.append(("training.mode", training.mode.kind, "nothing is sampled during a step: write synchronous"))
+
+    def conflict(key: str, value: object, remedy: str) -> None:
+        conflicts.append(f"{where(key)}: {key}: {value}: slurm.trainer.share: sleep: {remedy}")
+
+    if training.staleness != 0:
+        conflict("training.staleness", training.staleness, "nothing is sampled during a step: write 0")
     if len(training.policies) > 1:
-        found.append(("training.policies", ", ".join(training.policies), "one trainer takes turns: train one policy"))
+        conflict("training.policies", ", ".join(training.policies), "one trainer takes turns: train one policy")
     if trainer.nodes > 1:
-        found.append(("slurm.trainer.nodes", trainer.nodes, "both are on one node: leave it out"))
+        conflict("slurm.trainer.nodes", trainer.nodes, "both are on one node: leave it out")
     if config.slurm.together:
-        found.append(("slurm.together", True, "the engine is in the trainer's job: leave it out"))
+        conflict("slurm.together", True, "the engine is in the trainer's job: leave it out")
     for name in training.policies:
         policy = config.policies().get(name)
         if policy is None or policy.model is None:
-            continue  # which is said elsewhere
+            continue  # reported elsewhere
         key, kinds = f"models.{name}" if config.models else "model", policy.model.kinds()
         engines = {kind.engine for kind in kinds}
         if engines - {*SLEEPING}:
-            found.append((f"{key}.engine", ", ".join(sorted(engines)), "only vLLM can be sent to sleep: write vllm"))
+            conflict(f"{key}.engine", ", ".join(sorted(engines)), "only vLLM can be sent to sleep: write vllm")
         if (servers := sum(kind.servers.max for kind in kinds)) != 1:
-            found.append((f"{key}.servers", servers, "one server sleeps in the trainer's job: write {min: 1, max: 1}"))
+            conflict(f"{key}.servers", servers, "one server sleeps in the trainer's job: write 1")
         if any(kind.nodes > 1 for kind in kinds):
-            found.append((f"{key}.nodes", max(kind.nodes for kind in kinds), "both are on one node: leave it out"))
+            conflict(f"{key}.nodes", max(kind.nodes for kind in kinds), "both are on one node: leave it out")
         if any(kind.gpus != trainer.gpus for kind in kinds):
             gpus = ", ".join(str(kind.gpus) for kind in kinds)
-            found.append((f"{key}.gpus", gpus, f"slurm.trainer.gpus is {trainer.gpus}: write the same in both"))
-    if found:
-        told = "slurm.trainer.share: sleep"
-        raise Mistakes([f"{where(key)}: {key}: {value}: {told}: {remedy}" for key, value, remedy in found])
+            conflict(f"{key}.gpus", gpus, f"slurm.trainer.gpus is {trainer.gpus}: write the same in both")
+    if conflicts:
+        raise Mistakes(conflicts)

@@ -1,4 +1,4 @@
-"""Paths of models in a campaign file, made absolute: they are relative to the file, and may be names in their place."""
+"""Makes the model paths of a campaign file absolute, and checks that models can be loaded."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ELSEWHERE = "; MEGAFLOW_SITE_CHECK=0 plans all the same, where only the nodes ha
 
 
 def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -> Policy:
-    """Resolves the paths of a policy's model against the campaign file; a name that is no file stays a name.
+    """Resolves the paths of a policy's model against the campaign file. Names that are no paths are kept.
 
     Args:
-        base: the campaign file's directory.
-        named: whether the model stands under its policy's name in ``models``.
+        base: Directory of the campaign file.
+        named: True if the model is in ``models``, under its policy's name.
 
     Raises:
-        ConfigError: one does not exist; names file, line and key.
+        ConfigError: A file does not exist; names file, line and key.
     """
     model = policy.model
     if model is None:
@@ -46,7 +46,8 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
         changes["pool"] = str(pool)
     for field in ("path", "script", "api_key_file", "python", "image"):
         value = getattr(model, field)
-        if value is not None:
+        names_model = field == "path" and model.engine == "external"
+        if value is not None and not names_model:
             may_be_name = field == "python" or (field == "path" and _looks_like_name(value))
             key = f"models.{name}.{field}" if named else f"model.{field}"
             changes[field] = _existing(value, base, where, key, may_be_name)
@@ -58,25 +59,25 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
 
 
 def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: Where) -> list[str]:
-    """Returns what will keep engines and trainers from loading their models on a node, each with its place.
+    """Returns the reasons, each with its place, why engines and trainers could not load their models on a node.
 
-    ``MEGAFLOW_SITE_CHECK=0`` skips it: for login nodes that have less than the nodes the jobs run on. An engine that is
-    not here may be brought along by the campaign's lines of shell.
+    ``MEGAFLOW_SITE_CHECK=0`` skips the check, for login nodes that lack what compute nodes have. A missing engine is no
+    error if ``slurm.setup`` may provide it.
 
     Args:
-        policies: with absolute paths, as those of ``config.training``.
+        policies: Policies with absolute paths, like those of ``config.training``.
     """
     if os.environ.get("MEGAFLOW_SITE_CHECK") == "0":
         return []
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, policy in policies.items():
         section = f"models.{name}" if config.models else "model"
         for kind in policy.model.kinds() if policy.model and not policy.model.pool else ():
             fields = kind.model_dump()
             if why := _why_not_loaded(fields):
-                found.setdefault(why, f"{where(f'{section}.path')}: {section}.path: {why}{ELSEWHERE}")
+                reasons.setdefault(why, f"{where(f'{section}.path')}: {section}.path: {why}{ELSEWHERE}")
             if not config.slurm.setup and (why := why_no_engine(fields)):
-                found.setdefault(why, f"{where(f'{section}.engine')}: {section}: {why}{ELSEWHERE}")
+                reasons.setdefault(why, f"{where(f'{section}.engine')}: {section}: {why}{ELSEWHERE}")
     for name, trained in config.training.policies.items() if config.training else ():
         why = _why_not_loaded({"engine": "transformers", "path": trained.base})
         model = policies[name].model if name in policies else None
@@ -84,12 +85,13 @@ def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: 
             why = why_not_served(Path(trained.base), Path(model.path))
         if why:
             key = f"training.policies.{name}.base"
-            found.setdefault(why, f"{where(key)}: {key}: {why}{ELSEWHERE}")
-    return list(found.values())
+            reasons.setdefault(why, f"{where(key)}: {key}: {why}{ELSEWHERE}")
+    return list(reasons.values())
 
 
 def _why_not_loaded(model: Mapping[str, Any]) -> str:
-    """Why an engine cannot load its model; of weights the headers are read, which are some kilobytes of each file."""
+    """Returns the reason why an engine cannot load its model. Reads only the headers of weights, a few kilobytes per
+    file."""
     if why := why_not_loaded(model):
         return why
     try:
@@ -101,7 +103,7 @@ def _why_not_loaded(model: Mapping[str, Any]) -> str:
 
 
 def absolute_training(training: TrainingConfig, base: Path, where: Where) -> TrainingConfig:
-    """Resolves the models that training starts from in the same way."""
+    """Resolves the paths of the models from which training starts."""
     policies = {
         name: policy.model_copy(
             update={
@@ -115,7 +117,7 @@ def absolute_training(training: TrainingConfig, base: Path, where: Where) -> Tra
 
 
 def _looks_like_name(value: str) -> bool:
-    """Whether a model may be one of Hugging Face's: ``owner/name``."""
+    """Returns whether a model may be a Hugging Face name, ``owner/name``."""
     return not value.startswith((".", "/", "~", "$")) and "/" in value
 
 

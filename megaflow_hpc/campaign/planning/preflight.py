@@ -1,4 +1,4 @@
-"""Warns of a campaign that is valid but will waste its jobs: idle pods, and rollouts that the walltime cuts off."""
+"""Warns of campaigns that are valid but waste resources: idle pods, and rollouts longer than the walltime."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megaflow_hpc.types import Task
 
 
 def warnings(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]) -> list[str]:
-    """Returns a line for each warning.
+    """Returns the warnings.
 
     Args:
-        walltimes_s: walltimes of pods in seconds, by their section of the campaign file; ``None`` if unknown.
+        walltimes_s: Walltimes of pods in seconds, by their section of the campaign file; ``None`` if unknown.
     """
     if draft.config.is_pool:
         return []
@@ -26,7 +26,7 @@ def warnings(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]
 
 def _idle_pods(draft: Draft, where: Where) -> list[str]:
     config, pods = draft.config, draft.config.slurm.pods.total
-    if config.training or pods == 1:  # a trainer asks for rollouts round by round
+    if config.training or pods == 1:  # a trainer requests rollouts round by round
         return []
     blocks = len(split(draft.rollouts, pods, whole=whole_groups(config)))
     if blocks >= pods:
@@ -43,11 +43,11 @@ def _idle_pods(draft: Draft, where: Where) -> list[str]:
 
 def _cut_off(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]) -> list[str]:
     lines = []
-    said = set[float]()
+    seen = set[float]()
     for key, walltime_s in walltimes_s.items():
-        if walltime_s is None or math.isinf(walltime_s) or walltime_s in said:
+        if walltime_s is None or math.isinf(walltime_s) or walltime_s in seen:
             continue
-        said.add(walltime_s)  # pools that are like others are one warning with them
+        seen.add(walltime_s)  # warn once of pools with equal walltimes
         left_s = walltime_s - WARN_S
         long = [task for task in _own(draft) if longest_s(task, draft.policies.values()) > left_s]
         if not long:
@@ -68,6 +68,6 @@ def _own(draft: Draft) -> list[Task]:
 
 
 def longest_s(task: Task, policies: Iterable[Policy]) -> float:
-    """Returns the seconds that a rollout of a task takes at most, by the time-outs of agent and tests."""
+    """Returns the maximum duration of a task's rollout in seconds, by the timeouts of agent and tests."""
     agents = [policy.agent.timeout_s or task.agent_timeout_s for policy in policies]
     return max(agents, default=task.agent_timeout_s) + task.verifier_timeout_s

@@ -1,7 +1,7 @@
-"""A first campaign file for this directory and this site, which ``megaflow-hpc init`` writes.
+"""Writes a first campaign file for this directory and this site (``megaflow-hpc init``).
 
-What can be found out is written down: tasks that lie here, a model in Hugging Face's cache and an engine to run it,
-partitions, accounts and walltimes of this Slurm, the site profile where there is one. The rest is a comment.
+Detected values are filled in: tasks in the directory, a model in Hugging Face's cache, an engine, partitions, accounts
+and walltimes of this Slurm, and a site profile. The rest is comments.
 """
 
 from __future__ import annotations
@@ -22,53 +22,53 @@ from megaflow_hpc.slurm import fits, site
 from megaflow_hpc.slurm.site import Partition
 
 WALLTIME_S = 4 * 3600
-"""What jobs ask for where the partition allows it."""
+"""Walltime of jobs, if the partition allows it."""
 RANKS = 4
 
 
 @dataclass
 class Starter:
-    """What was found here."""
+    """Values detected here."""
 
     name: str
     tasks: str = ""
-    """Source of tasks that lie here; empty: none does."""
+    """Source of tasks in the directory, if any."""
     model: str = ""
     engine: bool = False
     agent: bool = False
-    """Whether mini-swe-agent is installed."""
+    """True if mini-swe-agent is installed."""
     profiles: list[str] = field(default_factory=list)
     slurm: bool = False
     accounts: list[str] = field(default_factory=list)
-    """The default one first."""
+    """Accounts, the default one first."""
     partitions: list[Partition] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    """What could not be found out, and why."""
+    """Values that could not be detected, and why."""
 
     @classmethod
     def of(cls, directory: Path) -> Starter:
-        """Looks around in a directory and at this site."""
+        """Detects values in a directory and at this site."""
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory.resolve().name).strip("-._")
-        found = cls(name if NAME.match(name) else "campaign", profiles=site_profile.names())
+        starter = cls(name if NAME.match(name) else "campaign", profiles=site_profile.names())
         if any(directory.glob("tasks/*/task.toml")):
-            found.tasks = "tasks/*"
+            starter.tasks = "tasks/*"
         elif lines := sorted(directory.glob("*.jsonl")):
-            found.tasks = lines[0].name
-        found.model = next(iter(cached_models()), "")
-        found.engine = not why_no_engine({"engine": "vllm"})
-        found.agent = importlib.util.find_spec("minisweagent") is not None
+            starter.tasks = lines[0].name
+        starter.model = next(iter(cached_models()), "")
+        starter.engine = not why_no_engine({"engine": "vllm"})
+        starter.agent = importlib.util.find_spec("minisweagent") is not None
         if site.has_slurm():
             try:
-                found.partitions = [partition for partition in site.partitions().values() if partition.up]
-                found.slurm = True
+                starter.partitions = [partition for partition in site.partitions().values() if partition.up]
+                starter.slurm = True
             except SiteError as error:
-                found.notices.append(f"{error}; written without partitions and accounts")
-        if found.slurm:
-            found.accounts = site.accounts()
-        return found
+                starter.notices.append(f"{error}; written without partitions and accounts")
+        if starter.slurm:
+            starter.accounts = site.accounts()
+        return starter
 
     def text(self) -> str:
-        """Returns the campaign file: at most 40 lines that :func:`megaflow_hpc.config.load` takes."""
+        """Returns the campaign file, at most 40 lines that :func:`megaflow_hpc.config.load` accepts."""
         return "\n".join([*self._head(), *self._agent(), *self._environment(), *self._slurm(), *self._limits()]) + "\n"
 
     def _head(self) -> list[str]:
@@ -87,7 +87,7 @@ class Starter:
 
     def _agent(self) -> list[str]:
         agent = "agent: {name: mini-swe-agent, max_turns: 50, timeout_s: 1800}"
-        model = f"model: {{path: {_quoted(self.model or '/path/to/model')}, gpus: 1, servers: {{min: 1, max: 2}}}}"
+        model = f"model: {{path: {_quoted(self.model or '/path/to/model')}, gpus: 1, servers: [1, 2]}}"
         if self.model and self.engine and self.agent:
             return [agent, f"{model}  # a directory, or a name in Hugging Face's cache"]
         lacking = [
@@ -152,12 +152,12 @@ class Starter:
 
 
 def _quoted(value: str) -> str:
-    """The value as YAML reads it back as text."""
+    """Returns the value quoted so that YAML reads it as text."""
     plain = re.fullmatch(r"[A-Za-z/][A-Za-z0-9._/-]*\*?", value) and value.lower() not in ("yes", "no", "on", "off")
     return value if plain and value.lower() not in ("true", "false", "null", "y", "n") else json.dumps(value)
 
 
 def _others(names: Iterable[str], before: str = "  # ") -> str:
-    """Says which others there are to choose from, some of them."""
+    """Returns a comment that names some of the other choices."""
     rest = [re.sub(r"[^\x21-\x7e]", "?", name) for name in names][1:6]
     return f"{before}also: {', '.join(rest)}" if rest else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
 from pathlib import Path
 
 from megaflow_hpc.cli.output import note, print_json, say
@@ -101,12 +100,13 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    importing = import_module("megaflow_hpc.trajectories.exports.import_jsonl")
+    from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
+
     target = Path(arguments.output)
     if target.exists() and not arguments.force:
         raise ConfigError(f"{target}: exists already; name another file, or replace it with --force")
     with under_way(f"importing {arguments.file}") as watch:
-        count = importing.import_jsonl(
+        count = import_jsonl(
             Path(arguments.file),
             target,
             arguments.campaign,

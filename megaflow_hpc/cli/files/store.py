@@ -115,8 +115,8 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.trajectories.maintenance.checksums import verify
     from megaflow_hpc.trajectories.maintenance.gather import gathered
+    from megaflow_hpc.trajectories.maintenance.validate import verify
 
     file = gathered(arguments.run_dir)
     with under_way(f"verifying {file}"):

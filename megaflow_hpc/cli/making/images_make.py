@@ -173,7 +173,7 @@ def build(request: BuildRequest) -> int:
     failures: dict[str, MegaflowError] = {}
     files: dict[str, str] = {}
     with ImageProgress() as watch:
-        images.watch(watch)
+        images.say, images.show = watch.say, watch.show
         for part in wanted:
             files |= _resolve(images, part, True, failures)
     if len(failures) == 1 and not files:

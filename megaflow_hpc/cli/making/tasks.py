@@ -190,7 +190,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
         files_by_name = {name: arguments.image or _image_beside(path, name) for name, path in names.items()}
         mapping = ImageMapping(files_by_name, Path.cwd(), "--image")
     with ImageProgress() as watch:
-        images.watch(watch)
+        images.say, images.show = watch.say, watch.show
         files = images.resolve_all(requests, mapping)
     tasks = in_image_directories(tasks, files, images, mapping)
 

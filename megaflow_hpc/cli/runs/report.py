@@ -69,7 +69,6 @@ def _wanted(text: str) -> int | str:
 
 def _report(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.report import files
-    from megaflow_hpc.report.charts.pictures import check_installed
     from megaflow_hpc.report.comparison import compare
     from megaflow_hpc.report.cost import Prices
     from megaflow_hpc.report.figures import LoadedRun, to_builtins
@@ -78,7 +77,7 @@ def _report(arguments: argparse.Namespace) -> int:
     if len({path.resolve() for path in paths}) < len(paths):
         raise ConfigError("report: a run is named twice; name each run once")
     if not arguments.prometheus:
-        check_installed()
+        files.check_installed()
     prices = Prices(core_hour=arguments.core_hour, gpu_hour=arguments.gpu_hour, currency=arguments.currency)
     with ExitStack() as stack, PlanProgress() as watch:
         runs: list[LoadedRun] = []

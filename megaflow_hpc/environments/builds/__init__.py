@@ -1,6 +1,6 @@
-"""Images built of Dockerfiles: the steps of one run in a sandbox over the image of its ``FROM``.
+"""Builds images from Dockerfiles: each step that changes files makes a layer over the layers before it.
 
-``builder`` gets a Dockerfile that was read and the files of its bases, and writes a SIF. ``script`` says what a step is
-to the sandbox's shell, ``layers`` makes the tree that is left (an image's files and what was written over them) into an
-image, by a program in the user namespace that owns it (``tree``). Image resolution is handed a builder.
+``builder`` takes a Dockerfile and the files of its bases. ``stages`` carries out the steps. ``RUN`` steps run in
+sandboxes (``script``, ``workspace``). ``placing`` puts the files of ``COPY`` and ``ADD`` into a layer. ``tree`` is the
+program that handles an image's files in a user namespace. Image resolution receives a builder.
 """

@@ -1,4 +1,4 @@
-"""Users and groups of an image in the making, as its own ``/etc/passwd`` and ``/etc/group`` name them."""
+"""Users and groups of an image that is being built, from its own ``/etc/passwd`` and ``/etc/group``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _END_OF_IDS = 1 << 32
 
 @dataclass(frozen=True)
 class Account:
-    """Who a step runs as: numeric ids, further groups and home directory."""
+    """The user of a step: numeric ids, supplementary groups and home directory."""
 
     uid: int = 0
     gid: int = 0
@@ -22,31 +22,35 @@ class Account:
 
 
 def account(view: LayerView, user: str | None) -> Account:
-    """Returns whom ``USER`` names: a user with its groups, or a user and one group; unknown numbers stand for
-    themselves.
+    """Returns the account that ``USER`` names: a user with its groups, or a user and one group.
+
+    Numbers without an entry in the image are used as they are.
 
     Raises:
-        ConfigError: the image has no such user or group.
+        ConfigError: The image has no such user or group.
     """
-    name, colon, group = (user or "0").partition(":")
-    users = _rows(view, "etc/passwd", 7)
-    row = next((row for row in users if row[0] == name), None) or next((row for row in users if row[2] == name), None)
-    if row is None and not name.isdecimal():
+    name, _, group = (user or "0").partition(":")
+    users = _rows(view, "etc/passwd")
+    row = _find(users, 0, name) or _find(users, 2, name)
+    if row is not None:
+        uid, gid, home = _number(row[2]), _number(row[3]), row[5] or "/"
+    elif name.isdecimal():
+        uid, gid, home = _number(name), 0, "/"
+    else:
         raise ConfigError(f"USER {user}: the image has no such user")
-    uid, gid, home = (_number(row[2]), _number(row[3]), row[5] or "/") if row else (_number(name), 0, "/")
-    if colon and group:
+    if group:
         return Account(uid, _group(view, group), (), home)
-    known = row[0] if row else ""
-    rows = _rows(view, "etc/group", 4)
-    further = tuple(_number(row[2]) for row in rows if known and known in row[3].split(","))
-    return Account(uid, gid, further, home)
+    groups: list[int] = []
+    if row is not None:
+        groups = [_number(each[2]) for each in _rows(view, "etc/group") if row[0] in each[3].split(",")]
+    return Account(uid, gid, tuple(groups), home)
 
 
 def owner(view: LayerView, text: str) -> tuple[int, int]:
-    """Returns uid and gid of a ``--chown``: of a name its own group, of a number alone the group of that number.
+    """Returns uid and gid of a ``--chown``. A name without a group gets its own group, a number the same number.
 
     Raises:
-        ConfigError: the image has no such user or group.
+        ConfigError: The image has no such user or group.
     """
     name, _, group = text.partition(":")
     if not name:
@@ -54,7 +58,7 @@ def owner(view: LayerView, text: str) -> tuple[int, int]:
     elif name.isdecimal():
         uid = gid = _number(name)
     else:
-        row = next((row for row in _rows(view, "etc/passwd", 7) if row[0] == name), None)
+        row = _find(_rows(view, "etc/passwd"), 0, name)
         if row is None:
             raise ConfigError(f"--chown={text}: the image has no user {name!r}; write a number, or add the user before")
         uid, gid = _number(row[2]), _number(row[3])
@@ -64,13 +68,18 @@ def owner(view: LayerView, text: str) -> tuple[int, int]:
 def _group(view: LayerView, name: str) -> int:
     if name.isdecimal():
         return _number(name)
-    row = next((row for row in _rows(view, "etc/group", 4) if row[0] == name), None)
+    row = _find(_rows(view, "etc/group"), 0, name)
     if row is None:
         raise ConfigError(f"group {name!r}: the image has no such group; write a number, or add the group before")
     return _number(row[2])
 
 
-def _rows(view: LayerView, path: str, columns: int) -> list[list[str]]:
+def _find(rows: list[list[str]], column: int, value: str) -> list[str] | None:
+    return next((row for row in rows if row[column] == value), None)
+
+
+def _rows(view: LayerView, path: str) -> list[list[str]]:
+    columns = 7 if path == "etc/passwd" else 4
     text = view.read(path, _MAX_FILE_BYTES).decode("utf-8", "surrogateescape")
     rows = [line.split(":") for line in text.split("\n")]
     return [row for row in rows if len(row) == columns and row[2].isdecimal()]

@@ -1,60 +1,68 @@
-"""Builds Dockerfiles on this node: every step a layer over those before it.
+"""Builds images from Dockerfiles on this node, and exports images as SIF files.
 
 ::
 
-    SCRATCH/megaflow-<uid>/owners/<pid>-<start>/    removed at the end, by the janitor if this process is killed
-      b…/trees/<key>        bases and layers, unpacked for steps that run (trees.py)
-      w…/items/<n>/<i>/…    what a mount of a step brings; its sandbox sees it read-only (script.STEPS_DIR)
-      w…/uppers/…           what a step has written
+    SCRATCH/megaflow-<uid>/owners/<pid>-<start>/    removed at the end, or by the janitor if this process is killed
+      b…/trees/<key>        unpacked bases and layers for ``RUN`` steps (trees.py)
+      w…/items/<n>/<i>/…    files of a step's mounts, read-only in its sandbox (script.STEPS_DIR)
+      w…/uppers/…           files that a step has written
 
-The text of a Dockerfile is a task's, and so is all that its steps do. They run as an agent's commands do: with
-processes, root and capabilities of a sandbox, without network unless the user gives one, under limits and a time. The
-host lays out what is copied (context.py) and opens nothing by a path that a step has had a hand in.
+Dockerfiles come from tasks, so their text and steps are untrusted. Steps run like the commands of an agent: in a
+sandbox with its processes, root and capabilities, with limits and a timeout, and without network unless the user allows
+it. The host copies files of the context (context.py). It never opens a file by a path that a step could have changed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import platform
 import secrets
+import shutil
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from megaflow_hpc.environments.builds.export import write_sif
-from megaflow_hpc.environments.builds.listings import Listings
 from megaflow_hpc.environments.builds.stages import StageBuilds
-from megaflow_hpc.environments.builds.trees import Trees
+from megaflow_hpc.environments.builds.tree import run_tree
+from megaflow_hpc.environments.builds.trees import Listings, Trees
 from megaflow_hpc.environments.builds.workspace import BuildWorkspace
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
-from megaflow_hpc.environments.images.image_config import working_directory
-from megaflow_hpc.environments.images.image_file import ImageFiles, read_checked
+from megaflow_hpc.environments.images.image_file import LABEL, ImageFiles, read_checked, working_directory
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import Base, LayeredImage, is_layered, read_layered
 from megaflow_hpc.environments.images.store import digest_in
 from megaflow_hpc.environments.sandbox.scratch import default_scratch, workplace
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
-from megaflow_hpc.host.apptainer import proxy_variables, unshare
+from megaflow_hpc.host import child
+from megaflow_hpc.host.apptainer import clean_environment, find_apptainer, last_line, proxy_variables, unshare
 from megaflow_hpc.host.files import remove_tree
 
+SETTINGS = ".singularity.d/env/92-megaflow{}.sh"
+"""Files from which Apptainer reads an image's variables, after those of its base (90-environment.sh)."""
+
+_SIF_ARCHITECTURE = {"x86_64": "2", "aarch64": "4", "ppc64le": "6", "s390x": "11", "riscv64": "12"}
+
+MAX_PROCESSES = 8192
+"""Maximum number of processes and threads of a step."""
 BuildNetwork = Literal["none", "host"]
 T = TypeVar("T")
 
 
 class Builder:
-    """Builds Dockerfiles on this node; see :class:`.resolve.DockerfileBuilder`.
+    """Builds Dockerfiles on this node. Implements :class:`.resolve.DockerfileBuilder`.
 
     Args:
-        network: of the steps: none, or the host's; ``None`` is none, for who has not said so.
-        memory_mb: what the processes of a step may hold; default half of the machine's.
-        disk_mb: what a step may write.
-        processes: and threads, of a step.
-        scratch: local directory; default as for sandboxes.
+        network: Network of the steps: none, or the host's. ``None`` means none, and that the user has not chosen.
+        memory_mb: Memory limit of a step. Default: half of the machine's memory.
+        disk_mb: Limit of the bytes that a step writes.
+        scratch: A local directory. Default: that of sandboxes.
     """
 
     def __init__(
@@ -63,12 +71,11 @@ class Builder:
         *,
         memory_mb: int | None = None,
         disk_mb: int = 50_000,
-        processes: int = 8192,
         scratch: str | os.PathLike[str] | None = None,
     ) -> None:
         self.network = network
         half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2_000_000
-        self._memory_mb, self._disk_mb, self._processes = memory_mb or half, disk_mb, processes
+        self._memory_mb, self._disk_mb = memory_mb or half, disk_mb
         self._scratch = scratch
         self._guard = threading.Lock()
         self._trees: Trees | None = None
@@ -85,53 +92,65 @@ class Builder:
         timeout_s: float,
         say: Callable[[str], None] = lambda line: None,
     ) -> LayeredImage:
-        """Builds the image of a Dockerfile; its layers are in ``layers`` then. Threads may build several at once.
+        """Builds the image of a Dockerfile and adds its layers to ``layers``. Threads may build several at once.
 
         Args:
-            images: a file or a directory for each of ``dockerfile.bases``.
-            say: gets one line for each step that has to be made.
+            images: Image name → file or directory, for each of ``dockerfile.bases``.
+            say: Called with a line for each step that is carried out.
 
         Raises:
-            ConfigError: a source that cannot be copied.
-            SiteError: a step that failed, with what it printed at last, or took too long; what was made before is kept.
+            ConfigError: A source cannot be copied.
+            SiteError: A step failed or took too long. The message has its last output. Finished steps are kept.
         """
         if os.geteuid() != 0 and not unshare():
             raise SiteError(
                 f"{dockerfile.path}: building needs user namespaces, which this machine does not give users; build "
                 "the image elsewhere and map its name"
             )
-        return _in_thread(self._stoppable(self._within(dockerfile, images, layers, timeout_s, say)))
+        return self._run(self._build(dockerfile, images, layers, timeout_s, say))
 
     def stop(self) -> None:
-        """Ends the builds under way, in whatever threads; the builder builds nothing more."""
+        """Cancels the running builds of all threads and refuses new ones."""
         with self._guard:
             self._stopped = True
             for task, loop in self._running.items():
                 loop.call_soon_threadsafe(task.cancel)
 
-    async def _stoppable(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(work)
-        with self._guard:
-            self._running[task] = asyncio.get_running_loop()
-            if self._stopped:
-                task.cancel()
-        try:
-            return await task
-        finally:
-            with self._guard:
-                del self._running[task]
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in another thread, because the caller's thread may have an event loop already."""
 
-    def _ready(self, layers: LayerStore) -> tuple[Trees, Listings]:
+        async def main() -> T:
+            task = asyncio.ensure_future(work)
+            with self._guard:
+                self._running[task] = asyncio.get_running_loop()
+                if self._stopped:
+                    task.cancel()
+            try:
+                return await task
+            finally:
+                with self._guard:
+                    del self._running[task]
+
+        with ThreadPoolExecutor(1, "build") as pool:
+            result = pool.submit(asyncio.run, main())
+            try:
+                return result.result()
+            except BaseException:
+                if not result.done():  # The caller was interrupted.
+                    self.stop()
+                raise
+
+    def _shared(self, layers: LayerStore) -> tuple[Trees, Listings]:
         with self._guard:
             if self._listings is None or self._layers is not layers:
                 self._layers, self._listings = layers, Listings(layers)
             if self._trees is None:
-                place = workplace(Path(self._scratch) if self._scratch else default_scratch(), "b")
-                weakref.finalize(self, _discard, place)
-                self._trees = Trees(place)
+                directory = workplace(Path(self._scratch) if self._scratch else default_scratch(), "b")
+                weakref.finalize(self, _remove_workplace, directory)
+                self._trees = Trees(directory)
             return self._trees, self._listings
 
-    async def _within(
+    async def _build(
         self,
         dockerfile: Dockerfile,
         images: Mapping[str, str],
@@ -139,7 +158,7 @@ class Builder:
         timeout_s: float,
         say: Callable[[str], None],
     ) -> LayeredImage:
-        trees, listings = self._ready(layers)
+        trees, listings = self._shared(layers)
         try:
             async with asyncio.timeout(timeout_s) as timer, BuildWorkspace(layers, trees, self._scratch) as workspace:
                 bases = {name: image_of(path) for name, path in images.items()}
@@ -152,33 +171,10 @@ class Builder:
         except ConfigError:
             raise
         except (SiteError, SandboxError, OSError) as error:
-            said = str(error)
-            raise SiteError(said if said.startswith(f"{dockerfile.path}:") else f"{dockerfile.path}: {said}") from error
-
-    def export(self, image: str | os.PathLike[str], target: Path) -> None:
-        """Writes an image of a store, a SIF or layers, to ``target`` as a SIF, which appears whole.
-
-        Raises:
-            SandboxError: it cannot be read, or its content is not as its digest says.
-            SiteError: it cannot be packed.
-        """
-        half = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-        try:
-            if is_layered(image):
-                layered = read_layered(image)
-                if layered.base is not None:
-                    layered.base.check(str(image))
-                layers = LayerStore([Path(image).absolute().parent.parent])
-                _in_thread(self._export(layered, layers, half))
-            else:
-                read_checked(ImageFiles().facts(str(image)), half)
-            os.replace(half, target)
-        finally:
-            half.unlink(missing_ok=True)
-
-    async def _export(self, image: LayeredImage, layers: LayerStore, target: Path) -> None:
-        async with BuildWorkspace(layers, self._ready(layers)[0], self._scratch) as workspace:
-            await write_sif(workspace, image, target)
+            message = str(error)
+            if not message.startswith(f"{dockerfile.path}:"):
+                message = f"{dockerfile.path}: {message}"
+            raise SiteError(message) from error
 
     def _spec(self) -> SandboxSpec:
         return SandboxSpec(
@@ -187,47 +183,94 @@ class Builder:
             network=self.network or "none",
             memory_mb=self._memory_mb,
             disk_mb=self._disk_mb,
-            processes=self._processes,
+            processes=MAX_PROCESSES,
         )
 
+    # --- exporting ------------------------------------------------------------------------------------------------
 
-def _discard(place: Path) -> None:
-    remove_tree(place, ignore_errors=True)
-    with suppress(OSError):  # something else of this process is there
-        place.parent.rmdir()
+    def export(self, image: str | os.PathLike[str], target: Path) -> None:
+        """Writes an image of a store to a SIF at ``target``, which appears complete.
+
+        Raises:
+            SandboxError: The image cannot be read, or its digest is wrong.
+            SiteError: It cannot be packed.
+        """
+        unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            if is_layered(image):
+                layered = read_layered(image)
+                if layered.base is not None:
+                    layered.base.check(str(image))
+                layers = LayerStore([Path(image).absolute().parent.parent])
+                self._run(self._export(layered, layers, unfinished))
+            else:
+                read_checked(ImageFiles().facts(str(image)), unfinished)
+            os.replace(unfinished, target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    async def _export(self, image: LayeredImage, layers: LayerStore, target: Path) -> None:
+        async with BuildWorkspace(layers, self._shared(layers)[0], self._scratch) as workspace:
+            await _write_sif(workspace, image, target)
+
+
+def _remove_workplace(directory: Path) -> None:
+    remove_tree(directory, ignore_errors=True)
+    with suppress(OSError):  # It is not empty if this process has other files there.
+        directory.parent.rmdir()
 
 
 def image_of(path: str) -> LayeredImage:
-    """Returns what a file or a directory is to whom builds on it."""
+    """Returns a file or directory as an image that others can be built on."""
     if is_layered(path):
         return read_layered(path)
     return LayeredImage(Base.of(path, digest_in(path)), workdir=working_directory(path))
 
 
-def _in_thread(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end in a thread with a loop of its own: the caller's may run one already."""
-    done: Future[T] = Future()
-    started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+async def _write_sif(workspace: BuildWorkspace, image: LayeredImage, target: Path) -> None:
+    """Packs all files of an image into a SIF at ``target``.
 
-    async def main() -> T:
-        task = asyncio.ensure_future(work)
-        started.append((asyncio.get_running_loop(), task))
-        return await task
+    Raises:
+        SiteError: A program is missing or failed.
+    """
+    architecture = _SIF_ARCHITECTURE.get(platform.machine())
+    if architecture is None:
+        raise SiteError(f"{platform.machine()}: images cannot be made on this architecture; build them elsewhere")
+    if shutil.which("mksquashfs", path=clean_environment()["PATH"]) is None:
+        raise SiteError("mksquashfs: not on PATH, which images are packed with; install squashfs-tools")
+    await workspace.open()
+    squashfs, labels = workspace.new_path("squashfs"), workspace.new_path("labels")
+    top = [await _settings_tree(workspace, image)] if image.settings else []
+    async with workspace.merged(image, top) as (prefix, root):
+        await run_tree(prefix, "pack", root, str(squashfs))
+    labels.mkdir()
+    document = labels / "inspect-metadata.json"
+    values = {LABEL: image.workdir} if image.workdir else {}
+    document.write_text(json.dumps({"data": {"attributes": {"labels": values}}, "type": "container"}))
+    apptainer = find_apptainer()
+    await _run_program([apptainer, "sif", "new", str(target)])
+    add = [apptainer, "sif", "add"]
+    kind = ["--datatype", "4", "--partfs", "1", "--parttype", "2", "--partarch", architecture]
+    await _run_program([*add, *kind, str(target), str(squashfs)])
+    await _run_program([*add, "--datatype", "6", "--filename", document.name, str(target), str(document)])
 
-    def run() -> None:
-        try:
-            done.set_result(asyncio.run(main()))
-        except BaseException as error:
-            done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="build")
-    thread.start()
-    try:
-        return done.result()
-    except BaseException:
-        if not done.done() and started:
-            loop, task = started[0]
-            loop.call_soon_threadsafe(task.cancel)
-        raise
-    finally:
-        thread.join()
+async def _settings_tree(workspace: BuildWorkspace, image: LayeredImage) -> Path:
+    """Makes a tree with the file of an image's variables. Its name differs from those of exported base images."""
+    trees = await workspace.trees(image)
+    top, name, number = workspace.new_path("settings"), SETTINGS.format(""), 0
+    while any(os.path.lexists(tree / name) for tree in trees):
+        number += 1
+        name = SETTINGS.format(f"{number:03}")
+    file = top / name
+    file.parent.mkdir(parents=True)
+    file.write_text(f"#!/bin/sh\n{image.settings}", encoding="utf-8", errors="surrogateescape")
+    for path in (top, file.parent.parent, file.parent, file):
+        path.chmod(0o755)
+    return top
+
+
+async def _run_program(argv: Sequence[str]) -> None:
+    status, _, errors = await child.run(argv)
+    if status:
+        raise SiteError(last_line(errors.decode("utf-8", "replace")))

@@ -1,8 +1,8 @@
-"""Puts what a ``COPY`` or ``ADD`` brings into a layer, as Docker puts it into an image; nothing is started for it.
+"""Puts the files of a ``COPY`` or ``ADD`` into a layer, as Docker puts them into an image, without starting a process.
 
-What is there already is told by a view of the layers below. Links in a target are followed within the image; within a
-tree that is copied they are not. A directory that leads to what is copied is part of the layer with the attributes it
-has below: the uppermost layer's are the ones seen.
+A view of the layers below tells what the image already has. Links in the target path are followed inside the image.
+Links in a copied tree are not. Directories that lead to copied files are added to the layer with their attributes in
+the image, because an overlay shows the attributes of the uppermost layer.
 """
 
 from __future__ import annotations
@@ -16,171 +16,181 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megaflow_hpc.environments.images.layers.listing import LayerListing
-from megaflow_hpc.environments.images.layers.packing import Attributes, Packer, attributes_of
+from megaflow_hpc.environments.images.layers.packing import (
+    OPEN_DIRECTORY,
+    OPEN_FILE,
+    Attributes,
+    Packer,
+    attributes_of,
+    scan,
+)
 from megaflow_hpc.environments.images.layers.view import LayerView, ViewEntry
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.unpack import MAX_DEPTH
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
 
 @dataclass(frozen=True)
 class Placement:
-    """How items are put in place."""
+    """The target and options of a copy."""
 
     target: str
     """Absolute path in the image."""
     into: bool = False
-    """``target`` is a directory, also where it is not there yet."""
+    """``target`` is a directory, even if it does not exist yet."""
     owner: tuple[int, int] | None = None
-    """``--chown``: of what is copied and of directories made for it."""
+    """``--chown``: owner of the copied files and of directories made for them."""
     mode: str = ""
-    """``--chmod``: of files and directories (:class:`Mode`)."""
+    """``--chmod``: mode of files and directories (:class:`Mode`)."""
     own_owner: bool = False
-    """Without ``--chown``, the owners that the items have; else root's."""
+    """Without ``--chown``, keep the items' owners. Otherwise they belong to root."""
     replaces: bool = False
-    """An archive's entries take the place of whatever is there."""
-    known: Mapping[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
-    """Device and inode of an item → mode, uid and gid as its archive has them, which ``--chmod`` does not change."""
+    """An archive's entries replace what the image has at their place."""
+    archived: Mapping[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
+    """Device and inode of an item → mode, uid and gid in its archive. ``--chmod`` does not change them."""
 
 
 class Placer:
-    """Writes items into ``packer``, over what ``below`` shows."""
+    """Writes items into the layer of ``packer``, over the image that ``below`` shows."""
 
     def __init__(self, packer: Packer, below: LayerView) -> None:
         self._packer = packer
-        self._made = LayerListing(lambda path, limit: b"")
-        self._added: set[str] = set()
-        self._view = LayerView([self._made, *below.layers])
+        self._layer = LayerListing(lambda path, limit: b"")
+        self._directories: set[str] = set()
+        self._view = LayerView([self._layer, *below.layers])
 
     def place(self, items: Path, how: Placement) -> None:
-        """Puts ``items/<number>/<name>`` in place: of a directory its contents, a file under its name in a directory.
+        """Places ``items/<number>/<name>``: the content of a directory, or a file under its own name in a directory.
 
         Raises:
-            ConfigError: a directory is in the way of a file, or something else in that of a directory.
+            ConfigError: A directory is in the way of a file, or the reverse.
         """
-        for item in sorted(items.glob("*/*"), key=lambda path: (_order(path.parent.name), path.name)):
-            found = item.lstat()
+        for item in sorted(items.glob("*/*"), key=_item_order):
+            status = item.lstat()
             target = self._view.resolve(how.target)
-            if stat.S_ISDIR(found.st_mode):
-                directory = os.open(item, _DIRECTORY)
+            if stat.S_ISDIR(status.st_mode):
+                directory = os.open(item, OPEN_DIRECTORY)
                 try:
-                    self._tree(directory, found, target, how, top=True)
+                    self._tree(directory, status, target, how, top=True)
                 finally:
                     os.close(directory)
                 continue
-            known = self._view.entry(target)
-            if how.into and known is not None and not known.is_directory:
+            existing = self._view.entry(target)
+            if how.into and existing is not None and not existing.is_directory:
                 raise ConfigError(f"{how.target}: not a directory in the image")
-            if how.into or (known is not None and known.is_directory):
+            if how.into or (existing is not None and existing.is_directory):
                 target = posixpath.join(target, item.name)
-            parent = os.open(item.parent, _DIRECTORY)
+            parent = os.open(item.parent, OPEN_DIRECTORY)
             try:
-                self._entry(parent, item.name, found, target, how)
+                self._file(parent, item.name, status, target, how)
             finally:
                 os.close(parent)
 
     def directory(self, path: str, owner: tuple[int, int]) -> None:
-        """Makes a directory and those that lead to it where they are missing, as ``WORKDIR`` does."""
+        """Makes a directory and its missing parents, as ``WORKDIR`` does."""
         self._lead_to(self._view.resolve(path), Attributes(0o755, *owner))
 
-    def _tree(self, directory: int, found: os.stat_result, target: str, how: Placement, *, top: bool) -> None:
+    def _tree(self, directory: int, status: os.stat_result, target: str, how: Placement, *, top: bool) -> None:
         if target.count("/") > MAX_DEPTH:
             raise ConfigError(f"{how.target}: more than {MAX_DEPTH} directories in one another")
-        attributes = self._attributes(found, how)
-        known = self._view.entry(target)
-        if known is not None and known.kind == stat.S_IFLNK and how.replaces and not top and not _archived(found, how):
-            # The archive has no entry for it: what is below goes where the link leads.
+        attributes = self._attributes(status, how)
+        archived = _archived(status, how)
+        existing = self._view.entry(target)
+        if existing is not None and existing.is_link and how.replaces and not top and not archived:
+            # The archive has no entry for this directory, so its files go where the image's link leads.
             target = self._view.resolve(target)
-            known = self._view.entry(target)
-            if known is None or not known.is_directory:
+            existing = self._view.entry(target)
+            if existing is None or not existing.is_directory:
                 raise ConfigError(f"/{target}: not a directory in the image, and a link in the way leads there")
-        elif known is not None and not known.is_directory and (top or not how.replaces):
+        elif existing is not None and not existing.is_directory and (top or not how.replaces):
             raise ConfigError(f"{target}: a directory cannot be copied over a file or a link")
-        if top and known is not None:
+        if top and existing is not None:
             self._lead_to(target, attributes)
         elif target:
-            mode = attributes.mode if (how.mode and not _archived(found, how)) or not top else 0o755
-            self._lead_to(posixpath.dirname(target), self._parent_attributes(how, attributes, found))
-            self._add(target, ViewEntry(stat.S_IFDIR, replace(attributes, mode=mode)))
-        with os.scandir(directory) as entries:
-            inside = sorted(entries, key=lambda entry: entry.name)
-        for entry in inside:
-            status = entry.stat(follow_symlinks=False)
-            place = posixpath.join(target, entry.name)
-            if stat.S_ISDIR(status.st_mode):
-                below = os.open(entry.name, _DIRECTORY, dir_fd=directory)
+            if top and not (how.mode and not archived):
+                attributes = replace(attributes, mode=0o755)
+            self._lead_to(posixpath.dirname(target), self._parent_attributes(how, status))
+            self._add(target, ViewEntry(stat.S_IFDIR, attributes))
+        for entry in scan(directory):
+            entry_status = entry.stat(follow_symlinks=False)
+            path = posixpath.join(target, entry.name)
+            if stat.S_ISDIR(entry_status.st_mode):
+                below = os.open(entry.name, OPEN_DIRECTORY, dir_fd=directory)
                 try:
-                    self._tree(below, status, place, how, top=False)
+                    self._tree(below, entry_status, path, how, top=False)
                 finally:
                     os.close(below)
             else:
-                self._entry(directory, entry.name, status, place, how)
+                self._file(directory, entry.name, entry_status, path, how)
 
-    def _entry(self, parent: int, name: str, found: os.stat_result, target: str, how: Placement) -> None:
-        attributes = self._attributes(found, how)
-        known = self._view.entry(target)
-        if known is not None and known.is_directory and not (how.replaces and not self._view.names(target)):
+    def _file(self, parent: int, name: str, status: os.stat_result, target: str, how: Placement) -> None:
+        attributes = self._attributes(status, how)
+        existing = self._view.entry(target)
+        if existing is not None and existing.is_directory and not (how.replaces and not self._view.names(target)):
             raise ConfigError(f"{target}: a file cannot be copied over a directory")
-        self._lead_to(posixpath.dirname(target), self._parent_attributes(how, attributes, found))
-        if stat.S_ISLNK(found.st_mode):
+        self._lead_to(posixpath.dirname(target), self._parent_attributes(how, status))
+        if stat.S_ISLNK(status.st_mode):
             self._add(target, ViewEntry(stat.S_IFLNK, attributes, os.readlink(name, dir_fd=parent)))
-        elif stat.S_ISREG(found.st_mode):
-            file = os.open(name, _FILE, dir_fd=parent)
+        elif stat.S_ISREG(status.st_mode):
+            file = os.open(name, OPEN_FILE, dir_fd=parent)
             try:
-                self._made.add(target, ViewEntry(stat.S_IFREG, attributes))
+                self._layer.add(target, ViewEntry(stat.S_IFREG, attributes))
                 self._packer.file(target, file, attributes)
             finally:
                 os.close(file)
-        elif stat.S_ISFIFO(found.st_mode):
-            self._made.add(target, ViewEntry(stat.S_IFIFO, attributes))
+        elif stat.S_ISFIFO(status.st_mode):
+            self._layer.add(target, ViewEntry(stat.S_IFIFO, attributes))
             self._packer.fifo(target, attributes)
 
-    def _attributes(self, found: os.stat_result, how: Placement) -> Attributes:
-        known = attributes_of(found)
-        if archived := _archived(found, how):
-            uid, gid = how.owner or archived[1:]
-            return Attributes(archived[0], uid, gid, known.mtime)
-        uid, gid = how.owner or ((known.uid, known.gid) if how.own_owner else (0, 0))
-        mode = known.mode
-        if how.mode and not stat.S_ISLNK(found.st_mode):
-            mode = Mode(how.mode).of(mode, is_directory=stat.S_ISDIR(found.st_mode))
-        return Attributes(mode, uid, gid, known.mtime)
+    def _attributes(self, status: os.stat_result, how: Placement) -> Attributes:
+        own = attributes_of(status)
+        if archived := _archived(status, how):
+            mode, *archived_owner = archived
+            uid, gid = how.owner or archived_owner
+            return Attributes(mode, uid, gid, own.mtime)
+        if how.owner is not None:
+            uid, gid = how.owner
+        else:
+            uid, gid = (own.uid, own.gid) if how.own_owner else (0, 0)
+        mode = own.mode
+        if how.mode and not stat.S_ISLNK(status.st_mode):
+            mode = Mode(how.mode).of(mode, is_directory=stat.S_ISDIR(status.st_mode))
+        return Attributes(mode, uid, gid, own.mtime)
 
-    def _parent_attributes(self, how: Placement, item: Attributes, found: os.stat_result) -> Attributes:
-        """Of a directory that has to be made; the time is the item's, so that the same copy gives the same layer."""
+    def _parent_attributes(self, how: Placement, status: os.stat_result) -> Attributes:
+        """Returns the attributes of missing parents. Their mtime is the item's: equal copies then make equal layers."""
         uid, gid = how.owner or (0, 0)
-        mode = Mode(how.mode).of_parents if how.mode and not _archived(found, how) else 0o755
-        return Attributes(mode, uid, gid, item.mtime)
+        mode = Mode(how.mode).of_parents if how.mode and not _archived(status, how) else 0o755
+        return Attributes(mode, uid, gid, attributes_of(status).mtime)
 
     def _lead_to(self, path: str, missing: Attributes) -> None:
-        """Adds a directory and those that lead to it, with their own attributes or those of ``missing``."""
+        """Adds a directory and its parents. Those that the image lacks get the attributes ``missing``."""
         parts = [part for part in path.split("/") if part]
         for depth in range(1, len(parts) + 1):
-            place = "/".join(parts[:depth])
-            if place in self._added:
+            parent = "/".join(parts[:depth])
+            if parent in self._directories:
                 continue
-            known = self._view.entry(place)
-            if known is not None and not known.is_directory:
-                raise ConfigError(f"{place}: not a directory in the image")
-            self._add(place, known or ViewEntry(stat.S_IFDIR, missing))
+            existing = self._view.entry(parent)
+            if existing is not None and not existing.is_directory:
+                raise ConfigError(f"{parent}: not a directory in the image")
+            self._add(parent, existing or ViewEntry(stat.S_IFDIR, missing))
 
     def _add(self, path: str, entry: ViewEntry) -> None:
-        self._added.add(path)
-        self._made.add(path, replace(entry, opaque=False))
+        self._layer.add(path, replace(entry, opaque=False))
         if entry.is_directory:
+            self._directories.add(path)
             self._packer.directory(path, entry.attributes)
         else:
             self._packer.link(path, entry.target, entry.attributes)
 
 
-def _archived(found: os.stat_result, how: Placement) -> tuple[int, int, int] | None:
-    return how.known.get((found.st_dev, found.st_ino))
+def _archived(status: os.stat_result, how: Placement) -> tuple[int, int, int] | None:
+    return how.archived.get((status.st_dev, status.st_ino))
 
 
-def _order(name: str) -> tuple[int, str]:
-    return (int(name), "") if name.isdecimal() else (1 << 30, name)
+def _item_order(item: Path) -> tuple[int, str, str]:
+    """Sorts items by the number of their directory. Here-documents, whose directories have names, come last."""
+    directory = item.parent.name
+    return (int(directory), "", item.name) if directory.isdecimal() else (1 << 30, directory, item.name)
 
 
 @dataclass(frozen=True)
@@ -196,23 +206,23 @@ class Mode:
             )
 
     def of(self, mode: int, *, is_directory: bool) -> int:
-        """Returns the permission bits of a file or a directory that has ``mode``."""
+        """Returns the permission bits that result for a file or directory with ``mode``."""
         if _OCTAL.fullmatch(self.text):
             return int(self.text, 8)
-        for clause in self.text.split(","):
-            who, sign, letters = _CLAUSE.fullmatch(clause).groups()  # type: ignore[union-attr]
+        for who, sign, letters in _CLAUSE.findall(self.text):
             bits = sum(_BITS[letter] for letter in set(letters) - {"X"})
-            bits |= 1 if "X" in letters and (is_directory or mode & 0o111) else 0
-            places = [_SHIFT[each] for each in set("ugo" if who in ("", "a") else who.replace("a", "ugo"))]
-            wanted = sum(bits << place for place in places)
+            if "X" in letters and (is_directory or mode & 0o111):
+                bits |= 1
+            classes = set("ugo" if who in ("", "a") else who.replace("a", "ugo"))
+            shifted = sum(bits << _SHIFT[each] for each in classes)
             if sign == "=":
-                mode &= ~sum(7 << place for place in places)
-            mode = mode & ~wanted if sign == "-" else mode | wanted
+                mode &= ~sum(7 << _SHIFT[each] for each in classes)
+            mode = mode & ~shifted if sign == "-" else mode | shifted
         return mode
 
     @property
     def of_parents(self) -> int:
-        """Permission bits of directories made for what is copied."""
+        """Permission bits of directories that are made for the copied files."""
         return int(self.text, 8) & 0o777 if _OCTAL.fullmatch(self.text) else 0o755
 
 

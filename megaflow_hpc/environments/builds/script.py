@@ -1,7 +1,7 @@
-"""A Dockerfile's steps as text for the shell of the sandbox that carries them out.
+"""Shell scripts for the ``RUN`` steps of a Dockerfile, which run in a sandbox.
 
-Every step is a command of its own: it sets the variables that hold at its line, and goes to its directory. Nothing in
-it is trusted, and nothing of it is read by any program outside of the sandbox.
+Each script sets the variables that hold at its line and changes to its directory. It contains untrusted text. No
+program outside of the sandbox reads it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import shlex
 from collections.abc import Sequence
 
 from megaflow_hpc.environments.builds.accounts import Account
-from megaflow_hpc.environments.images.dockerfile.steps import Copy, Mount, RunStep
+from megaflow_hpc.environments.images.dockerfile.steps import Mount, RunStep
 from megaflow_hpc.environments.sandbox import helper_python
 
 STEPS_DIR = "/.megaflow-build"
-"""Where the sandbox sees, read-only, what its copies put in place: ``<number>/<i>/item``; and :data:`PYTHON`."""
+"""Read-only directory of the sandbox with the files of mounts, ``<number>/<i>/item``, and with :data:`PYTHON`."""
 PYTHON = helper_python.NAME
 
 _SET_BY_SANDBOXES = ("HOME", "USER", "LOGNAME", "TAR_OPTIONS")
-"""Variables that a sandbox sets for its commands, whatever its image says."""
+"""Variables that a sandbox sets for its commands, whatever the image sets."""
 KEEP = "".join(f'if [ "${{{name}+x}}" ]; then export _mf_its_{name}="${name}"; fi\n' for name in _SET_BY_SANDBOXES)
-"""What a step's sandbox sources before it sets them."""
-_GIVE_BACK = "".join(
+"""Saves the image's values. A step's sandbox sources it before it sets these variables."""
+_RESTORE = "".join(
     f'unset {name}\nif [ "${{_mf_its_{name}+x}}" ]; then export {name}="$_mf_its_{name}"; fi\nunset _mf_its_{name}\n'
     for name in _SET_BY_SANDBOXES
 )
@@ -29,46 +29,10 @@ _GIVE_BACK = "".join(
 _PROLOGUE = f"""\
 set -e
 umask 022
-{_GIVE_BACK}\
+{_RESTORE}\
 if [ "${{LANG-}}" = C ]; then unset LANG; fi # Apptainer sets it
 tools() {{ PATH=$PATH:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$@"; }}
 """
-
-_PLACE = """\
-make_way() ( # directory, owner of what has to be made of it and above it
-  directory=${1%/}
-  if [ -z "$directory" ] || [ -d "$directory" ]; then exit 0; fi
-  make_way "${directory%/*}" "$2"
-  tools mkdir "$directory"
-  if [ -n "$2" ]; then tools chown "$2" "$directory"; fi
-)
-place() { # directory of items, target, into|as, owner, mode
-  from=$1
-  if [ -n "$4$5" ]; then # the items are read-only: a copy of them takes owner and mode
-    from=/.megaflow-placing
-    tools rm -rf $from
-    tools cp -a "$1" $from
-  fi
-  for item in "$from"/*/* "$from"/*/.[!.]*; do
-    if [ ! -e "$item" ] && [ ! -L "$item" ]; then continue; fi
-    if [ -n "$4" ]; then tools chown -R "$4" "$item"; fi
-    if [ -n "$5" ]; then tools chmod -R "$5" "$item"; fi
-    if [ -d "$item" ] && [ ! -L "$item" ]; then
-      make_way "$2" "$4"
-      for inner in "$item"/* "$item"/.[!.]* "$item"/..?*; do
-        if [ -e "$inner" ] || [ -L "$inner" ]; then tools cp -a "$inner" "${2%/}/"; fi
-      done
-    else
-      target=$2
-      if [ "$3" = into ] || [ -d "$2" ]; then target=${2%/}/${item##*/}; fi
-      make_way "${target%/*}" "$4"
-      tools cp -a "$item" "$target"
-    fi
-  done
-  if [ "$from" != "$1" ]; then tools rm -rf "$from"; fi
-}
-"""
-"""As Docker copies: of a directory its contents; a file under its own name where the target is a directory."""
 
 _AS_USER = """\
 as_user() { # uid, gid, all groups, name, text for the shell
@@ -97,16 +61,27 @@ for name in ("PYTHONHOME", "PYTHONPATH"):
 os.environ.update(entry.split("=", 1) for entry in variables if entry)
 os.execv("/bin/sh", ["/bin/sh", "-c", text])
 """
-"""Becomes a user where the image has no program for that, run by a Python that the sandbox is given."""
+"""Becomes a user in an image that has no program for it. The host's Python, mounted in the sandbox, runs it."""
 
-_COVER = """\
-cover() { # target; sets aside what is there, and prints the topmost of what has to be made for it
+_MOUNTS = """\
+place() { # directory of items, target
+  for item in "$1"/*/* "$1"/*/.[!.]*; do
+    if [ -d "$item" ] && [ ! -L "$item" ]; then
+      tools mkdir -p "$2"
+      tools cp -a "$item/." "$2"
+    elif [ -e "$item" ] || [ -L "$item" ]; then
+      tools mkdir -p "${2%/*}/"
+      tools cp -a "$item" "$2"
+    fi
+  done
+}
+cover() { # target; moves an existing one away, and prints the topmost directory that has to be made for it
   if [ -e "$1" ]; then tools mv "$1" "$1.megaflow-covered"; echo "$1"; return; fi
   top=$1 place=${1%/*}
   while [ -n "$place" ] && [ ! -d "$place" ]; do top=$place place=${place%/*}; done
   echo "$top"
 }
-uncover() { # target, what cover printed
+uncover() { # target, output of cover
   tools rm -rf "$1"
   place=$1
   while [ "$place" != "$2" ]; do place=${place%/*}; tools rmdir "$place" 2>/dev/null || break; done
@@ -116,52 +91,68 @@ uncover() { # target, what cover printed
 
 
 def run_text(
-    step: RunStep, exports: Sequence[str], numbers: Sequence[int], who: Account, *, home: bool, room: bool
+    step: RunStep,
+    exports: Sequence[str],
+    numbers: Sequence[int],
+    account: Account,
+    *,
+    home: bool,
+    temporary_directories: bool,
 ) -> str:
-    """Returns what runs a ``RUN``.
+    """Returns the script of a ``RUN``.
 
     Args:
-        who: runs it.
-        home: set ``HOME``: no ``ENV`` does.
-        room: give everybody a place for temporary files, which the image lacks.
-        exports: lines that set the variables which hold here.
-        numbers: for each of its mounts the directory of its items in :data:`STEPS_DIR`; 0 for one that has none.
+        exports: Shell lines that set the variables of ``ENV``.
+        numbers: The directory in :data:`STEPS_DIR` with the files of each mount. 0 for a mount without files.
+        home: Set ``HOME``, because no ``ENV`` does.
+        temporary_directories: Make ``/tmp`` and ``/var/tmp`` writable for every user.
     """
-    lines = [_PROLOGUE + (_PLACE + _COVER if step.mounts else "")]
-    switch = {"python": f"{STEPS_DIR}/{PYTHON}", "program": shlex.quote(_BECOME)}
-    lines += [_AS_USER % switch] if who.uid or who.gid else []
-    # Users other than root need a place for their files, which a base may keep for its owner.
-    lines += ["tools mkdir -p /tmp /var/tmp && tools chmod 1777 /tmp /var/tmp"] if room else []
-    # PATH and the like are the image's from here on; what this script itself needs it finds by `tools`.
+    lines = [_PROLOGUE]
+    if step.mounts:
+        lines.append(_MOUNTS)
+    is_root = not account.uid and not account.gid
+    if not is_root:
+        lines.append(_AS_USER % {"python": f"{STEPS_DIR}/{PYTHON}", "program": shlex.quote(_BECOME)})
+    if temporary_directories:
+        lines.append("tools mkdir -p /tmp /var/tmp && tools chmod 1777 /tmp /var/tmp")
+    # From here on PATH and other variables are the image's. The script finds its own programs by `tools`.
     lines += exports
     for index, (mount, number) in enumerate(zip(step.mounts, numbers, strict=True)):
         lines += _mount(mount, index, number)
-    # Not indented: that would alter strings of several lines.
-    lines += ["("] if step.mounts else []
+    # The lines are not indented, because that would change strings of several lines.
+    if step.mounts:
+        lines.append("(")
     workdir = shlex.quote(step.workdir)
     lines += [f"if [ ! -d {workdir} ]; then tools mkdir -p {workdir}; fi", f"cd -P {workdir}"]
-    lines += ["unset PWD OLDPWD SHLVL MEGAFLOW_COMMAND"]  # the step's shell sets its own; the last is a sandbox's mark
-    lines += [f"export HOME={shlex.quote(who.home)}"] if home else []
+    lines.append("unset PWD OLDPWD SHLVL MEGAFLOW_COMMAND")  # The step's shell sets the first three itself.
+    if home:
+        lines.append(f"export HOME={shlex.quote(account.home)}")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in step.exports.items()]
     command = "exec " + " ".join(map(shlex.quote, step.argv))
-    name = "" if ":" in (step.user or "") or (step.user or "").isdecimal() else step.user or ""
-    groups = ",".join(map(str, dict.fromkeys((who.gid, *who.groups))))
-    words = (str(who.uid), str(who.gid), groups, name, command)
-    lines += ["as_user " + " ".join(map(shlex.quote, words)) if who.uid or who.gid else command]
-    lines += [")"] if step.mounts else []
+    if is_root:
+        lines.append(command)
+    else:
+        user = step.user or ""
+        name = "" if ":" in user or user.isdecimal() else user
+        groups = ",".join(map(str, dict.fromkeys((account.gid, *account.groups))))
+        arguments = (str(account.uid), str(account.gid), groups, name, command)
+        lines.append("as_user " + " ".join(map(shlex.quote, arguments)))
+    if step.mounts:
+        lines.append(")")
     for index, mount in reversed(list(enumerate(step.mounts))):
-        lines += [f'uncover {shlex.quote(mount.target)} "$megaflow_made_{index}"']
+        lines.append(f'uncover {shlex.quote(mount.target)} "$megaflow_made_{index}"')
     return "\n".join(lines) + "\n"
 
 
 def _mount(mount: Mount, index: int, number: int) -> list[str]:
     target = shlex.quote(mount.target)
     lines = [f'megaflow_made_{index}="$(cover {target})"']
-    lines += [_place(mount.copy, number) if mount.copy else f"tools mkdir -p {target}"]
-    lines += [f"tools chown {shlex.quote(mount.owner)} {target}"] if mount.owner else []
-    return lines + ([f"tools chmod {mount.mode} {target}"] if mount.mode else [])
-
-
-def _place(step: Copy, number: int) -> str:
-    words = (f"{STEPS_DIR}/{number}", step.target, "into" if step.into else "as", step.owner, step.mode)
-    return "place " + " ".join(map(shlex.quote, words))
+    if mount.copy:
+        lines.append(f"place {STEPS_DIR}/{number} {target}")
+    else:
+        lines.append(f"tools mkdir -p {target}")
+    if mount.owner:
+        lines.append(f"tools chown {shlex.quote(mount.owner)} {target}")
+    if mount.mode:
+        lines.append(f"tools chmod {mount.mode} {target}")
+    return lines

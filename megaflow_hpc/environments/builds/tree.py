@@ -3,7 +3,7 @@
 It runs as uid 0 of the namespace that owns the files::
 
     copy ROOT TARGET SOURCE…    copies each SOURCE of the image to TARGET/<number>/<its name>
-    place FILE ITEMS            writes a layer of ITEMS; standard input says where they go, and over which layers
+    place FILE ITEMS            writes a layer of ITEMS; standard input has the placement and the layers below
     layer FILE UPPER [marks]    writes a layer of an overlay's upper directory; marks: files mark what is deleted
     lay TARGET LAYER…           puts a base or layers, the lowest first, over the tree at TARGET, which may be missing
     pack ROOT FILE              packs the image into a squashfs
@@ -20,8 +20,8 @@ import os
 import posixpath
 import stat
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from typing import Any
 from megaflow_hpc.environments.builds.placing import Placement, Placer
 from megaflow_hpc.environments.images.layers import merging
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
-from megaflow_hpc.environments.images.layers.packing import Packer, pack_tree
+from megaflow_hpc.environments.images.layers.packing import OPEN_DIRECTORY, Packer, pack_tree
 from megaflow_hpc.environments.images.layers.view import LayerView, Tree
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import child, safe_path
@@ -37,79 +37,84 @@ from megaflow_hpc.host.apptainer import last_line
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.tar import RefusedMember
 
-OURS = (".megaflow", ".megaflow-build", ".megaflow-placing", "dev")
-"""Directories at the top in which the build's own were mounted."""
-POINTS = (("dev", "full"), ("etc", "hosts"))
-"""On which it mounted; on the second only where a step writes to a copy."""
+MOUNTED_DIRECTORIES = (".megaflow", ".megaflow-build", "dev")
+"""Directories of the root that the build mounted for its own use."""
+_DEV_FULL, _HOSTS = ("dev", "full"), ("etc", "hosts")
+"""Files that the build mounts. ``/etc/hosts`` is in the layer only if the step writes to a copy of its image."""
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SQUASHFS = ("-noappend", "-no-progress", "-no-xattrs", "-comp", "gzip", "-Xcompression-level", "1")
-"""Fast compression: an image is packed once and unpacked on every node; readable by every squashfs there is."""
+"""Fast compression that every squashfs can read. An image is packed once and unpacked on every node."""
 
 
 def copy(root: str, target: str, *sources: str) -> None:
-    """Copies what lies at ``sources`` of an image; a link at the end of a source is followed within the image."""
+    """Copies ``sources`` of an image. A link at the end of a source is followed inside the image."""
     top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     for number, source in enumerate(sources):
-        place = os.path.join(target, str(number))
-        os.makedirs(place)
-        item = os.path.join(place, posixpath.basename(posixpath.normpath(source)) or "root")
-        with safe_path.opened(top, source, as_root=True) as (found, _):
-            inside = f"/proc/self/fd/{found}" + ("/." if stat.S_ISDIR(os.fstat(found).st_mode) else "")
-            why = child.cp(inside, item, "-H", "-T", pass_fds=(found,))
+        directory = os.path.join(target, str(number))
+        os.makedirs(directory)
+        item = os.path.join(directory, posixpath.basename(posixpath.normpath(source)) or "root")
+        with safe_path.opened(top, source, as_root=True) as (descriptor, _):
+            path = f"/proc/self/fd/{descriptor}"
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                path += "/."
+            why = child.cp(path, item, "-H", "-T", pass_fds=(descriptor,))
         if why:
             raise OSError(errno.EIO, why, source)
 
 
 def place(file: str, items: str) -> None:
-    """Writes a layer of items that are put in place; prints its facts."""
-    said = json.load(sys.stdin)
-    how = Placement(**said["how"] | {"owner": tuple(said["how"]["owner"]) if said["how"]["owner"] else None})
+    """Writes a layer of placed items and prints its facts."""
+    request = json.load(sys.stdin)
+    how = request["how"]
+    if how["owner"]:
+        how["owner"] = tuple(how["owner"])
     with Packer(Path(file)) as packer:
-        Placer(packer, LayerView([Tree(layer) for layer in said["layers"]])).place(Path(items), how)
+        Placer(packer, LayerView([Tree(layer) for layer in request["layers"]])).place(Path(items), Placement(**how))
     _print(packer)
 
 
 def layer(file: str, upper: str, marks: str = "") -> None:
-    """Writes a layer of an overlay's upper directory, without what the build itself mounted there; prints its facts,
-    and names of ``localhost`` if these are in it."""
-    top = os.open(upper, _DIRECTORY)
-    for place in POINTS if marks else POINTS[:1]:
-        _remove_point(top, *place)
-    changed = _changed(top, *POINTS[1])
-    for name in OURS:
-        with suppress(OSError):  # there is none, or the image has something there itself
+    """Writes a layer of an overlay's upper directory, without what the build mounted there, and prints its facts.
+
+    Prints ``etc/hosts`` too if the step has changed that file.
+    """
+    top = os.open(upper, OPEN_DIRECTORY)
+    _remove_mount_point(top, *_DEV_FULL)
+    if marks:
+        _remove_mount_point(top, *_HOSTS)
+    changed_hosts = _exists(top, *_HOSTS)
+    for name in MOUNTED_DIRECTORIES:
+        with suppress(OSError):  # It is missing, or the image has files there.
             os.rmdir(name, dir_fd=top)
     with Packer(Path(file)) as packer:
         pack_tree(packer, top, marks=bool(marks))
     _print(packer)
-    if changed:
-        print(changed)
+    if changed_hosts:
+        print("/".join(_HOSTS))
 
 
-def _changed(top: int, directory: str, name: str) -> str:
-    """The path of what lies there, empty if there is nothing."""
-    with suppress(OSError):
-        place = os.open(directory, _DIRECTORY, dir_fd=top)
-        try:
-            os.stat(name, dir_fd=place, follow_symlinks=False)
-            return f"{directory}/{name}"
-        finally:
-            os.close(place)
-    return ""
+@contextmanager
+def _status(top: int, directory: str, name: str) -> Iterator[tuple[int, os.stat_result]]:
+    """Yields an open directory and the status of a file in it. Raises :class:`OSError` if it is missing."""
+    descriptor = os.open(directory, OPEN_DIRECTORY, dir_fd=top)
+    try:
+        yield descriptor, os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+    finally:
+        os.close(descriptor)
 
 
-def _remove_point(top: int, directory: str, name: str) -> None:
-    with suppress(OSError):  # there is none
-        place = os.open(directory, _DIRECTORY, dir_fd=top)
-        try:
-            found = os.stat(name, dir_fd=place, follow_symlinks=False)
-            if stat.S_ISDIR(found.st_mode):
-                os.rmdir(name, dir_fd=place)
-            elif stat.S_ISREG(found.st_mode) and not found.st_size:
-                os.unlink(name, dir_fd=place)
-        finally:
-            os.close(place)
+def _exists(top: int, directory: str, name: str) -> bool:
+    with suppress(OSError), _status(top, directory, name):
+        return True
+    return False
+
+
+def _remove_mount_point(top: int, directory: str, name: str) -> None:
+    with suppress(OSError), _status(top, directory, name) as (descriptor, status):
+        if stat.S_ISDIR(status.st_mode):
+            os.rmdir(name, dir_fd=descriptor)
+        elif stat.S_ISREG(status.st_mode) and not status.st_size:
+            os.unlink(name, dir_fd=descriptor)
 
 
 def _print(packer: Packer) -> None:
@@ -117,7 +122,7 @@ def _print(packer: Packer) -> None:
 
 
 def lay(target: str, *layers: str) -> None:
-    """Puts copies of layers over a tree; where there is none, the first is a base, and copied."""
+    """Puts copies of layers over a tree. If the tree is missing, the first layer is a base and becomes the tree."""
     if not os.path.lexists(target):
         _copy(os.path.realpath(layers[0]), target)
         layers = layers[1:]
@@ -133,30 +138,30 @@ def _copy(source: str, target: str) -> None:
 
 
 def pack(root: str, file: str) -> None:
-    """Becomes the program that packs an image."""
+    """Replaces this program by the one that packs an image."""
     os.execvp("mksquashfs", ["mksquashfs", root, file, *_SQUASHFS])
 
 
-async def run_tree(prefix: Sequence[str], *words: str, said: Any = None) -> str:
-    """Runs one verb of the program and returns what it printed. The program ends if this task is cancelled.
+async def run_tree(prefix: Sequence[str], *words: str, request: Any = None) -> str:
+    """Runs one verb of the program and returns its output. The program ends if this task is cancelled.
 
     Args:
-        prefix: argv prefix that enters its namespaces.
-        said: sent to its standard input as JSON.
+        prefix: An argv prefix that enters its namespaces.
+        request: Sent to its standard input as JSON.
 
     Raises:
-        SiteError: it failed; carries the last line of its errors.
+        SiteError: It failed. The message is the last line of its errors.
     """
-    stdin = b"" if said is None else json.dumps(said).encode()
-    status, printed, errors = await child.run([*prefix, *child.argv_of(sys.modules[__name__]), *words], stdin)
+    stdin = b"" if request is None else json.dumps(request).encode()
+    status, output, errors = await child.run([*prefix, *child.argv_of(sys.modules[__name__]), *words], stdin)
     if status:
         raise SiteError(last_line(errors.decode("utf-8", "replace")))
-    return printed.decode()
+    return output.decode()
 
 
-def facts_of(printed: str) -> LayerFacts:
-    """Parses the facts of a layer that the program has written."""
-    return LayerFacts(**json.loads(printed))
+def facts_of(output: str) -> LayerFacts:
+    """Parses the facts of a layer in the program's output."""
+    return LayerFacts(**json.loads(output))
 
 
 def main() -> None:

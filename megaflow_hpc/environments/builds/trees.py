@@ -1,12 +1,12 @@
-"""The files of bases and layers as builds need them: unpacked, owned by whom they say, kept for the next build.
+"""Unpacked bases and layers, and listings of their files, which the builds of one process share.
 
 ::
 
-    PLACE/trees/<key>        a base, or a layer in the form of an overlay's upper directory
-    PLACE/partial/<n>        one that is being made
+    DIRECTORY/trees/<key>        a base, or a layer in the form of an overlay's upper directory
+    DIRECTORY/partial/<n>        an unfinished tree
 
-All builds of a process share them. Where scratch gets short, those that no build uses go, the least recently used
-first. Nothing outlives the process: what it leaves, killed, the janitor removes.
+Files have their owners from the image. When scratch runs out of space, unused trees are removed, the least recently
+used first. All are removed when the process ends, or by the janitor if it is killed.
 """
 
 from __future__ import annotations
@@ -14,51 +14,66 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from megaflow_hpc.environments.images import sif
+from megaflow_hpc.environments.images.layer_store import LayerStore
+from megaflow_hpc.environments.images.layered import Base, LayeredImage
+from megaflow_hpc.environments.images.layers import listing
+from megaflow_hpc.environments.images.layers.view import Layer, LayerView, Tree
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.host.apptainer import clean_environment, last_line
-from megaflow_hpc.host.child import dies_with_parent
+from megaflow_hpc.host.apptainer import last_line
 from megaflow_hpc.host.files import remove_tree
 
-SHARE_KEPT_FREE, BYTES_KEPT_FREE = 0.25, 20 * 10**9
-"""Of the file system: what is not in use goes where less than both is free."""
+MIN_FREE_SHARE, MIN_FREE_BYTES = 0.25, 20 * 10**9
+"""Unused trees are removed if the file system has less free space than both."""
+MAX_LISTED_INODES = 1_000_000
+"""Maximum number of files in cached listings, which take some 200 MB."""
+_BASE_INODES = 50_000
+"""Estimated number of files of a base."""
 
 Make = Callable[[Path], None]
+Hold = Callable[[str, Make], Path]
+"""Returns the tree of a key. If it is missing, calls ``make(directory)``. Blocks while another thread makes it."""
 
 
 class Trees:
-    """The trees below ``place``; threads may share them."""
+    """The trees below one directory, shared by threads."""
 
-    def __init__(self, place: Path) -> None:
-        self._place = place
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._guard = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
-        self._used: dict[str, int] = {}
-        """Key → builds that use it, in the order of their last use."""
+        self._users: dict[str, int] = {}
+        """Key → number of builds that use the tree, ordered by last use."""
         self._numbers = itertools.count()
 
     @contextmanager
     def holding(self) -> Iterator[Hold]:
-        """Yields a hold, whose trees stay until the context ends."""
-        hold = Hold(self)
+        """Yields a function that returns trees. They stay until the context ends."""
+        held: list[str] = []
+
+        def get(key: str, make: Make) -> Path:
+            path = self._get(key, make)
+            held.append(key)
+            return path
+
         try:
-            yield hold
+            yield get
         finally:
             with self._guard:
-                for key in hold.keys:
-                    self._used[key] -= 1
-            self._make_room()
+                for key in held:
+                    self._users[key] -= 1
+            self._free_space()
 
-    def _take(self, key: str, make: Make) -> Path:
-        path = self._place / "trees" / key
+    def _get(self, key: str, make: Make) -> Path:
+        path = self._directory / "trees" / key
         with self._guard:
-            self._used[key] = self._used.pop(key, 0) + 1
+            self._users[key] = self._users.pop(key, 0) + 1
             lock = self._locks.setdefault(key, threading.Lock())
         try:
             with lock:
@@ -66,65 +81,74 @@ class Trees:
                     self._make(path, make)
         except BaseException:
             with self._guard:
-                self._used[key] -= 1
+                self._users[key] -= 1
             raise
         return path
 
     def _make(self, path: Path, make: Make) -> None:
-        partial = self._place / "partial" / str(next(self._numbers))
-        for room in (path.parent, partial.parent):
-            room.mkdir(mode=0o700, exist_ok=True)
+        unfinished = self._directory / "partial" / str(next(self._numbers))
+        for directory in (path.parent, unfinished.parent):
+            directory.mkdir(mode=0o700, exist_ok=True)
         try:
-            make(partial)
-            os.rename(partial, path)
+            make(unfinished)
+            os.rename(unfinished, path)
         finally:
-            remove_tree(partial)
+            remove_tree(unfinished)
 
-    def _make_room(self) -> None:
+    def _free_space(self) -> None:
         while True:
-            disk = shutil.disk_usage(self._place)
-            wanted = min(SHARE_KEPT_FREE * disk.total, BYTES_KEPT_FREE)
+            disk = shutil.disk_usage(self._directory)
             with self._guard:
-                idle = next((key for key, users in self._used.items() if not users), None)
-                if idle is None or disk.free > wanted:
+                idle = next((key for key, users in self._users.items() if not users), None)
+                if idle is None or disk.free > min(MIN_FREE_SHARE * disk.total, MIN_FREE_BYTES):
                     return
-                del self._used[idle]
-                gone = self._place / "partial" / str(next(self._numbers))
+                del self._users[idle]
+                removed = self._directory / "partial" / str(next(self._numbers))
                 try:
-                    os.rename(self._place / "trees" / idle, gone)
+                    os.rename(self._directory / "trees" / idle, removed)
                 except FileNotFoundError:
                     continue
-            remove_tree(gone, ignore_errors=True)
-
-
-class Hold:
-    """What one build uses of the trees."""
-
-    def __init__(self, trees: Trees) -> None:
-        self._trees = trees
-        self.keys: list[str] = []
-
-    def get(self, key: str, make: Make) -> Path:
-        """Returns the tree of ``key``; where there is none, ``make(directory)`` makes it. Blocks."""
-        path = self._trees._take(key, make)
-        self.keys.append(key)
-        return path
+            remove_tree(removed, ignore_errors=True)
 
 
 def unpack_sif(image: str, namespace: Sequence[str], target: Path) -> None:
-    """Unpacks a SIF, its files owned by whom it says, as far as the caller has ids; raises :class:`SiteError`."""
-    program = shutil.which("unsquashfs")
-    if program is None:
-        raise SiteError("unsquashfs: not on PATH, which images are unpacked with; install squashfs-tools")
-    offset = str(sif.system_partition(image).offset)
-    words = [program, "-n", "-q", "-no-xattrs", "-o", offset, "-d", str(target), image]
-    done = subprocess.run(
-        [*namespace, *dies_with_parent(), *words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        env=clean_environment(),
-        cwd="/",
-        check=False,
-    )
+    """Unpacks a SIF. Files get their owners as far as the namespace has the ids. Raises :class:`SiteError`."""
+    options = ["-n", "-q", "-no-xattrs", "-d", str(target)]
+    done = sif.run_unsquashfs(sif.system_partition(image), [*options, image], namespace)
     if done.returncode not in (0, 2):  # 2: a device could not be made
         raise SiteError(f"{image}: {last_line(done.stderr.decode('utf-8', 'replace'))}")
+
+
+class Listings:
+    """Listings of bases and layers, cached for all builds. Threads may share them."""
+
+    def __init__(self, layers: LayerStore) -> None:
+        self._layers = layers
+        self._cached: dict[str, tuple[Layer, int]] = {}
+        """Digest or path → listing and number of files, ordered by last use."""
+        self._guard = threading.Lock()
+
+    def view(self, image: LayeredImage) -> LayerView:
+        """Returns a view of all files of an image. Lists the layers that are not cached."""
+        layers: list[Layer] = []
+        for layer in reversed(image.layers):
+            make = partial(listing.of_blob, self._layers.path(layer.digest))
+            layers.append(self._get(layer.digest, make, layer.inodes))
+        if image.base is not None:
+            layers.append(self._base(image.base))
+        return LayerView(layers)
+
+    def _base(self, base: Base) -> Layer:
+        if os.path.isdir(base.path):
+            return Tree(base.path)
+        return self._get(base.identity, partial(listing.of_sif, base.path), _BASE_INODES)
+
+    def _get(self, key: str, make: Callable[[], Layer], inodes: int) -> Layer:
+        with self._guard:
+            cached = self._cached.pop(key, None)
+            if cached is None:
+                cached = (make(), inodes)
+            self._cached[key] = cached
+            while len(self._cached) > 1 and sum(size for _, size in self._cached.values()) > MAX_LISTED_INODES:
+                del self._cached[next(iter(self._cached))]
+        return cached[0]

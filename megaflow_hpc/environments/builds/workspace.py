@@ -24,7 +24,7 @@ from megaflow_hpc.environments.images.layers.view import LayerView
 from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
 from megaflow_hpc.environments.sandbox.rootfs import overlay
-from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
@@ -33,9 +33,9 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.subordinate import all_ids, namespace
 
 _ROOT = SandboxSpec("", nested=True)
-"""Layers are mounted and read by uid 0 of the namespace."""
-RESOLVER = "/etc/resolv.conf"
-HOSTS = "etc/hosts"
+"""Mounts and reads layers as uid 0 of the namespace."""
+_RESOLVER = "/etc/resolv.conf"
+_HOSTS = "etc/hosts"
 
 
 class BuildWorkspace:
@@ -65,7 +65,8 @@ class BuildWorkspace:
         self._stack.push_async_callback(asyncio.to_thread, remove_tree, self._work)
         for name in ("items", "uppers"):
             (self._work / name).mkdir()
-        if not self.pretends and not helper_python.why_not():  # who is pretended must not really become another
+        # Without other uids fakeroot only pretends them, so a step must not really change its uid.
+        if not self.pretends_owners and not helper_python.why_not():
             interpreter = await asyncio.to_thread(helper_python.prepare, provider.scratch)
             await asyncio.to_thread(helper_python.link_into, interpreter, self.items)
         self._hold: Hold = self._stack.enter_context(self._trees.holding())
@@ -73,55 +74,55 @@ class BuildWorkspace:
         scratch = str(provider.scratch)
         self._copies = os.geteuid() == 0 or provider.images.writes == "copy" or not overlay.works(scratch)
         self._number = 0
-        self._laid: dict[Path, list[Path]] = {}
+        self._merged: dict[Path, list[Path]] = {}
+        """Merged tree → the trees in it, the lowest first."""
 
     @property
     def items(self) -> Path:
-        """Directory that the steps' sandboxes see as :data:`.script.STEPS_DIR`."""
+        """Directory that is mounted in the steps' sandboxes as :data:`.script.STEPS_DIR`."""
         return self._work / "items"
 
     @property
-    def pretends(self) -> bool:
-        """Whether other uids than 0 are pretended by the host's fakeroot, if it has one: there are no others."""
+    def pretends_owners(self) -> bool:
+        """True if uid 0 is the only one. The host's fakeroot, if it has one, then pretends other owners of files."""
         return all_ids() == unshare()
 
-    def place(self, kind: str) -> Path:
-        """Returns a new path for something of this build, which goes with it."""
+    def new_path(self, kind: str) -> Path:
+        """Returns an unused path for a file or directory, which is removed at the end of the build."""
         self._number += 1
         return self._work / "uppers" / f"{kind}{self._number}"
 
     async def trees(self, image: LayeredImage) -> list[Path]:
         """Returns the directories of an image's layers and base, the topmost first."""
-        found = [await asyncio.to_thread(self._layer, layer) for layer in reversed(image.layers)]
+        trees = [await asyncio.to_thread(self._layer, layer) for layer in reversed(image.layers)]
         if image.base is not None:
             path, key = image.base.path, hashlib.sha256(os.fsencode(image.base.identity)).hexdigest()
             make = partial(_link, path) if os.path.isdir(path) else partial(unpack_sif, path, self.namespace)
-            found.append(await asyncio.to_thread(self._hold.get, key, make))
-        return found
+            trees.append(await asyncio.to_thread(self._hold, key, make))
+        return trees
 
     def _layer(self, layer: LayerFacts) -> Path:
         blob = self._layers.path(layer.digest)
-        return self._hold.get(layer.digest, lambda target: unpack(blob, layer, target, self.namespace))
+        return self._hold(layer.digest, lambda target: unpack(blob, layer, target, self.namespace))
 
     async def start(self, image: LayeredImage, spec: SandboxSpec, view: LayerView) -> ApptainerSandbox:
-        """Returns a sandbox over an image's trees, in which what Docker mounts is there too: ``/dev/full`` and names
-        of ``localhost``.
+        """Starts a sandbox over an image's trees. Like Docker, mounts ``/dev/full`` and a ``/etc/hosts``.
 
         Args:
-            view: of the image.
+            view: The view of the image.
         """
         assert self._provider is not None
         lowers = await self._lowers(image)
         binds = [f"{self.items}:{STEPS_DIR}:ro", "/dev/full:/dev/full", *spec.binds]
-        if spec.network == "host" and not os.path.lexists(lowers[-1] / RESOLVER.lstrip("/")):
-            binds += [f"{RESOLVER}:{RESOLVER}:ro"]  # in others Apptainer puts it there by itself
-        points = self._hosts(view)
-        if points is not None and self._copies:
-            binds += [f"{points}/{HOSTS}:/{HOSTS}:ro"]
-        elif points is not None:  # below what is written: a place made for a bind would be in the step's layer
-            lowers = [points, *lowers]
-        spec = replace(spec, image=str(lowers[-1]), binds=tuple(binds), fakeroot=self.pretends)
-        access = Access(
+        if spec.network == "host" and not os.path.lexists(lowers[-1] / _RESOLVER.lstrip("/")):
+            binds += [f"{_RESOLVER}:{_RESOLVER}:ro"]  # If the image has the file, Apptainer mounts it itself.
+        hosts = self._hosts(view)
+        if hosts is not None and self._copies:
+            binds += [f"{hosts}/{_HOSTS}:/{_HOSTS}:ro"]
+        elif hosts is not None:  # A lower layer, because the mount point of a bind would be in the step's layer.
+            lowers = [hosts, *lowers]
+        spec = replace(spec, image=str(lowers[-1]), binds=tuple(binds), fakeroot=self.pretends_owners)
+        rootfs = Rootfs(
             str(lowers[-1]),
             lambda: None,
             copies=self._copies,
@@ -129,87 +130,87 @@ class BuildWorkspace:
             layers=tuple(map(str, lowers[:-1])),
             settings=image.settings + KEEP,
         )
-        return await self._provider.start(spec, access=access)
+        return await self._provider.start(spec, rootfs=rootfs)
 
     def _hosts(self, view: LayerView) -> Path | None:
-        """A tree of a file with names of ``localhost``; ``None`` where the image has a link or a stranger's files."""
-        etc, hosts = view.entry("etc"), view.entry(HOSTS)
+        """Makes a tree with a ``/etc/hosts``. Returns ``None`` if the image's has another owner or is a link."""
+        etc, hosts = view.entry("etc"), view.entry(_HOSTS)
         if etc is None or not etc.is_directory or etc.attributes.uid or etc.attributes.gid:
             return None
         if hosts is not None and not stat.S_ISREG(hosts.kind):
             return None
-        points = self.place("points")
-        file = points / HOSTS
+        tree = self.new_path("points")
+        file = tree / _HOSTS
         file.parent.mkdir(parents=True)
         file.write_text("127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n")
         file.chmod(0o644)
-        points.chmod(0o755)
+        tree.chmod(0o755)
         file.parent.chmod(etc.attributes.mode | 0o700)
         os.utime(file.parent, (etc.attributes.mtime, etc.attributes.mtime))
-        return points
+        return tree
 
     async def _lowers(self, image: LayeredImage, top: Sequence[Path] = ()) -> list[Path]:
-        """The trees of an image; one tree of all, where sandboxes write to copies or an overlay takes no more."""
+        """Returns the trees of an image. Merges them into one if an overlay cannot stack them."""
         lowers = [*top, *await self.trees(image)]
-        few = len(lowers) < overlay.MAX_LOWERS  # names of hosts are one more
-        if len(lowers) == 1 or (few and not self._copies):
+        fits = len(lowers) < overlay.MAX_LOWERS  # The tree of /etc/hosts is one more.
+        if len(lowers) == 1 or (fits and not self._copies):
             return lowers
+        # The layer of a step is put over the tree that it ran on. So a chain is merged once, not once for each step.
         wanted = lowers[::-1]
-        # What a step wrote goes over the tree that it ran on: a chain is laid out once, not once for each step.
-        begun = [laid for laid, parts in self._laid.items() if parts == wanted[: len(parts)]]
-        laid = max(begun, key=lambda laid: len(self._laid[laid]), default=None)
-        parts = self._laid.pop(laid) if laid else []
-        if laid is None:
-            laid = self.place("laid")
-        if parts != wanted:
-            await run_tree(self.namespace, "lay", str(laid), *map(str, wanted[len(parts) :]))
-        self._laid[laid] = wanted
-        return [laid]
+        tree, merged = None, list[Path]()
+        for candidate, parts in self._merged.items():
+            if parts == wanted[: len(parts)] and len(parts) > len(merged):
+                tree, merged = candidate, parts
+        if tree is None:
+            tree = self.new_path("laid")
+        else:
+            del self._merged[tree]
+        if merged != wanted:
+            await run_tree(self.namespace, "lay", str(tree), *map(str, wanted[len(merged) :]))
+        self._merged[tree] = wanted
+        return [tree]
 
     async def layer_of(self, sandbox: ApptainerSandbox, file: Path) -> tuple[LayerFacts, bool]:
-        """Ends a sandbox, and writes what it has changed to ``file`` as a layer; says whether ``/etc/hosts`` is in
-        it."""
-        upper = self.place("upper")
+        """Ends a sandbox and writes its changes to ``file`` as a layer. Also tells if ``/etc/hosts`` changed."""
+        upper = self.new_path("upper")
         await sandbox.finish(upper)
         marks = "marks" if self._copies else ""
-        facts, *rest = (await run_tree(self.namespace, "layer", str(file), str(upper), marks)).splitlines()
-        return facts_of(facts), bool(rest)
+        facts, *changed = (await run_tree(self.namespace, "layer", str(file), str(upper), marks)).splitlines()
+        return facts_of(facts), bool(changed)
 
     async def copy_out(self, image: LayeredImage, sources: Sequence[str], target: Path) -> None:
-        """Copies what lies at ``sources`` of an image to ``target/<number>/<name>``, its files with their owners.
+        """Copies ``sources`` of an image to ``target/<number>/<name>``. Files keep their owners.
 
         Raises:
-            SiteError: nothing is there, or it cannot be copied.
+            SiteError: A source is missing or cannot be copied.
         """
         async with self.merged(image) as (prefix, root):
             await run_tree(prefix, "copy", root, str(target), *sources)
 
     @asynccontextmanager
     async def merged(self, image: LayeredImage, top: Sequence[Path] = ()) -> AsyncIterator[tuple[Sequence[str], str]]:
-        """Yields an argv prefix of namespaces and the directory that all files of an image are in there.
+        """Yields an argv prefix of namespaces and the directory that shows all files of an image there.
 
-        What is written there is lost.
+        Changes of the files are lost.
 
         Args:
-            top: trees over those of the image.
+            top: Further trees over those of the image.
         """
         lowers = [str(path) for path in await self._lowers(image, top)]
         if len(lowers) == 1:
             yield self.namespace, lowers[0]
             return
-        layer = self.place("view")
+        layer = self.new_path("view")
         layer.mkdir()
-        mounted = overlay.lay(lowers, str(layer), f"{layer}.root")
+        mounted = overlay.prepare(lowers, str(layer), f"{layer}.root")
         if mounted is None:
             raise SiteError(f"{layer}: no overlay can be mounted there; set TMPDIR to another local directory")
         yield overlay.argv_prefix(mounted, _ROOT, self.namespace), mounted.merged
 
     async def placed(self, image: LayeredImage, items: Path, how: Mapping[str, object], file: Path) -> LayerFacts:
-        """Writes a layer of items of another image, put in place over ``image`` (:mod:`.placing`)."""
-        layers = [str(path) for path in await self.trees(image)]
-        return facts_of(
-            await run_tree(self.namespace, "place", str(file), str(items), said={"how": how, "layers": layers})
-        )
+        """Writes a layer of items from another image, placed over ``image`` (:mod:`.placing`)."""
+        request = {"how": how, "layers": [str(path) for path in await self.trees(image)]}
+        return facts_of(await run_tree(self.namespace, "place", str(file), str(items), request=request))
 
 
 def _link(path: str, target: Path) -> None:

@@ -1,6 +1,6 @@
-"""Images: from what a task names to a SIF file of the store, which sandboxes are started from.
+"""Images: turns the image names of tasks into files of an image store, from which sandboxes start.
 
-``resolve`` gets the names that tasks use and returns files: found in the store, pulled from a registry, or built, also
-of a Dockerfile (``dockerfile``). ``cache`` brings them to a node. Planning and the ``images`` verbs call; nothing here
+``resolve`` maps names to files: already in the store, pulled from a registry, or built from a Dockerfile
+(``dockerfile``). ``cache`` unpacks them on a node. Planning and the ``images`` commands call this room. Nothing here
 starts a sandbox.
 """

@@ -113,10 +113,10 @@ def _make(
         request = {**call, "result": str(result), "cwd": str(cwd.absolute()), "path": path}
         environment = {**_environment(private, apptainer), **variables}
         name = f"{call['source']}: apptainer {call['verb']}"
-        status, said = _run(request, environment, name, timeout_s, stopped)
+        status, output_text = _run(request, environment, name, timeout_s, stopped)
         if not _is_whole(result, status):
-            tail = "\n".join(f"  {line}" for line in said.splitlines()[-_ERROR_LINES:])
-            raise SiteError(f"{name} failed: {last_line(said)}\n{tail}")
+            tail = "\n".join(f"  {line}" for line in output_text.splitlines()[-_ERROR_LINES:])
+            raise SiteError(f"{name} failed: {last_line(output_text)}\n{tail}")
         os.replace(result, target)
     finally:
         remove_tree(private, ignore_errors=True)

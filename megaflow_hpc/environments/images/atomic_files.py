@@ -43,10 +43,10 @@ def link_record(path: Path, target: Path) -> None:
 def read_record(path: Path) -> Mapping[str, Any] | None:
     """Reads a record. Returns ``None`` if it is missing or malformed."""
     try:
-        found = json.loads(path.read_bytes())
+        record = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def workplace(work: Path, kind: str) -> Iterator[Path]:
+def work_directory(work: Path, kind: str) -> Iterator[Path]:
     """Creates a directory below ``work`` and removes it at the end."""
     path = _own(work, kind)
     path.mkdir(mode=0o700)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 MAX_PARALLEL_BUILDS = 4
 REPORT_INTERVAL_S = 0.25
@@ -46,18 +45,8 @@ class BuildProgress:
         return self.elapsed_s / done * (self.to_make - done) if done else None
 
 
-class BuildWatch(Protocol):
-    """Receives reports, from several threads."""
-
-    def say(self, line: str) -> None:
-        """Receives a line for each step, and some for each download."""
-
-    def show(self, state: BuildProgress) -> None:
-        """Receives the progress, some times a second."""
-
-
 Job = Callable[[], Path]
-Told = Callable[[int, int, int, float], None]
+Report = Callable[[int, int, int, float], None]
 """Receives the number of images made, failed and under way, and the elapsed seconds."""
 
 
@@ -67,7 +56,7 @@ def at_once() -> int:
 
 
 def make_all(
-    jobs: Mapping[str, Job], told: Told, stop: Callable[[], None], *, keep_going: bool
+    jobs: Mapping[str, Job], report: Report, stop: Callable[[], None], *, keep_going: bool
 ) -> tuple[dict[str, Path], dict[str, BaseException]]:
     """Runs jobs in parallel, in their order. Returns their results, and the errors of the jobs that failed.
 
@@ -112,7 +101,7 @@ def make_all(
                     made[name] = outcome
                 else:
                     failed[name] = outcome
-            told(len(made), len(failed), begun[0] - len(made) - len(failed), time.monotonic() - start)
+            report(len(made), len(failed), begun[0] - len(made) - len(failed), time.monotonic() - start)
     except BaseException:
         halted.set()
         stop()

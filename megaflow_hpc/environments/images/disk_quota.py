@@ -1,6 +1,6 @@
 """Says how much a user may still write to a directory, and chooses the directory of the image store by that.
 
-The answer counts the free space of the file system and what quotas leave. ``quota`` (NFS, XFS, ext4) and ``lfs quota``
+The free space of the file system and the quotas count. ``quota`` (NFS, XFS, ext4) and ``lfs quota``
 (Lustre) are called if they are installed. Each has :data:`QUOTA_TIMEOUT_S` seconds. If one fails or prints unknown
 output, it limits nothing.
 """
@@ -58,31 +58,31 @@ def disk_quota(path: str | os.PathLike[str]) -> DiskQuota:
     Raises:
         OSError: the file system does not answer.
     """
-    place = Path(path).absolute()
-    while not place.exists():
-        place = place.parent
-    found = os.statvfs(place)
-    free_bytes, bytes_by = float(found.f_bavail * found.f_frsize), "the file system"
-    free_inodes, inodes_by = (float(found.f_favail) if found.f_files else math.inf), "the file system"
-    for by, left_bytes, left_inodes in quotas(place, *mount_of(place)):
+    directory = Path(path).absolute()
+    while not directory.exists():
+        directory = directory.parent
+    disk = os.statvfs(directory)
+    free_bytes, bytes_by = float(disk.f_bavail * disk.f_frsize), "the file system"
+    free_inodes, inodes_by = (float(disk.f_favail) if disk.f_files else math.inf), "the file system"
+    for by, left_bytes, left_inodes in quotas(directory, *mount_of(directory)):
         if left_bytes < free_bytes:
             free_bytes, bytes_by = left_bytes, by
         if left_inodes < free_inodes:
             free_inodes, inodes_by = left_inodes, by
-    return DiskQuota(str(place), free_bytes, free_inodes, bytes_by, inodes_by)
+    return DiskQuota(str(directory), free_bytes, free_inodes, bytes_by, inodes_by)
 
 
-def quotas(place: Path, device: str, kind: str) -> Iterator[tuple[str, float, float]]:
+def quotas(directory: Path, device: str, kind: str) -> Iterator[tuple[str, float, float]]:
     """Yields the name, bytes and inodes that each quota on a file system leaves."""
     if kind == "lustre" and shutil.which("lfs"):
-        lines = _asked("lfs", "quota", "-q", "-u", getpass.getuser(), str(place))
-        yield from _left("lfs quota", lines[-1:] if lines else [])  # a long name has a line of its own before it
+        lines = _output_lines("lfs", "quota", "-q", "-u", getpass.getuser(), str(directory))
+        yield from _parsed("lfs quota", lines[-1:] if lines else [])  # a long name has a line of its own before it
     elif shutil.which("quota"):
-        lines = _asked("quota", "-w", "-p", "-u", getpass.getuser())
-        yield from _left("quota", [line for line in lines if line.split()[:1] == [device]])
+        lines = _output_lines("quota", "-w", "-p", "-u", getpass.getuser())
+        yield from _parsed("quota", [line for line in lines if line.split()[:1] == [device]])
 
 
-def _asked(*command: str) -> list[str]:
+def _output_lines(*command: str) -> list[str]:
     environment = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(
@@ -93,7 +93,7 @@ def _asked(*command: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.strip()]  # status 1: over quota
 
 
-def _left(by: str, lines: list[str]) -> Iterator[tuple[str, float, float]]:
+def _parsed(by: str, lines: list[str]) -> Iterator[tuple[str, float, float]]:
     """Parses ``[device] KiB soft hard grace files soft hard grace``. 0 means no limit; a star means over quota."""
     for line in lines:
         numbers = re.findall(r"(?<=\s)(\d+)\*?(?=\s)|(?<=\s)(-)(?=\s)", f" {line} ")
@@ -104,21 +104,21 @@ def _left(by: str, lines: list[str]) -> Iterator[tuple[str, float, float]]:
             yield by, max(0.0, (kib - used) * _KIB), max(0.0, inodes - files)
 
 
-def mount_of(place: Path) -> tuple[str, str]:
+def mount_of(directory: Path) -> tuple[str, str]:
     """Returns device and type of the file system of a directory, as the kernel lists them."""
-    best, found = "", ("", "")
+    best, mount = "", ("", "")
     try:
         text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
-        return found
-    real = os.path.realpath(place)
+        return mount
+    real = os.path.realpath(directory)
     for line in text.splitlines():
         before, _, after = line.partition(" - ")
         point = before.split()[4].replace("\\040", " ")
         if len(point) >= len(best) and (real == point or real.startswith(point.rstrip("/") + "/")):
             kind, device = after.split()[:2]
-            best, found = point, (device, kind)
-    return found
+            best, mount = point, (device, kind)
+    return mount
 
 
 def default_stores(named: str | None = None) -> list[Path]:
@@ -147,14 +147,14 @@ def default_stores(named: str | None = None) -> list[Path]:
 
 
 def _has_space(store: Path) -> bool:
-    place = store.parents[1]
-    if not place.is_absolute() or not os.access(place, os.W_OK | os.X_OK):
+    directory = store.parents[1]
+    if not directory.is_absolute() or not os.access(directory, os.W_OK | os.X_OK):
         return False
     try:
-        found = disk_quota(place)
+        quota = disk_quota(directory)
     except OSError:
         return False
-    return found.free_bytes >= NEW_STORE_BYTES and found.free_inodes >= NEW_STORE_INODES
+    return quota.free_bytes >= NEW_STORE_BYTES and quota.free_inodes >= NEW_STORE_INODES
 
 
 def check_quota(store: Path) -> None:
@@ -165,10 +165,10 @@ def check_quota(store: Path) -> None:
     """
     if time.monotonic() < _checked_until.get(store, 0.0):
         return
-    found = disk_quota(store)
-    if found.free_bytes < MIN_FREE_BYTES or found.free_inodes < MIN_FREE_INODES:
+    quota = disk_quota(store)
+    if quota.free_bytes < MIN_FREE_BYTES or quota.free_inodes < MIN_FREE_INODES:
         left = (
-            f"{found.free_bytes / 1e6:.0f} MB ({found.bytes_by}) and {found.free_inodes:.0f} files ({found.inodes_by})"
+            f"{quota.free_bytes / 1e6:.0f} MB ({quota.bytes_by}) and {quota.free_inodes:.0f} files ({quota.inodes_by})"
         )
         least = f"{MIN_FREE_BYTES / 1e6:.0f} MB and {MIN_FREE_INODES} files"
         raise SiteError(
@@ -189,6 +189,6 @@ def check_safe(root: Path) -> None:
         owner = root.stat().st_uid
     except OSError:
         return
-    for place in (root, *(root / name for name in STORE_DIRECTORIES)):
-        if why := who_may_replace(place, owner, "this image store"):
+    for directory in (root, *(root / name for name in STORE_DIRECTORIES)):
+        if why := who_may_replace(directory, owner, "this image store"):
             raise SiteError(why)

@@ -1,24 +1,30 @@
-"""An image where it lies: what is known of it without reading it, and reading it once, compared with its digest."""
+"""Image files: their sizes, layers and work directory, read without unpacking them, and copies checked by digest."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.environments.images import sif
-from megaflow_hpc.environments.images.layered import LayeredImage, is_layered, read_layered
+from megaflow_hpc.environments.images.layered import Base, LayeredImage, is_layered, read_layered
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.store import digest_in, known_size
 from megaflow_hpc.errors import SandboxError
 
+LABEL = "megaflow.workdir"
+"""Label that names the work directory of an image that Apptainer built."""
+
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What is known of an image without reading it. ``digest`` is ``None`` where no store holds it.
+    """Facts of an image file. ``digest`` is ``None`` if the image is in no store.
 
-    Of an image of layers the sizes are those of its base and all of them; a directory has none.
+    The sizes of a layered image are those of its base and all layers. A directory's sizes are 0.
     """
 
     path: str
@@ -27,20 +33,20 @@ class ImageFacts:
     unpacked_bytes: int
     inodes: int
     base: ImageFacts | None = None
-    """What the layers lie over."""
+    """The image below the layers."""
     layers: tuple[LayerFacts, ...] = ()
-    """Each once, bottom first."""
+    """The layers, bottom first, each once."""
     settings: str = ""
-    """Lines of shell that set its variables (:class:`.layered.LayeredImage`)."""
+    """Shell lines that set its variables (:class:`.layered.LayeredImage`)."""
 
     @property
     def is_layered(self) -> bool:
-        """Whether it is a document that names a base and layers."""
+        """True if the file is a document that names a base and layers."""
         return is_layered(self.path)
 
     @property
     def key(self) -> str:
-        """Name of its copies, 40 characters: of its digest, else of path, size and time of change."""
+        """Name of its copies, 40 characters of a hash: of its digest, or of its path, size and mtime."""
         if self.digest:
             return self.digest[:40]
         identity = f"{self.path}\0{stamp(self.path)}"
@@ -48,57 +54,53 @@ class ImageFacts:
 
 
 class ImageFiles:
-    """Facts of images, from the store's notes, else from their headers; remembered while the file is the same."""
+    """Reads facts of images from store records or file headers, and caches them until the file changes."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[tuple[int, ...], ImageFacts]] = {}
+        self._facts: dict[str, tuple[tuple[int, ...], ImageFacts]] = {}
         self._documents: dict[str, tuple[tuple[int, ...], LayeredImage]] = {}
 
     def facts(self, image: str) -> ImageFacts:
         """Returns the facts of an image.
 
         Raises:
-            SandboxError: there is no such file, it is no image, or its base is not the one that it was built on.
+            SandboxError: The file is missing or is not an image, or its base was replaced.
         """
         try:
-            found = os.stat(image)
+            status = os.stat(image)
         except OSError as error:
             raise SandboxError(
                 f"{image}: no such image on this node ({error.strerror}); expected a SIF file or a directory that is "
                 "an image"
             ) from None
-        now = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         if is_layered(image):
-            return self._layered(image, now)
-        known = self._known.get(image)
-        if known and known[0] == now:
-            return known[1]
+            return self._layered(image, version)
+        cached = self._facts.get(image)
+        if cached and cached[0] == version:
+            return cached[1]
         path = os.path.realpath(image)
         partition = sif.system_partition(path)
         unpacked = known_size(path) or sif.unpacked_bytes(path, partition)
-        facts = ImageFacts(path, digest_in(path), found.st_size, unpacked, partition.inodes)
-        self._known[image] = (now, facts)
+        facts = ImageFacts(path, digest_in(path), status.st_size, unpacked, partition.inodes)
+        self._facts[image] = (version, facts)
         return facts
 
-    def _layered(self, image: str, now: tuple[int, ...]) -> ImageFacts:
-        document = self._documents.get(image)
-        if document is None or document[0] != now:
-            document = self._documents[image] = (now, read_layered(os.path.realpath(image)))
-            self._known.pop(image, None)
-        layered, base = document[1], None
-        if layered.base is not None:
-            layered.base.check(image)
-            place = layered.base.path
-            base = ImageFacts(os.path.realpath(place), None, 0, 0, 0) if os.path.isdir(place) else self.facts(place)
-        known = self._known.get(image)
-        if known and known[1].base == base:
-            return known[1]
+    def _layered(self, image: str, version: tuple[int, ...]) -> ImageFacts:
+        path = os.path.realpath(image)
+        cached = self._documents.get(image)
+        if cached is None or cached[0] != version:
+            cached = self._documents[image] = (version, read_layered(path))
+        layered = cached[1]
+        base = self._base(layered.base, image) if layered.base is not None else None
         if base is None and not layered.layers:
             raise SandboxError(f"{image}: an image without a base and without layers")
-        parts: list[LayerFacts | ImageFacts] = [*layered.layers, *([base] if base else [])]
-        facts = ImageFacts(
-            os.path.realpath(image),
-            Path(os.path.realpath(image)).stem,
+        parts: list[LayerFacts | ImageFacts] = [*layered.layers]
+        if base is not None:
+            parts.append(base)
+        return ImageFacts(
+            path,
+            Path(path).stem,
             sum(part.bytes for part in parts),
             sum(part.unpacked_bytes for part in parts),
             sum(part.inodes for part in parts),
@@ -106,20 +108,54 @@ class ImageFiles:
             layered.layers,
             layered.settings,
         )
-        self._known[image] = (now, facts)
-        return facts
+
+    def _base(self, base: Base, image: str) -> ImageFacts:
+        base.check(image)
+        if os.path.isdir(base.path):
+            return ImageFacts(os.path.realpath(base.path), None, 0, 0, 0)
+        return self.facts(base.path)
+
+
+def working_directory(image: str | os.PathLike[str]) -> str | None:
+    """Returns the absolute directory in which the image's author wants commands to start, or ``None`` if unknown.
+
+    Apptainer ignores the ``WORKDIR`` of a Docker image but keeps the image's configuration in the SIF that it pulls.
+    Other images may have the label :data:`LABEL`.
+    """
+    path = Path(image)
+    try:
+        if is_layered(path):
+            layered = read_layered(path)
+            return layered.workdir or (working_directory(layered.base.path) if layered.base else None)
+        if path.is_dir():
+            workdir = json.loads((path / ".singularity.d" / "labels.json").read_bytes()).get(LABEL)
+        else:
+            documents = sif.documents(path)
+            labels = _nested(documents.get("inspect-metadata.json"), "data", "attributes", "labels")
+            config = documents.get("oci-config.json")
+            workdir = _nested(labels, LABEL) or _nested(config, "WorkingDir") or _nested(config, "config", "WorkingDir")
+    except (OSError, ValueError, struct.error, AttributeError, SandboxError):
+        return None
+    is_valid = isinstance(workdir, str) and workdir.startswith("/") and "\0" not in workdir
+    return workdir if is_valid else None
+
+
+def _nested(value: Any, *keys: str) -> Any:
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def stamp(path: str) -> tuple[int, int]:
-    """Returns size in bytes and time of change in nanoseconds."""
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns
+    """Returns a file's size in bytes and mtime in nanoseconds."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
 
 
 def read_checked(facts: ImageFacts, target: Path) -> None:
-    """Copies an image to ``target``, and compares the digest of the copied bytes with the image's name.
+    """Copies an image to ``target`` and compares the digest of the copied bytes with the image's name.
 
-    Use the copy afterwards: the owner of the store may change the file itself at any time.
+    Use the copy afterwards, because the owner of the store may change the file itself at any time.
     """
     digest = hashlib.sha256()
     with open(facts.path, "rb", buffering=0) as reader, open(target, "wb", buffering=0) as writer:

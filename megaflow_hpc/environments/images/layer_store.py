@@ -1,12 +1,12 @@
-"""The layers of a store, each once whatever images share it, and which step made which.
+"""The layers of a store, each stored once for all images, and the build steps that made them.
 
 ::
 
     STORE/
-      layers/<digest>  <digest>.json    a layer's blob, never changed once there, and its sizes
-      steps/<key>.json                  a step, by what goes into it → its layer; without one, it changes no file
+      layers/<digest>  <digest>.json    an immutable layer blob and its sizes
+      steps/<key>.json                  a build step, by a hash of its inputs → its layer; none if it changed no file
 
-A layer that another store has is not copied: where an image of one's own store needs it, a symbolic link leads there.
+A layer of another store is not copied. If an image of the user's own store needs it, a symbolic link refers to it.
 """
 
 from __future__ import annotations
@@ -21,159 +21,154 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
-from megaflow_hpc.environments.images.atomic_files import link_record, locked, read_record, workplace, write_record
-from megaflow_hpc.environments.images.layers.blob import MAX_LAYER_BYTES, LayerFacts, measure
+from megaflow_hpc.environments.images.atomic_files import link_record, locked, read_record, work_directory, write_record
+from megaflow_hpc.environments.images.layers.blob import LayerFacts, measure
 from megaflow_hpc.errors import SandboxError, SiteError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class LayerStore:
-    """The layers of ``roots``, the first of which is written to."""
+    """The layers of the stores ``roots``. New layers go to the first."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = roots
         self.root = roots[0]
         self.added_bytes = 0
-        """Of blobs that were taken in here."""
+        """Bytes of the blobs that this object has added."""
         self._guard = threading.Lock()
 
     # --- reading ------------------------------------------------------------------------------------------------
 
     def find(self, digest: str) -> LayerFacts | None:
-        """Returns the facts of a layer that some store has."""
-        return self._found(digest)[1]
+        """Returns the facts of a layer, or ``None`` if no store has it."""
+        located = self._locate(digest)
+        return located[1] if located else None
 
     def path(self, digest: str) -> Path:
-        """Returns where a layer's blob is; raises :class:`SiteError` if no store has it."""
-        path, _ = self._found(digest)
-        if path is None:
+        """Returns the path of a layer's blob. Raises :class:`SiteError` if no store has it."""
+        located = self._locate(digest)
+        if located is None:
             raise SiteError(
                 f"{digest}: no such layer in {', '.join(map(str, self.roots))}; build or pull its image again"
             )
-        return path
+        return located[0]
 
-    def _found(self, digest: str) -> tuple[Path | None, LayerFacts | None]:
+    def _locate(self, digest: str) -> tuple[Path, LayerFacts] | None:
         if not _DIGEST.fullmatch(digest):
-            return None, None
+            return None
         for root in self.roots:
             path = root / "layers" / digest
-            note = read_record(path.with_name(f"{digest}.json"))
+            record = read_record(path.with_name(f"{digest}.json"))
             with suppress(OSError, KeyError, TypeError, ValueError):
-                if note and path.stat().st_size == note["bytes"]:
-                    facts = LayerFacts(digest, *(int(note[name]) for name in ("bytes", "unpacked_bytes", "inodes")))
-                    return path, facts
-        return None, None
-
-    def step(self, key: str) -> tuple[LayerFacts | None] | None:
-        """Returns the layer that a step has made before, ``(None,)`` if it changed nothing, ``None`` if it was not."""
-        for root in self.roots:
-            if note := read_record(root / "steps" / f"{key}.json"):
-                digest = str(note.get("layer") or "")
-                facts = self.find(digest) if digest else None
-                if facts is not None or not digest:
-                    return (facts,)
+                if record and path.stat().st_size == record["bytes"]:
+                    sizes = [int(record[name]) for name in ("bytes", "unpacked_bytes", "inodes")]
+                    return path, LayerFacts(digest, *sizes)
         return None
 
+    def step(self, key: str) -> LayerFacts | None:
+        """Returns the layer that a build step made, or ``None`` if the step changed no file.
+
+        Raises:
+            KeyError: No step of this key is recorded with an existing layer.
+        """
+        for root in self.roots:
+            record = read_record(root / "steps" / f"{key}.json")
+            if record is None:
+                continue
+            digest = str(record.get("layer") or "")
+            if not digest:
+                return None
+            if facts := self.find(digest):
+                return facts
+        raise KeyError(key)
+
     def layers(self) -> Iterator[LayerFacts]:
-        """Yields every layer of the store that is written to."""
+        """Yields every layer of the first store."""
         for path in sorted((self.root / "layers").glob("*.json")):
-            if facts := self._found(path.stem)[1]:
+            if facts := self.find(path.stem):
                 yield facts
 
     # --- writing ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def making(self, key: str) -> Iterator[Path]:
-        """Holds a step's lock and yields a directory of the store to make its layer in; removes it at the end."""
-        with locked(self.root / "work" / f"{key}.lock"), workplace(self.root / "work", key) as place:
-            yield place
+        """Holds a step's lock and yields a directory of the store for its layer. Removes it at the end."""
+        with locked(self.root / "work" / f"{key}.lock"), work_directory(self.root / "work", key) as directory:
+            yield directory
 
     def add(self, file: Path, facts: LayerFacts) -> LayerFacts:
-        """Takes a finished blob, a file on the store's own file system, in; it is moved."""
+        """Moves a finished blob into the store. ``file`` must be on the store's file system."""
         final = self.root / "layers" / facts.digest
         file.chmod(0o444)
-        note = {name: value for name, value in asdict(facts).items() if name != "digest"}
-        write_record(final.with_name(f"{facts.digest}.json"), note)
+        record = asdict(facts)
+        del record["digest"]
+        write_record(final.with_name(f"{facts.digest}.json"), record)
         os.rename(file, final)
         with self._guard:
             self.added_bytes += facts.bytes
         return facts
 
     def take(self, digest: str, pieces: Iterable[bytes]) -> LayerFacts:
-        """Writes a blob that arrives in pieces, and takes it in if it is the one of ``digest``.
+        """Writes a blob that arrives in pieces and adds it if its digest is ``digest``.
 
         Raises:
-            SiteError: it is not, or is no layer; nothing is left.
+            SiteError: The digest differs, or the blob is not a layer. Nothing is kept.
         """
-        with workplace(self.root / "work", "take") as place:
-            file = place / "layer"
+        with work_directory(self.root / "work", "take") as directory:
+            file = directory / "layer"
             with open(file, "wb") as writer:
                 try:
-                    facts = measure(_Kept(pieces, writer), digest)  # type: ignore[arg-type]
+                    facts = measure(_copied(pieces, writer), digest)
                 except SandboxError as error:
                     raise SiteError(str(error)) from error
                 writer.flush()
                 os.fsync(writer.fileno())
             return self.add(file, facts)
 
-    def note_step(self, key: str, layer: LayerFacts | None, source: str) -> None:
-        """Records which layer a step made; ``None``: it changed nothing."""
+    def record_step(self, key: str, layer: LayerFacts | None, source: str) -> None:
+        """Records the layer that a step made, or ``None`` if it changed no file."""
         write_record(self.root / "steps" / f"{key}.json", {"layer": layer.digest if layer else "", "source": source})
 
     def adopt(self, digest: str) -> None:
-        """Has a layer in the store that is written to, by a link where another store has it."""
+        """Makes a layer available in the first store. If only another store has it, creates a link to it."""
         path = self.path(digest)
         own = self.root / "layers" / digest
         if path != own:
             link_record(own, path)
 
     def remove(self, digest: str) -> int:
-        """Takes a layer out of the store that is written to; returns the bytes that were freed."""
+        """Removes a layer from the first store. Returns the freed bytes."""
         path = self.root / "layers" / digest
         try:
-            found = path.lstat()
+            size = path.lstat().st_size
             path.unlink()
         except FileNotFoundError:
             return 0
         path.with_name(f"{digest}.json").unlink(missing_ok=True)
-        return found.st_size
+        return size
 
     def tidy(self, older_s: float) -> None:
-        """Removes links that lead nowhere, and notes that were written before a layer which never came."""
+        """Removes dangling links, records without a layer that are older than ``older_s``, and steps without one."""
+        directory = self.root / "layers"
         before = time.time() - older_s
-        for path in (self.root / "layers").iterdir() if (self.root / "layers").is_dir() else ():
+        for path in directory.iterdir() if directory.is_dir() else ():
             blob = path.with_suffix("")
             with suppress(FileNotFoundError):
-                if (blob.is_symlink() and not blob.exists()) or (
-                    not os.path.lexists(blob) and path.stat().st_mtime < before
-                ):
+                is_dangling = blob.is_symlink() and not blob.exists()
+                # The record is written before the blob is moved, so a new record may be without its blob.
+                is_abandoned = not os.path.lexists(blob) and path.stat().st_mtime < before
+                if is_dangling or is_abandoned:
                     path.unlink()
-
-    def forget_steps(self) -> int:
-        """Removes the notes of steps whose layers are gone; returns how many."""
-        count = 0
         for path in (self.root / "steps").glob("*.json"):
-            note = read_record(path) or {"layer": "?"}
-            if note.get("layer") and not self.find(str(note["layer"])):
+            record = read_record(path)
+            digest = str(record.get("layer") or "") if record is not None else "unreadable"
+            if digest and self.find(digest) is None:
                 path.unlink(missing_ok=True)
-                count += 1
-        return count
 
 
-class _Kept:
-    """Pieces of a blob to be read one after the other, each written down as it is."""
-
-    def __init__(self, pieces: Iterable[bytes], writer: BinaryIO) -> None:
-        self._pieces = filter(None, pieces)
-        self._writer = writer
-        self._left = MAX_LAYER_BYTES
-
-    def read(self, size: int) -> bytes:
-        """Returns the next piece, however long; nothing at the end."""
-        piece = next(self._pieces, b"")
-        self._left -= len(piece)
-        if self._left < 0:
-            raise SiteError(f"more than {MAX_LAYER_BYTES} bytes in one layer")
-        self._writer.write(piece)
-        return piece
+def _copied(pieces: Iterable[bytes], writer: BinaryIO) -> Iterator[bytes]:
+    """Yields the pieces after writing them."""
+    for piece in pieces:
+        writer.write(piece)
+        yield piece

@@ -1,4 +1,4 @@
-"""An image as a base and layers over it: a small JSON document of the store, ``STORE/sha256/<digest>.image``.
+"""Images that consist of a base and layers, each described by a JSON document ``STORE/sha256/<digest>.image``.
 
 ::
 
@@ -7,9 +7,9 @@
      "layers": [{"digest": …, "bytes": …, "unpacked_bytes": …, "inodes": …}, …],      bottom first
      "settings": "export PATH=…\n", "workdir": "/app", "user": "agent"}
 
-The digest in its name is that of the document, and the document names its layers by theirs: so it stands for all
-content. A base that is in no store, a SIF or a directory that a campaign maps, is known by path, size and time of
-change. Without a base the lowest layer is the bottom, as in an image of a registry.
+The digest in the file name is the document's. The document contains the digests of its layers. So the name identifies
+all content. A base outside of stores, such as a SIF or directory that a campaign maps, is identified by path, size and
+mtime. Without a base, the lowest layer is the bottom, as in an image of a registry.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_DOCUMENT_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Base:
-    """What the layers lie over: a SIF of a store (``digest``), or a SIF or a directory elsewhere."""
+    """The image below the layers: a SIF of a store with its ``digest``, or a SIF or directory outside of stores."""
 
     path: str
     digest: str = ""
@@ -42,43 +42,43 @@ class Base:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], digest: str | None = None) -> Base:
-        """Returns what stands for an image file that is no document itself."""
-        place = os.path.abspath(path)
+        """Returns the base for a SIF file or a directory."""
+        absolute = os.path.abspath(path)
         if digest:
-            return cls(place, digest)
-        found = os.stat(place)
-        return cls(place, "", found.st_size, found.st_mtime_ns)
+            return cls(absolute, digest)
+        status = os.stat(absolute)
+        return cls(absolute, "", status.st_size, status.st_mtime_ns)
 
     @property
     def identity(self) -> str:
-        """What stands for its content: a digest, else path, size and time of change."""
+        """Identifies its content: the digest, or path, size and mtime."""
         return self.digest or f"{self.path}\0{self.bytes}\0{self.mtime_ns}"
 
     def check(self, image: str) -> None:
-        """Raises :class:`SandboxError` where it is not what ``image`` was built on."""
+        """Raises :class:`SandboxError` if the base is missing or was changed since ``image`` was built on it."""
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError as error:
             raise SandboxError(f"{image}: its base {self.path} is not there ({error.strerror})") from None
-        if not self.digest and (found.st_size, found.st_mtime_ns) != (self.bytes, self.mtime_ns):
+        if not self.digest and (status.st_size, status.st_mtime_ns) != (self.bytes, self.mtime_ns):
             raise SandboxError(f"{image}: its base {self.path} was changed after it was built; build it again")
 
 
 @dataclass(frozen=True)
 class LayeredImage:
-    """A base, layers over it (bottom first), and how commands start in it.
+    """A base, the layers over it (bottom first), and how commands start in it.
 
-    A layer that comes twice is there once, where it came last: all that it holds is seen from there, and an overlay
-    takes no directory twice.
+    If a layer occurs twice, only its last occurrence is kept. It hides the earlier one, and an overlay accepts no
+    directory twice.
     """
 
     base: Base | None
     layers: tuple[LayerFacts, ...] = ()
     settings: str = ""
-    """Lines of shell that set the image's variables, after those of its base."""
+    """Shell lines that set the image's variables, applied after those of its base."""
     workdir: str | None = None
     user: str = ""
-    """Whom steps of a Dockerfile run as that starts from it; sandboxes say so themselves. Empty: root."""
+    """User of the build steps of a Dockerfile that starts from this image. Empty: root. Sandboxes do not use it."""
 
     def __post_init__(self) -> None:
         last = {layer.digest: number for number, layer in enumerate(self.layers)}
@@ -86,12 +86,12 @@ class LayeredImage:
         object.__setattr__(self, "layers", layers)
 
     def document(self) -> bytes:
-        """Returns the document, the same bytes for the same image."""
+        """Returns the JSON document. Equal images have equal documents."""
         base: dict[str, Any] | None = None
-        if self.base is not None:
-            base = {"digest": self.base.digest} if self.base.digest else asdict(replace(self.base, digest=""))
-            if not self.base.digest:
-                del base["digest"]
+        if self.base is not None and self.base.digest:
+            base = {"digest": self.base.digest}
+        elif self.base is not None:
+            base = {"path": self.base.path, "bytes": self.base.bytes, "mtime_ns": self.base.mtime_ns}
         content = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -100,26 +100,27 @@ class LayeredImage:
             "settings": self.settings,
             "workdir": self.workdir,
         }
-        content |= {"user": self.user} if self.user else {}
+        if self.user:
+            content["user"] = self.user
         return json.dumps(content, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the document."""
+        """SHA-256 of the document, in hexadecimal."""
         return hashlib.sha256(self.document()).hexdigest()
 
     def over(self, layers: Sequence[LayerFacts]) -> LayeredImage:
-        """Returns the image with further layers over its own."""
+        """Returns the image with further layers on top."""
         return replace(self, layers=(*self.layers, *layers))
 
 
 def is_layered(image: str | os.PathLike[str]) -> bool:
-    """Whether an image's path is that of such a document."""
+    """Returns whether an image's path has the suffix of such a document."""
     return os.fspath(image).endswith(SUFFIX)
 
 
 def read_layered(path: str | os.PathLike[str]) -> LayeredImage:
-    """Reads a document; raises :class:`SandboxError` for a file that is none, or not the one its name says."""
+    """Reads a document. Raises :class:`SandboxError` if it is invalid or its digest differs from its name."""
     try:
         with open(path, "rb") as file:
             data = file.read(_MAX_DOCUMENT_BYTES)
@@ -146,10 +147,10 @@ def read_layered(path: str | os.PathLike[str]) -> LayeredImage:
 
 
 def base_path(image: str | os.PathLike[str], digest: str) -> Path:
-    """Returns where the SIF of ``digest`` lies, beside a document."""
+    """Returns the path of the SIF of ``digest`` in the store of a document."""
     return Path(image).parent / f"{digest}.sif"
 
 
 def layer_path(image: str | os.PathLike[str], digest: str) -> Path:
-    """Returns where the blob of a layer lies: in the store that holds the document."""
+    """Returns the path of a layer's blob in the store of a document."""
     return Path(image).parent.parent / "layers" / digest

@@ -1,6 +1,6 @@
-"""Image names of tasks, and what a campaign maps them to.
+"""Maps the image names of tasks to sources, as a campaign says.
 
-What a task or a Dockerfile says is a name and nothing else: only the mapping makes an address or a path of it.
+An image in a task or Dockerfile is only a name. The mapping turns it into an address or a path.
 """
 
 from __future__ import annotations
@@ -15,52 +15,53 @@ from megaflow_hpc.environments.images.registries import is_remote
 from megaflow_hpc.errors import ConfigError
 
 BUILD_S = 3600.0
-"""Longest build of a Dockerfile that states no time."""
+"""Default timeout of a Dockerfile's build, in seconds."""
 
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """An image that a task wants."""
+    """An image that a task needs."""
 
     name: str
-    """As the task names it."""
+    """The name in the task."""
     base: str = ""
-    """Image name that is mapped instead, and its Dockerfile starts from; empty: ``name`` itself."""
+    """The image that is mapped instead, and that its Dockerfile starts from. Empty: ``name`` itself."""
     dockerfile: Path | None = None
-    """To be built onto ``base``."""
+    """Built on ``base``."""
     timeout_s: float = BUILD_S
-    """Longest build."""
+    """Timeout of the build."""
     path: str = ""
-    """The task's directory or file, for messages."""
+    """Directory or file of the task, for messages."""
 
 
 @dataclass(frozen=True)
 class ImageMapping:
-    """Image names of tasks → sources, as in ``environment.images`` of a campaign."""
+    """Image name → source, as in ``environment.images`` of a campaign."""
 
     names: Mapping[str, str]
     base_dir: Path
-    """Directory that relative paths are relative to."""
+    """Directory of relative paths."""
     where: str = "environment.images"
-    """The mapping as messages call it."""
+    """Name of the mapping in messages."""
 
 
 def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
-    """What ``mapping`` gives for an image name: its own entry, else that of the longest pattern.
+    """Returns the source of an image name: that of its own entry, else that of the longest matching pattern.
 
-    A pattern has one ``*``, which stands for any text; in what it is mapped to, ``*`` is that text again:
+    A pattern has one ``*``, which matches any text. The text replaces ``*`` in the source, as in
     ``"swebench/*": docker://swebench/*`` or ``"swebench/sweb.eval.x86_64.*:latest": images/*.sif``. The text comes from
-    a task: in a path it may name nothing beside or above what the pattern leads to, and no variable.
+    a task. So in a path it must not contain ``..`` or a variable.
 
     Raises:
-        ConfigError: it would.
+        ConfigError: The text does.
     """
     if name in mapping:
         return _path(mapping[name])
     for pattern in sorted((key for key in mapping if key.count("*") == 1), key=len, reverse=True):
         head, tail = pattern.split("*")
         if len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail):
-            text, source = name[len(head) : len(name) - len(tail)], mapping[pattern]
+            text = name[len(head) : len(name) - len(tail)]
+            source = mapping[pattern]
             if "*" in source and not is_remote(source) and not _FILE_NAME.fullmatch(text):
                 raise ConfigError(
                     f"image {name!r}: {text!r} in {source!r}, which {pattern!r} is mapped to, leads elsewhere; map "
@@ -71,7 +72,7 @@ def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
 
 
 _FILE_NAME = re.compile(r"(?!~)(?!.*(^|/)\.{0,2}(/|$))[^\0$]+", re.DOTALL)
-"""A relative path without ``..`` or a variable."""
+"""Matches a relative path without ``..`` and without a variable."""
 
 
 def _path(source: str) -> str:

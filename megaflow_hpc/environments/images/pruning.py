@@ -81,7 +81,6 @@ def prune(
             freed = sum(store.remove(digest) for digest in going)
             freed += sum(store.layers.remove(layer.digest) for layer in layers)
             store.layers.tidy(layers_older_s)
-            store.layers.forget_steps()
     for path in () if dry_run else leftovers:
         remove_tree(Path(path))
     return Pruned(tuple(going), tuple(layer.digest for layer in layers), leftovers, tuple(sorted(kept)), freed)
@@ -89,11 +88,11 @@ def prune(
 
 def dependants(store: ImageStore, without: Collection[str] = ()) -> dict[str, list[str]]:
     """Returns the images of the store that is written to by the digest of their base."""
-    found: dict[str, list[str]] = {}
+    images_by_base: dict[str, list[str]] = {}
     for digest, image in _documents(store, without):
         if image.base is not None and image.base.digest:
-            found.setdefault(image.base.digest, []).append(digest)
-    return found
+            images_by_base.setdefault(image.base.digest, []).append(digest)
+    return images_by_base
 
 
 def own_bytes(store: ImageStore) -> Mapping[str, tuple[int, int]]:
@@ -101,13 +100,13 @@ def own_bytes(store: ImageStore) -> Mapping[str, tuple[int, int]]:
     images = {image.digest: image for image in reversed(list(store.images()))}
     layered = {digest: read_layered(image.path) for digest, image in images.items() if is_layered(image.path)}
     users = Counter(layer.digest for image in layered.values() for layer in image.layers)
-    found = {digest: (image.bytes, 0) for digest, image in images.items()}
+    sizes = {digest: (image.bytes, 0) for digest, image in images.items()}
     for digest, document in layered.items():
         own = sum(layer.bytes for layer in document.layers if users[layer.digest] == 1)
         below = document.base
         base = 0 if below is None else images[below.digest].bytes if below.digest in images else below.bytes
-        found[digest] = (own, sum(layer.bytes for layer in document.layers) - own + base)
-    return found
+        sizes[digest] = (own, sum(layer.bytes for layer in document.layers) - own + base)
+    return sizes
 
 
 def _documents(store: ImageStore, without: Collection[str]) -> Iterator[tuple[str, LayeredImage]]:

@@ -22,7 +22,7 @@ from megaflow_hpc.environments.images.registry.image import RemoteImage, fetch
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 
-SPARE = 1 << 30
+SPARE_BYTES = 1 << 30
 """Bytes that must stay free after a pull."""
 REPORT_INTERVAL_S = 2.0
 
@@ -83,10 +83,11 @@ def layered(image: RemoteImage, layers: LayerStore) -> LayeredImage:
     """Returns the image that sandboxes start from. All its layers must be in ``layers``."""
     facts = []
     for layer in image.layers:
-        if (found := layers.find(layer.digest)) is None:
+        stored = layers.find(layer.digest)
+        if stored is None:
             raise SiteError(f"{layer.digest}: its layer was removed while its image was pulled; pull it again")
-        if found.inodes:  # some layers change no file
-            facts.append(found)
+        if stored.inodes:  # Some layers change no file.
+            facts.append(stored)
     workdir = image.workdir if image.workdir.startswith("/") and "\0" not in image.workdir else None
     user = "" if image.user in ("root", "0") else image.user
     return LayeredImage(None, tuple(facts), exports(image.env), workdir, user)
@@ -105,24 +106,24 @@ def exports(env: Sequence[str]) -> str:
 class _Progress:
     """Reports the progress of a pull. Checks the free space before it starts."""
 
-    def __init__(self, source: str, place: Path, say: Say, stopped: threading.Event | None = None) -> None:
+    def __init__(self, source: str, directory: Path, say: Say, stopped: threading.Event | None = None) -> None:
         self._stopped = stopped
-        self.source, self.place, self.say = source, place, say
-        self._start = self._said = time.monotonic()
+        self._source, self._directory, self._say = source, directory, say
+        self._start = self._reported = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         if self._stopped and self._stopped.is_set():
-            raise SiteError(f"{self.source}: interrupted")
+            raise SiteError(f"{self._source}: interrupted")
         now = time.monotonic()
         if done == 0:
-            free = shutil.disk_usage(self.place).free
-            if free < total + SPARE:
+            free = shutil.disk_usage(self._directory).free
+            if free < total + SPARE_BYTES:
                 raise SiteError(
-                    f"{self.source}: {total >> 20} MiB to fetch, and only {free >> 20} MiB free at {self.place}; set "
-                    "MEGAFLOW_IMAGE_STORE to a larger place"
+                    f"{self._source}: {total >> 20} MiB to fetch, and only {free >> 20} MiB free at "
+                    f"{self._directory}; set MEGAFLOW_IMAGE_STORE to a larger place"
                 )
-            self.say(f"{self.source}: {total / 1e6:.1f} MB to fetch" if total else f"{self.source}: fetching")
-        elif now - self._said >= REPORT_INTERVAL_S:
-            self._said = now
+            self._say(f"{self._source}: {total / 1e6:.1f} MB to fetch" if total else f"{self._source}: fetching")
+        elif now - self._reported >= REPORT_INTERVAL_S:
+            self._reported = now
             left = (total - done) * (now - self._start) / done
-            self.say(f"{self.source}: {done / 1e6:.1f} of {total / 1e6:.1f} MB, {left:.0f} s left")
+            self._say(f"{self._source}: {done / 1e6:.1f} of {total / 1e6:.1f} MB, {left:.0f} s left")

@@ -1,8 +1,8 @@
-"""Images from registries: ``docker://`` and its kin, through the site's mirrors; or nothing where there is no way out.
+"""Addresses of images in registries, such as ``docker://debian:12``, and the site's mirrors of these registries.
 
-A mirror stands for a registry: ``docker.io=registry.site.edu/dockerhub`` makes ``docker://debian:12`` come from
-``docker://registry.site.edu/dockerhub/library/debian:12``. ``http://`` before a
-mirror says that it speaks plain HTTP. The image is still known by the address that was asked for.
+With the mirror ``docker.io=registry.site.edu/dockerhub``, ``docker://debian:12`` is fetched from
+``docker://registry.site.edu/dockerhub/library/debian:12``. A mirror that begins with ``http://`` is contacted without
+TLS. The store keeps the image under the requested address.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megaflow_hpc.environments.images.registry.reference import Reference
+from megaflow_hpc.environments.images.registry.client import Reference
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.resources import docs
 
@@ -23,18 +23,18 @@ _LOCAL = ("localimage", "scratch", "oci", "oci-archive", "docker-archive", "dock
 
 @dataclass(frozen=True)
 class Registries:
-    """The way to registries from here.
+    """Access to registries from this site.
 
     Args:
-        mirrors: registry → what stands for it.
-        air_gapped: nothing may be fetched; what the store lacks is an error that names it.
+        mirrors: Registry → its mirror.
+        air_gapped: Nothing may be fetched. Images that the store lacks are errors.
     """
 
     mirrors: Mapping[str, str] = field(default_factory=dict)
     air_gapped: bool = False
 
     def address(self, source: str) -> tuple[str, bool]:
-        """Returns the address of ``source`` at its mirror, and whether the mirror speaks plain HTTP."""
+        """Returns the address of ``source`` at its mirror, and whether the mirror uses HTTP without TLS."""
         scheme, _, name = source.partition("://")
         if scheme not in ("docker", "oras"):
             return source, False
@@ -42,53 +42,53 @@ class Registries:
         mirror = self.mirrors.get(registry)
         if mirror is None:
             return source, False
-        plain = mirror.startswith("http://")
-        place = re.sub(r"^https?://", "", mirror).rstrip("/")
-        return f"{scheme}://{place}/{path}", plain
+        host = re.sub(r"^https?://", "", mirror).rstrip("/")
+        return f"{scheme}://{host}/{path}", mirror.startswith("http://")
 
     def reference(self, source: str) -> Reference:
-        """Returns where the image of a ``docker://`` address is really fetched from."""
+        """Returns the repository and version from which a ``docker://`` address is fetched."""
         address, plain = self.address(source)
         return Reference.parse(*split_name(address.partition("://")[2]), plain=plain)
 
     def failed(self, source: str, error: SiteError) -> SiteError:
-        """Returns the error of a pull with what helps where registries cannot be reached."""
+        """Returns the error of a pull with remedies for sites without access to registries."""
         address, _ = self.address(source)
         through = f" (for {source})" if address != source else ""
         return SiteError(
             f"{error}{through}\n  where registries are out of reach: name a mirror (environment.mirrors, --mirror), or "
-            f"fetch it "
-            f"elsewhere and bring it here ({docs('how-to/images.md')})"
+            f"fetch it elsewhere and bring it here ({docs('how-to/images.md')})"
         )
 
     def check(self, source: str) -> None:
-        """Raises :class:`SiteError` for an image that would have to be fetched where nothing may be."""
+        """Raises :class:`SiteError` if nothing may be fetched, so that ``source`` cannot be."""
         if self.air_gapped:
             raise SiteError(
                 f"{source}: not in the image store, and nothing may be fetched here "
                 "(environment.air_gapped or --air-gapped); where there is a network: "
-                "megaflow-hpc images build CAMPAIGN --manifest FILE "
-                f"({docs('how-to/images.md')})"
+                f"megaflow-hpc images build CAMPAIGN --manifest FILE ({docs('how-to/images.md')})"
             )
 
     def check_definition(self, path: Path) -> None:
-        """Raises :class:`SiteError` for a definition file that starts from what would have to be fetched."""
+        """Raises :class:`SiteError` if nothing may be fetched and a definition file's base is not local."""
         for bootstrap in _BOOTSTRAP.findall(path.read_text(encoding="utf-8", errors="replace")):
             if bootstrap.lower() not in _LOCAL:
                 self.check(f"{path} (Bootstrap: {bootstrap})")
 
 
 def is_remote(source: str) -> bool:
-    """Whether an image's name is a registry's address."""
+    """Returns whether an image's source is a registry's address."""
     return source.startswith(SCHEMES)
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Splits ``debian:12`` into ``docker.io`` and ``library/debian:12``. A first part with a dot or a colon is a
-    host."""
+    """Splits ``debian:12`` into ``docker.io`` and ``library/debian:12``.
+
+    The first part of a name is a host if it has a dot or a colon, or is ``localhost``.
+    """
     first, slash, rest = name.partition("/")
-    if slash and ("." in first or ":" in first or first == "localhost"):
-        if first in ("index.docker.io", "registry-1.docker.io"):
-            first = "docker.io"
-        return first, rest if "/" in rest or first != "docker.io" else f"library/{rest}"
-    return "docker.io", name if slash else f"library/{name}"
+    has_host = slash and ("." in first or ":" in first or first == "localhost")
+    if not has_host:
+        return "docker.io", name if slash else f"library/{name}"
+    if first in ("docker.io", "index.docker.io", "registry-1.docker.io"):
+        return "docker.io", rest if "/" in rest else f"library/{rest}"
+    return first, rest

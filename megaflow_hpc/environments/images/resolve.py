@@ -1,13 +1,14 @@
-"""Image names of tasks → image files: what a campaign maps, built or fetched into the store if it is not there.
+"""Maps image names of tasks to image files, and builds or fetches into the store what is missing.
 
-The key of an image is a hash of what goes into it: a definition file and the files it copies, an address, or a
-Dockerfile with what it copies and its bases. A mapping that names a SIF file or a directory is used where it lies.
+The key of an image is a hash of its inputs: a definition file and the files it copies, an address, or a Dockerfile with
+the files it copies and its base images. A name that is mapped to a SIF file or a directory uses that file as it is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -15,31 +16,32 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from megaflow_hpc.environments.images.build_progress import BuildProgress, BuildWatch, make_all
-from megaflow_hpc.environments.images.definition_file import build_definition, definition_digest, identity
+from megaflow_hpc.environments.images import apptainer_client
+from megaflow_hpc.environments.images.build_progress import BuildProgress, make_all
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
 from megaflow_hpc.environments.images.mapping import BUILD_S, ImageMapping, ImageRequest, match_name
 from megaflow_hpc.environments.images.pull import pull
 from megaflow_hpc.environments.images.registries import Registries, is_remote
-from megaflow_hpc.environments.images.store import ImageStore
+from megaflow_hpc.environments.images.store import ImageStore, digest_in
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
+from megaflow_hpc.host.apptainer import find_apptainer
 
 MAX_BUILD_S = 6 * 3600.0
-"""Longest build, whatever a task states."""
+"""Upper limit for a task's build timeout, in seconds."""
 
 KEY_LENGTH = 32
 _NOT_BUILT = "not-built-"
 
 
 def is_built(path: Path) -> bool:
-    """Whether a path that was resolved without building is an image's; else it stands for one that is to be made."""
+    """Returns whether a path that was resolved with ``build=False`` is an image, not the name of a missing one."""
     return not path.name.startswith(_NOT_BUILT)
 
 
 class DockerfileBuilder(Protocol):
-    """Makes an image of a Dockerfile: :class:`megaflow_hpc.environments.builds.builder.Builder`."""
+    """Builds images from Dockerfiles. :class:`megaflow_hpc.environments.builds.builder.Builder` implements it."""
 
     def build(
         self,
@@ -49,50 +51,37 @@ class DockerfileBuilder(Protocol):
         timeout_s: float,
         say: Callable[[str], None],
     ) -> LayeredImage:
-        """Builds an image whose layers are in ``layers`` then.
-
-        Args:
-            images: a file or a directory for each of ``dockerfile.bases``.
-            say: gets one line for each step that has to be made.
-
-        Raises:
-            ConfigError: a source that cannot be copied.
-            SiteError: a step that failed, or took too long.
-        """
+        """See :meth:`megaflow_hpc.environments.builds.builder.Builder.build`."""
         ...
 
     def stop(self) -> None:
-        """Ends the builds under way, in whatever threads; the builder builds nothing more."""
+        """Cancels the running builds of all threads and refuses new ones."""
 
 
 class Images:
-    """Image names → files, made and kept in a store. Building needs Apptainer, looking does not."""
+    """Resolves image names to files, which a store keeps. Building needs Apptainer, looking up does not."""
 
     def __init__(
         self, store: ImageStore, registries: Registries | None = None, builder: DockerfileBuilder | None = None
     ) -> None:
         """
         Args:
-            registries: mirrors, and whether anything may be fetched; default: what the environment says.
-            builder: builds Dockerfiles; without one, they must be in the store.
+            registries: The mirrors, and whether anything may be fetched. Default: no mirrors, and fetching is allowed.
+            builder: Builds Dockerfiles. Without it their images must be in the store.
         """
         self.store = store
         self.builder = builder
         self.registries = registries or Registries()
         self.dockerfiles = Dockerfiles()
         self.say: Callable[[str], None] = lambda line: None
-        """Gets one line for each step of a Dockerfile that is made, and the progress of what is fetched."""
-        self.used: dict[str, tuple[str, Path | None]] = {}
-        """Key → source and file of every image of the store that was asked for; no file where it is not there yet."""
+        """Called by several threads with a line for each step of a Dockerfile, and with the progress of downloads."""
         self.show: Callable[[BuildProgress], None] = lambda state: None
-        """Gets how far :meth:`resolve_all` is, some times a second."""
+        """Called with the progress of :meth:`resolve_all`, some times a second."""
+        self.used: dict[str, tuple[str, Path | None]] = {}
+        """Key → source and file of every requested image of the store. The file is ``None`` if it is missing."""
         self._steps = self._sif_bytes = 0
         self._guard = threading.Lock()
         self._stopped = threading.Event()
-
-    def watch(self, watch: BuildWatch) -> None:
-        """Has ``watch`` told what is made, and how far that is."""
-        self.say, self.show = watch.say, watch.show
 
     def resolve_all(
         self,
@@ -102,80 +91,90 @@ class Images:
         build: bool = True,
         failures: dict[str, MegaflowError] | None = None,
     ) -> dict[str, str]:
-        """The image file of every image that is asked for, as name → absolute path.
+        """Returns the absolute path of every requested image, by its name.
 
-        Every name is looked up before anything is made; then images are made in parallel (build_progress.py).
+        Looks up all names first. Then builds and pulls the missing images in parallel (build_progress.py).
 
         Args:
-            build: build what is not there yet; without it only the names and sources are checked.
-            failures: gets the errors, by the names of the images that failed, which are left out of what is returned,
-                and the others are made all the same; without it nothing more is begun after an error.
+            build: Build and pull what is missing. Otherwise only check names and sources.
+            failures: Gets the errors of failed images, by name. These images are left out of the result, and the others
+                are still made. Without it the first error ends the call.
 
         Raises:
-            ConfigError: a name that is not mapped, or mapped to nothing that exists.
-            SiteError: a build that failed, with Apptainer's output; an image that is missing and may not be fetched.
+            ConfigError: A name is not mapped, or is mapped to a missing file.
+            SiteError: A build failed, or an image is missing and must not be fetched.
         """
         wanted: dict[str, ImageRequest] = {}
         for request in requests:
             wanted.setdefault(request.name, request)
-        used, found = dict(self.used), dict[str, Path]()
+        used_before = dict(self.used)
+        paths: dict[str, Path] = {}
         for number, (name, request) in enumerate(wanted.items()):
             try:
-                found[name] = self.resolve_request(request, mapping, build=False)
+                paths[name] = self.resolve_request(request, mapping, build=False)
             except MegaflowError as error:
                 if failures is None:
                     raise
                 failures[name] = error
             if build:
                 self.show(BuildProgress(len(wanted), number))
-        if not build:
-            return {name: str(path) for name, path in found.items()}
-        # What is not there yet comes under another key where its base is not there either.
-        self.used = used | {key: row for key, row in self.used.items() if row[1]}
-        jobs = {
-            name: partial(self.resolve_request, wanted[name], mapping)
-            for name, path in found.items()
-            if not is_built(path)
-        }
-        there, steps, before = len(found) - len(jobs), self._steps, self._added_bytes
+        if build:
+            # The key of a Dockerfile's image depends on its base. So keys that were computed without the base go.
+            self.used = used_before | {key: row for key, row in self.used.items() if row[1]}
+            paths = self._make_missing(wanted, paths, mapping, failures)
+        return {name: str(paths[name]) for name in wanted if name in paths}
 
-        def told(made: int, failed: int, at_work: int, elapsed_s: float) -> None:
-            state = BuildProgress(len(wanted), len(wanted), there, len(jobs), made, failed, at_work)
-            self.show(replace(state, steps=self._steps - steps, bytes=self._added_bytes - before, elapsed_s=elapsed_s))
+    def _make_missing(
+        self,
+        wanted: Mapping[str, ImageRequest],
+        paths: Mapping[str, Path],
+        mapping: ImageMapping,
+        failures: dict[str, MegaflowError] | None,
+    ) -> dict[str, Path]:
+        """Makes the images that are not built yet. Returns the paths of all images but the failed ones."""
+        ready = {name: path for name, path in paths.items() if is_built(path)}
+        jobs = {name: partial(self.resolve_request, wanted[name], mapping) for name in paths if name not in ready}
+        steps_before, bytes_before = self._steps, self._added_bytes
+
+        def report(made: int, failed: int, at_work: int, elapsed_s: float) -> None:
+            state = BuildProgress(len(wanted), len(wanted), len(ready), len(jobs), made, failed, at_work)
+            steps, added = self._steps - steps_before, self._added_bytes - bytes_before
+            self.show(replace(state, steps=steps, bytes=added, elapsed_s=elapsed_s))
 
         if wanted:
-            told(0, 0, 0, 0.0)
-        made, failed = make_all(jobs, told, self.stop, keep_going=failures is not None)
+            report(0, 0, 0, 0.0)
+        made, failed = make_all(jobs, report, self.stop, keep_going=failures is not None)
         for name, failure in failed.items():
             if failures is None or not isinstance(failure, MegaflowError):
                 raise failure
             failures[name] = failure
-        found |= made
-        return {name: str(found[name]) for name in wanted if name in made or (name in found and name not in jobs)}
+        return ready | made
 
     def unmapped(self, requests: Iterable[ImageRequest], mapping: ImageMapping) -> list[str]:
-        """Returns what is wrong with the names that are asked for: not mapped, or mapped to nothing that exists.
+        """Returns an error for each name that is not mapped, or is mapped to a missing file.
 
-        Nothing is looked up in a registry; each name is looked at once.
+        Does not contact registries.
         """
-        asked: dict[str, ImageRequest] = {}
+        requested_by: dict[str, ImageRequest] = {}
         for request in requests:
-            first = request.base or request.name
-            names = self.dockerfiles.read(request.dockerfile).bases if request.dockerfile else [first]
+            if request.dockerfile:
+                names = self.dockerfiles.read(request.dockerfile).bases
+            else:
+                names = [request.base or request.name]
             for name in names:
-                asked.setdefault(name, request)
-        found = []
-        for name, request in asked.items():
+                requested_by.setdefault(name, request)
+        errors = []
+        for name, request in requested_by.items():
             try:
                 self.resolve(name, mapping, build=False, task_path=request.path)
             except ConfigError as error:
-                found.append(str(error))
+                errors.append(str(error))
             except SiteError:
-                continue  # it is mapped, and something else is wrong with it
-        return found
+                continue  # The name is mapped. The image itself has another problem.
+        return errors
 
     def stop(self) -> None:
-        """Ends what threads of :meth:`resolve_all` are making; nothing more is made."""
+        """Cancels what threads of :meth:`resolve_all` are making, and starts nothing more."""
         self._stopped.set()
         if self.builder is not None:
             self.builder.stop()
@@ -189,14 +188,8 @@ class Images:
             self._steps += 1
         self.say(line)
 
-    def resolve_request(
-        self,
-        request: ImageRequest,
-        mapping: ImageMapping,
-        *,
-        build: bool = True,
-    ) -> Path:
-        """The file of one image: the mapped one, or its Dockerfile built onto the mapped ``FROM``."""
+    def resolve_request(self, request: ImageRequest, mapping: ImageMapping, *, build: bool = True) -> Path:
+        """Returns the file of one image: the mapped one, or its Dockerfile built on the mapped base."""
         if request.dockerfile is None:
             name = request.base or request.name
             return self.resolve(name, mapping, build=build, task_path=request.path)
@@ -217,9 +210,9 @@ class Images:
         task_path: str = "",
         timeout_s: float = BUILD_S,
     ) -> Path:
-        """The image that a Dockerfile makes of the images that its ``FROM`` lines are mapped to."""
+        """Returns the image that a Dockerfile builds on the images that its ``FROM`` lines are mapped to."""
         bases = {name: self.resolve(name, mapping, build=build, task_path=task_path) for name in dockerfile.bases}
-        key = context_digest(dockerfile, "\0".join(map(identity, bases.values())))
+        key = context_digest(dockerfile, "\0".join(map(_base_key, bases.values())))
 
         def make(target: Path) -> LayeredImage:
             if self.builder is None:
@@ -227,39 +220,32 @@ class Images:
             files = {name: str(path) for name, path in bases.items()}
             return self.builder.build(dockerfile, files, self.store.layers, min(timeout_s, MAX_BUILD_S), self._say_step)
 
-        return self._made(key, str(dockerfile.path), make, build=build)
+        return self._find_or_make(key, str(dockerfile.path), make, build=build)
 
     def resolve_source(self, source: str, where: str) -> Path:
-        """The image file of an address, or of a path relative to the working directory.
+        """Returns the image file of an address, or of a path relative to the working directory.
 
         Args:
-            where: what messages call the place that names it.
+            where: The origin of the name, for messages.
         """
         return self.resolve(source, ImageMapping({source: source}, Path.cwd(), where))
 
-    def resolve(
-        self,
-        name: str,
-        mapping: ImageMapping,
-        *,
-        build: bool = True,
-        task_path: str = "",
-    ) -> Path:
-        """The image file that ``mapping`` gives for ``name``."""
+    def resolve(self, name: str, mapping: ImageMapping, *, build: bool = True, task_path: str = "") -> Path:
+        """Returns the image file that ``mapping`` has for ``name``."""
         where = mapping.where
         try:
             source = match_name(name, mapping.names)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         if source is None:
-            place = f"{task_path}/task.toml" if os.path.isdir(task_path) else task_path
-            asked = f", which {place} asks for," if place else ""
+            requester = f"{task_path}/task.toml" if os.path.isdir(task_path) else task_path
+            requested = f", which {requester} asks for," if requester else ""
             raise ConfigError(
-                f"{where}: image {name!r}{asked} is not mapped; add {name!r}: followed by a SIF file, a definition "
+                f"{where}: image {name!r}{requested} is not mapped; add {name!r}: followed by a SIF file, a definition "
                 "file, a directory or a docker:// address"
             )
         if is_remote(source):
-            return self._made(
+            return self._find_or_make(
                 source_key(source),
                 source,
                 lambda target: pull(self.registries, source, target, self.store.layers, self.say, self._stopped),
@@ -271,22 +257,22 @@ class Images:
         if path.is_dir():
             return path
         if not path.is_file():
-            asked = "" if name == source else f"{name}: "
+            prefix = "" if name == source else f"{name}: "
             raise ConfigError(
-                f"{where}: {asked}{path}: no such file; expected a SIF, a .def file, a directory or docker://…"
+                f"{where}: {prefix}{path}: no such file; expected a SIF, a .def file, a directory or docker://…"
             )
         if path.suffix != ".def":
             return path
-        return self._made(
+        return self._find_or_make(
             definition_digest(path),
             str(path),
-            lambda target: build_definition(target, path, self._stopped),
+            lambda target: _build_definition(target, path, self._stopped),
             lambda: self.registries.check_definition(path),
             f"{where}: {name}",
             build=build,
         )
 
-    def _made(
+    def _find_or_make(
         self,
         key: str,
         source: str,
@@ -296,24 +282,68 @@ class Images:
         *,
         build: bool,
     ) -> Path:
-        """The image of ``key``, made if it is missing, which ``check`` may forbid, as is said with ``where``; with
-        ``build`` false a file that is not there yet is named."""
+        """Returns the image of ``key``. A missing one is made, or if ``build`` is false only named.
+
+        Args:
+            check: Raises :class:`SiteError` if a missing image must not be fetched.
+            where: Prefix of that error.
+        """
         key = key[:KEY_LENGTH]
-        found = self.store.find(key)
-        if found is None:
+        path = self.store.find(key)
+        if path is None:
             try:
                 check()
             except SiteError as error:
                 raise SiteError(f"{where}: {error}") from None
-        if found is None and build:
-            found = self.store.make(key, source, make)
-            if not is_layered(found):
-                with self._guard:
-                    self._sif_bytes += found.stat().st_size
-        self.used[key] = (source, found)
-        return found or self.store.root / "sha256" / f"{_NOT_BUILT}{key}.sif"
+            if build:
+                path = self.store.make(key, source, make)
+                if not is_layered(path):
+                    with self._guard:
+                        self._sif_bytes += path.stat().st_size
+        self.used[key] = (source, path)
+        return path or self.store.root / "sha256" / f"{_NOT_BUILT}{key}.sif"
 
 
 def source_key(source: str) -> str:
-    """The key of what an address gives, wherever it is fetched from."""
+    """Returns the key of the image of an address. It does not depend on mirrors."""
     return hashlib.sha256(f"remote\0{source}".encode()).hexdigest()[:KEY_LENGTH]
+
+
+def definition_digest(path: Path) -> str:
+    """Returns the SHA-256 of a definition file, its local base image and the files that it copies."""
+    text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    digest = hashlib.sha256(b"definition\0" + text.encode("utf-8", "surrogateescape"))
+    flags = re.IGNORECASE | re.MULTILINE
+    local = re.search(r"^\s*Bootstrap:\s*(localimage|oci-archive|docker-archive)\s*$", text, flags)
+    base = re.search(r"^\s*From:\s*(\S+)", text, flags)
+    if local and base:
+        digest.update(_base_key(path.parent / base[1]).encode())
+    section = ""
+    for line in text.splitlines():
+        if line.startswith("%"):
+            section = line.split()[0]
+        elif section == "%files" and line.strip() and not line.lstrip().startswith("#"):
+            source = path.parent / line.split()[0]
+            files = sorted(source.rglob("*")) if source.is_dir() else [source]
+            for file in files:
+                if file.is_file():
+                    name = file.relative_to(path.parent) if file.is_relative_to(path.parent) else file
+                    digest.update(f"\0{name}\0".encode())
+                    digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _base_key(path: Path) -> str:
+    """Returns what identifies a base image in a key: the digest in its name, or its path, size and mtime."""
+    try:
+        status = path.stat()
+    except OSError:
+        return path.name
+    return digest_in(path) or f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
+
+
+def _build_definition(target: Path, definition: Path, stopped: threading.Event) -> None:
+    """Builds a SIF at ``target``. Ends when ``stopped`` is set."""
+    # Relative paths in a definition file are relative to its directory.
+    options = ("--fakeroot", *apptainer_client.SIF_OPTIONS)
+    apptainer_client.build(find_apptainer(), target, str(definition), *options, cwd=definition.parent, stopped=stopped)

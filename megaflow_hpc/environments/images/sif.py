@@ -1,6 +1,6 @@
-"""What a SIF file says about itself, read from its first kilobytes: no process is started, nothing is mounted.
+"""Reads SIF files: root file system, metadata and sizes from the header, and the files by ``unsquashfs``.
 
-The header and its table of descriptors are those of the SIF format, version 1; the superblock is that of squashfs 4.0.
+The header and its descriptors follow the SIF format, version 1. The superblock is that of squashfs 4.0.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.errors import SandboxError, SiteError
+from megaflow_hpc.host.apptainer import clean_environment
 from megaflow_hpc.host.child import dies_with_parent
 from megaflow_hpc.host.files import open_directories, remove_tree
 
@@ -26,7 +27,7 @@ _SQUASHFS = 1
 _PRIMARY_SYSTEM = 2
 _SUPERBLOCK = struct.Struct("<IIIIIHHHHHHQQ")
 _SQUASHFS_MAGIC = 0x73717368
-
+_BLOCK = 4096
 
 _MAX_OBJECTS = 256
 _MAX_DOCUMENT_BYTES = 1 << 20
@@ -34,7 +35,7 @@ _MAX_DOCUMENT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _Object:
-    """One used row of a SIF's table: a type, where its bytes lie, and what its type adds."""
+    """One used descriptor of a SIF: a data type, the position of the data, and fields that depend on the type."""
 
     kind: int
     offset: int
@@ -45,7 +46,7 @@ class _Object:
 
 @dataclass(frozen=True)
 class SifPartition:
-    """The squashfs that holds an image's files. Sizes in bytes."""
+    """The squashfs with an image's files. Offset and size are in bytes."""
 
     offset: int
     size: int
@@ -53,107 +54,123 @@ class SifPartition:
 
 
 def system_partition(path: str | os.PathLike[str]) -> SifPartition:
-    """Returns where in a SIF its root file system lies.
+    """Returns the partition of a SIF that holds its root file system.
 
     Raises:
-        SandboxError: not a SIF, cut short, encrypted, or not of squashfs.
+        SandboxError: The file is not a SIF, is truncated or encrypted, or its file system is not squashfs.
     """
     try:
         with open(path, "rb") as file:
-            return _read(file.fileno(), str(path))
+            return _system_partition(file.fileno(), str(path))
     except (OSError, struct.error) as error:
         raise SandboxError(f"{path}: cannot be read as an image ({error}); build or pull it again") from error
 
 
-def _read(descriptor: int, name: str) -> SifPartition:
+def _system_partition(descriptor: int, name: str) -> SifPartition:
     total = os.fstat(descriptor).st_size
-    for found in _objects(descriptor, name):
-        filesystem, role = struct.unpack_from("<ii", found.extra)
-        if found.kind != _PARTITION or role != _PRIMARY_SYSTEM:
+    for each in _objects(descriptor, name):
+        filesystem, role = struct.unpack_from("<ii", each.extra)
+        if each.kind != _PARTITION or role != _PRIMARY_SYSTEM:
             continue
         if filesystem != _SQUASHFS:
             raise SandboxError(f"{name}: its root file system is not squashfs; build it without --encrypt")
-        end = found.offset + found.size
+        end = each.offset + each.size
         if end > total:
             raise SandboxError(f"{name}: {total} bytes, but its header speaks of {end}: it was cut short")
-        block = _SUPERBLOCK.unpack(os.pread(descriptor, _SUPERBLOCK.size, found.offset))
-        if block[0] != _SQUASHFS_MAGIC:
+        superblock = _SUPERBLOCK.unpack(os.pread(descriptor, _SUPERBLOCK.size, each.offset))
+        if superblock[0] != _SQUASHFS_MAGIC:
             raise SandboxError(
-                f"{name}: no squashfs at byte {found.offset}; the file is damaged, build or pull it again"
+                f"{name}: no squashfs at byte {each.offset}; the file is damaged, build or pull it again"
             )
-        return SifPartition(found.offset, found.size, block[1])
+        return SifPartition(each.offset, each.size, superblock[1])
     raise SandboxError(f"{name}: a SIF without a root file system; it holds data, not an image")
 
 
 def documents(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the JSON documents that Apptainer stores in a SIF beside the file system, by name.
+    """Returns the JSON documents that Apptainer stores in a SIF next to the file system, by name.
 
     Raises:
-        SandboxError: not a SIF.
-        OSError, ValueError, struct.error: it cannot be read.
+        SandboxError: The file is not a SIF.
+        OSError, ValueError, struct.error: The file cannot be read.
     """
     with open(path, "rb") as file:
         return {
-            found.name: json.loads(os.pread(file.fileno(), found.size, found.offset))
-            for found in _objects(file.fileno(), str(path))
-            if found.kind == _GENERIC_JSON and found.size <= _MAX_DOCUMENT_BYTES
+            each.name: json.loads(os.pread(file.fileno(), each.size, each.offset))
+            for each in _objects(file.fileno(), str(path))
+            if each.kind == _GENERIC_JSON and each.size <= _MAX_DOCUMENT_BYTES
         }
 
 
 def _objects(descriptor: int, name: str) -> Iterator[_Object]:
-    fields = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
-    if fields[1].rstrip(b"\0") != b"SIF_MAGIC":
+    header = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
+    if header[1].rstrip(b"\0") != b"SIF_MAGIC":
         raise SandboxError(f"{name}: not a SIF file; expected one that apptainer build or pull made")
-    count, start = fields[8], fields[9]
+    count, start = header[8], header[9]
     table = os.pread(descriptor, _DESCRIPTOR.size * min(max(count, 0), _MAX_OBJECTS), start)
     for row in range(len(table) // _DESCRIPTOR.size):
-        entry = _DESCRIPTOR.unpack_from(table, row * _DESCRIPTOR.size)
-        if entry[1]:
-            title = entry[12].split(b"\0")[0].decode("utf-8", "replace")
-            yield _Object(entry[0], entry[5], entry[6], title, entry[13])
+        fields = _DESCRIPTOR.unpack_from(table, row * _DESCRIPTOR.size)
+        is_used = fields[1]
+        if is_used:
+            title = fields[12].split(b"\0")[0].decode("utf-8", "replace")
+            yield _Object(fields[0], fields[5], fields[6], title, fields[13])
 
 
-def unpacked_bytes(path: str | os.PathLike[str], partition: SifPartition) -> int:
-    """Returns the bytes of an image's files once unpacked; estimated where ``unsquashfs`` is missing."""
-    program = shutil.which("unsquashfs")
-    if program:
-        done = subprocess.run(
-            [program, "-o", str(partition.offset), "-lln", os.fspath(path)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env={"PATH": os.environ.get("PATH", ""), "LC_ALL": "C"},
-            check=False,
-        )
-        if done.returncode == 0:
-            total = 0
-            for line in done.stdout.splitlines():
-                words = line.split(None, 3)  # mode, owner, size, the rest; a device has major,minor in place of a size
-                if len(words) == 4 and words[0][0] in "-d" and words[2].isdecimal():
-                    # A file system gives out blocks, and at least one for what is not empty.
-                    total += -(-int(words[2]) // 4096) * 4096 if words[0][0] == "-" else 4096
-            return total
-    return 3 * partition.size
+def run_unsquashfs(
+    partition: SifPartition, arguments: Sequence[str], prefix: Sequence[str] = ()
+) -> subprocess.CompletedProcess[bytes]:
+    """Runs ``unsquashfs`` on the root file system of a SIF. It ends with the thread that started it.
 
+    Args:
+        arguments: Further arguments: the options, then the SIF, then files.
+        prefix: An argv prefix that enters a namespace.
 
-def unpack(path: Path, target: Path, partition: SifPartition) -> bool:
-    """Unpacks an image's files below ``target``, owned by the caller, every directory writable by them.
-
-    Returns ``False``, and leaves nothing, where ``unsquashfs`` is missing or skipped something: Apptainer, which brings
-    its own, has to do it then. The program ends with the thread that started it.
+    Raises:
+        SiteError: The program is missing.
     """
     program = shutil.which("unsquashfs")
     if program is None:
-        return False
-    argv = [*dies_with_parent(), program, "-n", "-q", "-no-xattrs", "-processors", str(len(os.sched_getaffinity(0)))]
-    done = subprocess.run(
-        [*argv, "-o", str(partition.offset), "-d", str(target), str(path)],
+        raise SiteError("unsquashfs: not on PATH, which images are read with; install squashfs-tools")
+    return subprocess.run(
+        [*prefix, *dies_with_parent(), program, "-o", str(partition.offset), *arguments],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={"PATH": os.environ.get("PATH", "")},
+        capture_output=True,
+        env={**clean_environment(), "LC_ALL": "C", "TZ": "UTC"},
+        cwd="/",
         check=False,
     )
+
+
+def unpacked_bytes(path: str | os.PathLike[str], partition: SifPartition) -> int:
+    """Returns the bytes of an image's files once unpacked, or an estimate if ``unsquashfs`` is missing or fails."""
+    estimate = 3 * partition.size
+    try:
+        listed = run_unsquashfs(partition, ["-lln", os.path.abspath(path)])
+    except SiteError:
+        return estimate
+    if listed.returncode:
+        return estimate
+    total = 0
+    for line in listed.stdout.decode("utf-8", "replace").splitlines():
+        fields = line.split(None, 3)  # mode, owner, size, rest; a device has major,minor instead of a size
+        if len(fields) == 4 and fields[2].isdecimal():
+            if fields[0].startswith("-"):  # A file system allocates whole blocks.
+                total += -(-int(fields[2]) // _BLOCK) * _BLOCK
+            elif fields[0].startswith("d"):
+                total += _BLOCK
+    return total
+
+
+def unpack(path: Path, target: Path, partition: SifPartition) -> bool:
+    """Unpacks an image's files below ``target``. The caller owns them and can write to every directory.
+
+    Returns ``False`` and leaves nothing behind if ``unsquashfs`` is missing or skipped a file. Then use Apptainer,
+    which has its own.
+    """
+    options = ["-n", "-q", "-no-xattrs", "-processors", str(len(os.sched_getaffinity(0)))]
+    try:
+        done = run_unsquashfs(partition, [*options, "-d", str(target.absolute()), str(path.absolute())])
+    except SiteError:
+        return False
     if done.returncode:
         remove_tree(target)
         return False

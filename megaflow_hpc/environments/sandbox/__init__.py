@@ -1,8 +1,8 @@
 """One sandbox: a container over a read-only image, with a writable layer, limits and a network of its choice.
 
-A :class:`~.provider.ApptainerProvider` gets a :class:`~.spec.SandboxSpec` and hands out a running
-:class:`~.sandbox.ApptainerSandbox`, which executes commands, takes and gives files, and can be snapshot. Within it
-``commands`` runs commands in the container, ``limits`` holds it to its spec, ``rootfs`` makes its root of image and
-layer. Rollouts, verifiers and the janitor come in by :mod:`megaflow_hpc.environments` and by ``provider``, ``spec``,
-``snapshot``, ``probe`` and ``janitor``.
+A :class:`~.provider.ApptainerProvider` gets a :class:`~.spec.SandboxSpec` and returns a running
+:class:`~.sandbox.ApptainerSandbox`, which runs commands, copies files and takes snapshots. ``commands`` runs
+the commands in the container, ``limits`` enforces its spec, and ``rootfs`` builds its root file system. Rollouts,
+verifiers and the janitor import :mod:`megaflow_hpc.environments`, ``provider``, ``spec``, ``snapshot``, ``probe`` and
+``janitor``.
 """

@@ -10,8 +10,8 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.host.apptainer import CONTROL_DIR, only_by_root, unshare
 
 ROOT_MAY = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT")
-"""What uid 0 of a sandbox may, in its own namespaces only: as in Docker, so that scripts written for root run."""
-
+"""Capabilities of uid 0 of a sandbox, in its own namespaces only. They are Docker's, so scripts written for root
+run."""
 
 _SHARED = {
     "max_inotify_instances": "inotify/max_user_instances",
@@ -19,51 +19,55 @@ _SHARED = {
     "max_fanotify_groups": "fanotify/max_user_groups",
     "max_fanotify_marks": "fanotify/max_user_marks",
 }
-"""Limit of a user namespace → the limit of the user over all namespaces, as a path below ``/proc/sys/fs``."""
-_SHARE = 8
+"""Limit of a user namespace → the user's limit over all namespaces, as a path below ``/proc/sys/fs``."""
+_FRACTION = 8
 _NESTED = {f"max_{kind}_namespaces": 256 for kind in ("user", "mnt", "pid", "ipc", "net", "uts", "cgroup", "time")}
 
 
 @functools.cache
-def _shares() -> dict[str, int]:
+def _shared_limits() -> dict[str, int]:
     """Returns the limits of one sandbox: an eighth of the user's, so that no sandbox uses up all of them."""
-    found: dict[str, int] = {}
+    limits: dict[str, int] = {}
     for name, file in _SHARED.items():
         try:
             with open(f"/proc/sys/fs/{file}") as text:
-                found[name] = max(1, int(text.read()) // _SHARE)
-        except (OSError, ValueError):  # the kernel does not know it
+                limits[name] = max(1, int(text.read()) // _FRACTION)
+        except (OSError, ValueError):  # this kernel does not have the limit
             continue
-    return found
+    return limits
 
 
-def bounds(spec: SandboxSpec) -> Mapping[str, int]:
+def namespace_limits(spec: SandboxSpec) -> Mapping[str, int]:
     """Returns the limits of a sandbox's outermost user namespace, by their name in ``/proc/sys/user``.
 
     In a user namespace of its own, a process could mount memory that no limit counts, and reach kernel code that is
-    reserved for root. So a sandbox gets only the namespaces that its start needs: for uid 0 none, for another uid its
-    own and Apptainer's. No process in the sandbox can raise a limit.
+    reserved for root. So a sandbox gets only the namespaces that its start needs: none for uid 0, and two for another
+    uid: its own and Apptainer's. No process in the sandbox can raise a limit.
     """
-    return {**_shares(), **(_NESTED if spec.nested else {"max_user_namespaces": 0 if spec.as_root else 2})}
+    if spec.nested:
+        return {**_shared_limits(), **_NESTED}
+    return {**_shared_limits(), "max_user_namespaces": 0 if spec.as_root else 2}
 
 
-def bounded(spec: SandboxSpec) -> str:
-    """Returns the shell line with which root of a sandbox's outermost user namespace sets :func:`bounds`. It has no
-    effect if ``/proc/sys`` is read-only."""
-    lines = "".join(f"echo {number} >/proc/sys/user/{name}; " for name, number in bounds(spec).items())
+def set_namespace_limits(spec: SandboxSpec) -> str:
+    """Returns shell code that sets :func:`namespace_limits` as root of the outermost user namespace.
+
+    It has no effect if ``/proc/sys`` is read-only.
+    """
+    lines = "".join(f"echo {number} >/proc/sys/user/{name}; " for name, number in namespace_limits(spec).items())
     return f"{{ {lines}}} 2>/dev/null; "
 
 
 def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
-    """Returns the argv prefix by which Apptainer starts as uid 0 of a user namespace; empty where it is not to.
+    """Returns the argv prefix that starts Apptainer as uid 0 of a user namespace; empty if it must not.
 
-    ``--fakeroot`` does the same by starting a second Apptainer and keeping the first: 40 ms and 9 MB per sandbox.
+    ``--fakeroot`` does the same with a second Apptainer that keeps running: 40 ms and 9 MB per sandbox.
     """
     return _outermost(spec) if spec.as_root else ()
 
 
 def namespace_user(spec: SandboxSpec) -> tuple[str, ...]:
-    """Returns the argv prefix by which Apptainer starts as this user in a user namespace below one that is bounded."""
+    """Returns the argv prefix that starts Apptainer as this user in a user namespace below a limited one."""
     prefix = () if spec.as_root else _outermost(spec)
     return (*prefix, *as_user()) if prefix else ()
 
@@ -71,11 +75,11 @@ def namespace_user(spec: SandboxSpec) -> tuple[str, ...]:
 def _outermost(spec: SandboxSpec) -> tuple[str, ...]:
     if os.geteuid() == 0 or not unshare():
         return ()
-    return (*unshare(), "/bin/sh", "-c", f'{bounded(spec)}exec "$@"', "sh")
+    return (*unshare(), "/bin/sh", "-c", f'{set_namespace_limits(spec)}exec "$@"', "sh")
 
 
 def as_user() -> tuple[str, ...]:
-    """Returns the argv prefix by which root of a user namespace becomes this user again, in one more."""
+    """Returns the argv prefix by which root of a user namespace becomes this user again, in another namespace."""
     return (unshare()[0], "--user", f"--map-user={os.getuid()}", f"--map-group={os.getgid()}", "--")
 
 
@@ -84,9 +88,9 @@ def exec_argv(
 ) -> list[str]:
     """Returns the command line of a sandbox's one container process.
 
-    ``--no-init`` makes the runner PID 1 of the container, which no process inside can kill. The caller becomes uid 0 by
-    :func:`namespace_root`, else by ``--fakeroot`` without subordinate ids: every file stays owned by the caller.
-    ``/tmp`` is left to the overlay: it lasts as long as the sandbox, is not held in memory and has no 64 MB limit.
+    ``--no-init`` makes the runner PID 1 of the container, which no process inside can kill. The caller becomes uid 0
+    through :func:`namespace_root`, or through ``--fakeroot`` without subordinate ids, so it owns every file. ``/tmp``
+    is part of the overlay: it lasts as long as the sandbox, takes no memory and has no limit of 64 MB.
     """
     argv = [apptainer, "-q", "exec", "--containall", "--cleanenv", "--no-home", "--no-eval", "--no-init", "--no-privs"]
     argv += ["--no-mount", "tmp,bind-paths", "--pwd", "/"]
@@ -100,7 +104,7 @@ def exec_argv(
         argv += ["--userns"]
     if spec.network != "host":
         argv += ["--net", "--network", "none"]
-    # Without an overlay of Apptainer's the root is written to as it is: it is one already.
+    # Without an overlay of Apptainer's the root itself is writable: it is an overlay already, or a copy.
     argv += ["--overlay", overlay] if overlay is not None else ["--writable"]
     argv += ["--bind", f"{control}:{CONTROL_DIR}:ro"]
     for bind in spec.binds:

@@ -1,39 +1,52 @@
-"""This process's Python in so few files that any container can run it: for a helper in an image that has nothing.
+"""A copy of this process's Python that runs in any container, for helper programs in images that have no Python.
 
 ::
 
     PREPARED/  python  loader  libraries/…  lib/python3.N/{encodings/…, lib-dynload/_socket…}
 
-The loader of the C library is started by its path, with the directory of the libraries that Python was linked with; so
-neither the image's loader nor its C library matters. Ten files and some 10 MB, made once per node; a sandbox gets hard
-links to them in its control directory, which is read-only inside.
+The C library's loader is started by its path, with the directory of the libraries that Python was linked with. So the
+image's own loader and C library do not matter. The copy is ten files of some 10 MB, made once per node. A sandbox gets
+hard links to them in its control directory, which is read-only inside.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import importlib.util
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.types import ExecResult
+
+Exec = Callable[..., Awaitable[ExecResult]]
+"""Runs a command in the sandbox: :meth:`.ApptainerSandbox.exec`."""
+
+ANSWER_S = 20.0
+"""Seconds in which a helper must pass its descriptor."""
 
 NAME = "python"
 """Name of the interpreter's directory in a control directory."""
+_SOCKET = "helper"
+"""Name of the socket of a helper in a control directory."""
 
 _MODULES = ("_socket", "_ctypes", "_struct", "fcntl")
 _PURE = ("types.py", "struct.py", "ctypes/__init__.py", "ctypes/_endian.py")
-"""What helpers import beyond what is built in; of a module that is, no file is needed."""
+"""Modules that helpers import. A module that is built into the interpreter needs no file."""
 _ENCODINGS = ("__init__", "aliases", "ascii", "latin_1", "utf_8")
-"""Modules of ``encodings`` without which an interpreter does not start."""
+"""Modules of ``encodings`` that an interpreter needs to start."""
 
 
 @functools.cache
@@ -41,12 +54,16 @@ def _parts() -> tuple[tuple[str, str], ...]:
     """Returns pairs of a path in the prepared directory and a file of this machine.
 
     Raises:
-        OSError: this Python cannot be taken along.
+        OSError: this Python cannot be copied.
     """
     program = os.path.realpath(sys.executable)
-    modules = [spec.origin for name in _MODULES if (spec := importlib.util.find_spec(name)) and spec.has_location]
+    modules = []
+    for name in _MODULES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.has_location:
+            modules.append(str(spec.origin))
     parts = [("python", program)]
-    for file in (program, *map(str, modules)):
+    for file in (program, *modules):
         listed = subprocess.run(["ldd", file], capture_output=True, text=True, check=False, timeout=20)
         for name, arrow, path in re.findall(r"^\s*(\S+)(?: (=>) (\S+))? \(0x", listed.stdout, re.MULTILINE):
             if arrow:
@@ -54,11 +71,11 @@ def _parts() -> tuple[tuple[str, str], ...]:
             elif name.startswith("/"):
                 parts.append(("loader", os.path.realpath(name)))
         if "not found" in listed.stdout:
-            raise OSError(f"{file}: a library of it was not found by ldd")
+            raise OSError(f"{file}: ldd did not find one of its libraries")
     if "loader" not in dict(parts):
-        raise OSError(f"{program}: not linked dynamically; its loader is not known")
+        raise OSError(f"{program}: not linked dynamically, so it has no loader")
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    for path in map(str, modules):
+    for path in modules:
         parts.append((f"{sys.platlibdir}/{version}/lib-dynload/{os.path.basename(path)}", path))
     for name in _ENCODINGS:
         path = os.path.join(os.path.dirname(os.__file__), "encodings", f"{name}.py")
@@ -69,7 +86,7 @@ def _parts() -> tuple[tuple[str, str], ...]:
 
 
 def why_not() -> str:
-    """Returns why no helper can be run in any image; empty if one can."""
+    """Returns why helpers cannot run in every image; empty if they can."""
     try:
         _parts()
     except (OSError, subprocess.SubprocessError) as error:
@@ -81,16 +98,16 @@ def prepare(scratch: str | os.PathLike[str]) -> Path:
     """Returns the interpreter's directory on this node's scratch; makes it if it is missing.
 
     Raises:
-        SandboxError: it cannot be made.
+        SandboxError: it cannot be created.
     """
     try:
-        stamp = [(place, path, os.stat(path).st_mtime_ns) for place, path in _parts()]
+        stamp = [(name, path, os.stat(path).st_mtime_ns) for name, path in _parts()]
         home = Path(scratch, "python-" + hashlib.sha256(repr(stamp).encode()).hexdigest()[:12])
         if home.is_dir():
             return home
         partial = Path(tempfile.mkdtemp(prefix="python-new-", dir=scratch))
-        for place, path in _parts():
-            target = partial / place
+        for name, path in _parts():
+            target = partial / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
             target.chmod(0o555)
@@ -101,7 +118,9 @@ def prepare(scratch: str | os.PathLike[str]) -> Path:
             if not home.is_dir():
                 raise
     except (OSError, subprocess.SubprocessError) as error:
-        raise SandboxError(f"{scratch}: the Python of helpers in sandboxes cannot be made there ({error})") from error
+        raise SandboxError(
+            f"{scratch}: the Python of helpers in sandboxes cannot be created there ({error})"
+        ) from error
     return home
 
 
@@ -113,12 +132,101 @@ def link_into(home: Path, control: Path) -> None:
     try:
         shutil.copytree(home, target, copy_function=os.link)
     except (OSError, shutil.Error) as error:
-        raise SandboxError(f"{target}: cannot be made ({error}); see that scratch is not full") from error
+        raise SandboxError(f"{target}: cannot be created ({error}); check that scratch is not full") from error
 
 
-def command(control_inside: str, program: str) -> tuple[Sequence[str], dict[str, str]]:
-    """Returns the argv prefix that runs a Python program in the container, whose arguments follow, and its
-    environment."""
-    home = f"{control_inside}/{NAME}"
-    words = [f"{home}/loader", "--library-path", f"{home}/libraries", f"{home}/python", "-s", "-S", "-B", "-c", program]
-    return words, {"PYTHONHOME": home, "PYTHONPATH": "", "LD_PRELOAD": ""}
+def command(program: str) -> tuple[list[str], dict[str, str]]:
+    """Returns the argv prefix that runs a Python program in a container, and its environment."""
+    home = f"{CONTROL_DIR}/{NAME}"
+    argv = [f"{home}/loader", "--library-path", f"{home}/libraries", f"{home}/python", "-s", "-S", "-B", "-c", program]
+    return argv, {"PYTHONHOME": home, "PYTHONPATH": "", "LD_PRELOAD": ""}
+
+
+async def run_and_receive(
+    run: Exec,
+    control: str,
+    interpreter: Path,
+    program: str,
+    arguments: Sequence[str],
+    *,
+    is_wanted: Callable[[int], bool],
+    what: str,
+    env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
+) -> tuple[int, asyncio.Task[ExecResult]]:
+    """Runs a program as a command of the sandbox, and returns the descriptor that it passes out and the command.
+
+    Its first argument is the path of a Unix socket in the control directory. It connects there and sends the
+    descriptor.
+
+    Args:
+        run: runs a command of the sandbox.
+        control: the container's control directory on the host.
+        interpreter: the prepared interpreter (:func:`prepare`).
+        is_wanted: checks a descriptor, because every process of the sandbox can connect to the socket.
+        what: names the descriptor in an error.
+
+    Raises:
+        SandboxError: no descriptor came; quotes the last line of the program's standard error.
+    """
+    await asyncio.to_thread(link_into, interpreter, Path(control))
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    directory = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        server.bind(f"/proc/self/fd/{directory}/{_SOCKET}")  # the real path may be too long for a socket
+        server.listen(1)
+        server.setblocking(False)
+        argv, variables = command(program)
+        words = [*argv, f"{CONTROL_DIR}/{_SOCKET}", *arguments]
+        running = asyncio.ensure_future(run(words, cwd=cwd, env={**(env or {}), **variables}, output_limit=4096))
+        try:
+            descriptor = await _accept_and_receive(server, running, is_wanted)
+            if descriptor is None:
+                await asyncio.wait((running,), timeout=1.0)
+                errors = running.result().stderr.strip().splitlines() if running.done() else []
+                raise SandboxError(f"no {what} in the sandbox: {errors[-1] if errors else 'no answer'}")
+        except BaseException:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            raise
+    finally:
+        server.close()
+        with suppress(FileNotFoundError):
+            os.unlink(_SOCKET, dir_fd=directory)
+        os.close(directory)
+    return descriptor, running
+
+
+async def _accept_and_receive(
+    server: socket.socket, running: asyncio.Task[ExecResult], is_wanted: Callable[[int], bool]
+) -> int | None:
+    accepting = asyncio.ensure_future(asyncio.get_running_loop().sock_accept(server))
+    try:
+        await asyncio.wait((accepting, running), timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+        if not accepting.done():
+            # A program that ends at once may have connected before its end was noticed.
+            await asyncio.wait((accepting,), timeout=0.1)
+        if not accepting.done():
+            return None
+        connection, _ = accepting.result()
+    finally:
+        accepting.cancel()
+    with connection:
+        connection.settimeout(ANSWER_S)
+        try:
+            return await asyncio.to_thread(receive_descriptor, connection, is_wanted)
+        except OSError:
+            return None
+
+
+def receive_descriptor(connection: socket.socket, is_wanted: Callable[[int], bool]) -> int | None:
+    """Returns the first wanted descriptor that the other side passes; closes every other one."""
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 4)
+    wanted = None
+    for descriptor in descriptors:
+        if wanted is None and is_wanted(descriptor):
+            os.set_inheritable(descriptor, False)
+            wanted = descriptor
+        else:
+            os.close(descriptor)
+    return wanted

@@ -1,7 +1,7 @@
-"""Removes what a killed owner left on a node: its containers' processes, by identity, and its scratch.
+"""Cleans up after killed owners of sandboxes: ends their containers' processes and removes their scratch directories.
 
-The kernel ends a sandbox's processes with its owner in nearly every case; the janitor is for the rest, and for the
-directories. A directory of an owner that lives is never touched.
+In nearly every case the kernel ends a sandbox's processes with its owner. The janitor ends the others. It never touches
+a directory of a living owner.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from megaflow_hpc.host.process import Identity, descendants
 def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
     """Removes dead owners from ``SCRATCH/owners``, and their unfinished copies from the cache of images.
 
-    The files there say which processes are killed and what is removed. So a directory that another user may have
-    written to is left alone.
+    The files there name the processes to kill. So a directory that another user may have written to is left alone.
 
     Returns:
-        ``owners``, ``sandboxes`` and ``processes`` ended or removed, and ``left``: directories that could not be.
+        The numbers of ``owners``, ``sandboxes`` and ``processes`` that were removed or ended, and of directories that
+        could not be removed (``left``).
 
     Raises:
-        SiteError: ``scratch`` is not this user's, or others may write there.
+        SiteError: ``scratch`` belongs to another user, or other users may write there.
     """
     counts = {"owners": 0, "sandboxes": 0, "processes": 0, "left": 0}
     if not os.path.lexists(scratch):
         return counts
     if not is_private(scratch):
         raise SiteError(f"{scratch}: not a directory of this user's alone; others may have put something there")
-    if is_private(cache := Path(scratch) / "cache"):
+    cache = Path(scratch) / "cache"
+    if is_private(cache):
         with suppress(OSError):
             index.tidy(cache)
     if not is_private(Path(scratch) / "owners"):
@@ -64,16 +65,17 @@ def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def _end(sandbox: Path) -> int:
-    """Ends the container of a sandbox's directory; the number of processes that were found."""
+    """Ends the container of a sandbox's directory. Returns the number of its processes."""
     try:
         identity = Identity.parse((sandbox / "owner").read_text(errors="replace").strip())
     except OSError:
         return 0
     if identity is None or not identity.alive():
         return 0
-    found = 1 + sum(1 for _ in descendants(identity.pid))
-    init = namespace_init(identity.pid)  # none if this is it: then all the rest ends with it
-    if init is not None and (first := Identity.of(init)):
+    count = 1 + sum(1 for _ in descendants(identity.pid))
+    init = namespace_init(identity.pid)  # None if this process is PID 1 itself, whose end ends all others
+    first = Identity.of(init) if init is not None else None
+    if first is not None:
         first.kill()
     identity.kill()
-    return found
+    return count

@@ -8,38 +8,31 @@ way      how                                                     where
 =======  ======================================================  ==============================================
 nsenter  it enters the container's namespaces from outside       user namespaces work (setuid Apptainer or not)
 helper   it runs as a command of the sandbox, and passes the     only root's rights start containers: namespaces
-         descriptor over a Unix socket in the control directory  are root's, and nobody else may enter them
+         descriptor over a Unix socket in the control directory  are root's, and no other user may enter them
 =======  ======================================================  ==============================================
 
-The second brings its interpreter along, since an image may have none: this process's own Python with its C library,
-linked or copied once per node (:mod:`.helper_python`) and started by its own loader, whatever C library the image has.
+The second way needs no Python in the image (:mod:`.helper_python`).
 """
 
 from __future__ import annotations
 
-import array
 import asyncio
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.environments.sandbox.commands.container import Container
-from megaflow_hpc.environments.sandbox.without import VARIABLE, is_without
+from megaflow_hpc.environments.sandbox.spec import WITHOUT_VARIABLE, is_without
 from megaflow_hpc.errors import SandboxError
-from megaflow_hpc.host.apptainer import CONTROL_DIR
-from megaflow_hpc.types import ExecResult
-
-Exec = Callable[..., Awaitable[ExecResult]]
-"""Runs a command in the sandbox: :meth:`.SandboxFiles.exec`."""
 
 Way = Literal["nsenter", "helper", ""]
-LISTEN_S = 20.0
 
 _BIND = """
 inside = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -62,7 +55,7 @@ def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
         no_namespaces: why there are no user namespaces; empty if there are.
     """
     if is_without("nsenter"):
-        not_from_outside = f"{VARIABLE} names nsenter"
+        not_from_outside = f"{WITHOUT_VARIABLE} names nsenter"
     elif shutil.which("nsenter") is None:
         not_from_outside = "nsenter is not on PATH"
     else:
@@ -74,12 +67,38 @@ def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
     return "helper", ""
 
 
-async def listen_inside(pid: int, port: int, timeout_s: float = LISTEN_S) -> socket.socket:
-    """Returns a non-blocking listening socket on 127.0.0.1:``port`` of the network namespace of process ``pid``."""
-    return await asyncio.to_thread(_enter, pid, port, timeout_s)
+async def listen(
+    container: Container, run: helper_python.Exec, interpreter: Callable[[], Path] | None, port: int
+) -> socket.socket:
+    """Returns a non-blocking listening socket on 127.0.0.1:``port`` as seen inside of a container.
+
+    Args:
+        interpreter: prepares the interpreter of a helper inside; ``None`` binds the listener from outside.
+    """
+    if interpreter is not None:
+        home = await asyncio.to_thread(interpreter)
+        descriptor, running = await helper_python.run_and_receive(
+            run,
+            container.control,
+            home,
+            _FROM_WITHIN,
+            [str(port)],
+            is_wanted=_is_listener,
+            what=f"listener on port {port}",
+            cwd="/",
+        )
+        await running
+    elif container.init is None:
+        raise SandboxError("the container's first process cannot be found below /proc; use network 'host'")
+    else:
+        descriptor = await asyncio.to_thread(_listen_from_outside, container.init.pid, port)
+    listener = socket.socket(fileno=descriptor)
+    listener.setblocking(False)
+    return listener
 
 
-def _enter(pid: int, port: int, timeout_s: float) -> socket.socket:
+def _listen_from_outside(pid: int, port: int) -> int:
+    """Returns the descriptor of a listening socket in the network namespace of process ``pid``."""
     nsenter = shutil.which("nsenter")
     if nsenter is None:
         raise SandboxError(
@@ -97,91 +116,21 @@ def _enter(pid: int, port: int, timeout_s: float) -> socket.socket:
             env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
         )
         theirs.close()
-        ours.settimeout(timeout_s)
+        ours.settimeout(helper_python.ANSWER_S)
         try:
-            listener = _receive(ours)
+            descriptor = helper_python.receive_descriptor(ours, _is_listener)
         except TimeoutError:
-            listener = None
+            descriptor = None
             process.kill()
-        _, said = process.communicate()
-    if listener is None:
-        raise SandboxError(f"no listener on port {port} in the sandbox: {_last(said.decode('utf-8', 'replace'))}")
-    return listener
+        _, errors = process.communicate()
+    if descriptor is None:
+        lines = errors.decode("utf-8", "replace").strip().splitlines()
+        raise SandboxError(f"no listener on port {port} in the sandbox: {lines[-1] if lines else 'no answer'}")
+    return descriptor
 
 
-async def listen(container: Container, run: Exec, interpreter: Callable[[], Path] | None, port: int) -> socket.socket:
-    """Returns a listening socket on 127.0.0.1:``port`` as seen inside of a container.
-
-    Args:
-        interpreter: prepares the interpreter of a helper inside; ``None`` binds the listener from outside.
-    """
-    if interpreter is not None:
-        return await listen_by_helper(run, container.control, await asyncio.to_thread(interpreter), port)
-    if container.init is None:
-        raise SandboxError("the container's first process cannot be found below /proc; use network 'host'")
-    return await listen_inside(container.init.pid, port)
-
-
-async def listen_by_helper(run: Exec, control: str, interpreter: Path, port: int) -> socket.socket:
-    """Returns a listening socket as :func:`listen_inside` does, by a command of the sandbox.
-
-    Args:
-        control: the container's control directory on the host; it gets the interpreter, and for a moment a socket.
-        interpreter: the interpreter (:func:`.helper_python.prepare`).
-    """
-    name = "listen"
-    await asyncio.to_thread(helper_python.link_into, interpreter, Path(control))
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    directory = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        server.bind(
-            f"/proc/self/fd/{directory}/{name}"
-        )  # the directory's own path may be longer than a socket's may be
-        server.listen(1)
-        argv, env = helper_python.command(CONTROL_DIR, _FROM_WITHIN)
-        done = await run([*argv, f"{CONTROL_DIR}/{name}", str(port)], cwd="/", env=env, timeout_s=LISTEN_S)
-        server.setblocking(False)
-        try:
-            connection, _ = server.accept()
-        except BlockingIOError:
-            raise SandboxError(f"no listener on port {port} in the sandbox: {_last(done.stderr)}") from None
-        with connection:
-            connection.settimeout(1.0)
-            listener = _receive(connection)
-    finally:
-        server.close()
-        os.unlink(name, dir_fd=directory)
-        os.close(directory)
-    if listener is None:
-        raise SandboxError(f"no listener on port {port} in the sandbox: {_last(done.stderr)}")
-    return listener
-
-
-def _receive(connection: socket.socket) -> socket.socket | None:
-    """The listening socket that the other side passes; whatever else it passes is closed."""
-    descriptors = array.array("i")
-    space = socket.CMSG_SPACE(4 * descriptors.itemsize)
-    _, ancillary, _, _ = connection.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    found = None
-    for descriptor in descriptors:
-        try:
-            passed = socket.socket(fileno=descriptor)
-        except OSError:
-            os.close(descriptor)
-            continue
-        is_listener = passed.family == socket.AF_INET and passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if found is None and is_listener:
-            found = passed
-        else:
-            passed.close()
-    if found is not None:
-        found.set_inheritable(False)
-        found.setblocking(False)
-    return found
-
-
-def _last(said: str) -> str:
-    return (said.strip().splitlines() or ["no answer"])[-1]
+def _is_listener(descriptor: int) -> bool:
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as passed:
+        return passed.family == socket.AF_INET and bool(passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

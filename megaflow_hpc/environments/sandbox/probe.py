@@ -1,7 +1,8 @@
-"""What this node's Apptainer, kernel and scratch can do, found out by doing it: a container of nothing but the host's
-own ``/usr`` is started with every option that sandboxes use, and only if that fails each option alone is asked for.
-It takes about a third of a second. The answer is kept per node in ``SCRATCH/site.json``, until the node boots anew or
-Apptainer changes.
+"""Tests what this node's Apptainer, kernel and scratch can do.
+
+The probe starts a container of the host's own ``/usr`` with every option that sandboxes use. Only if that fails does it
+try each option alone. It takes about a third of a second. The result is cached per node in ``SCRATCH/site.json`` until
+the node reboots or Apptainer changes.
 """
 
 from __future__ import annotations
@@ -34,41 +35,41 @@ from megaflow_hpc.host.process import boot_id, node_name
 
 FORMAT = 4
 PROBE_S = 20.0
-"""For one container of the probe; a node that needs longer has none to offer."""
+"""Seconds in which a container of the probe must end."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A node's answer. A text that says why something cannot be done is empty where it can."""
+    """Capabilities of a node. A text that explains why something is impossible is empty if it is possible."""
 
     apptainer: str
     version: str
     setuid: bool
-    """Containers are started by a program with root's rights; else all is done in user namespaces."""
+    """True if a program with root's rights starts containers. Otherwise Apptainer uses user namespaces."""
     container: str
     """Why no container starts at all."""
     overlay: str
-    """Why no overlay's writable layer can lie on this scratch: sandboxes are copies of their images then."""
+    """Why no overlay's writable layer can be on this scratch. Sandboxes are copies of their images then."""
     overlay_by: Literal["kernel", "fuse-overlayfs", ""]
     copy: str
-    """Why a sandbox cannot be a copy of its image; asked only where there is no overlay."""
+    """Why a sandbox cannot be a copy of its image. Tested only without an overlay."""
     private_network: str
-    """Why there is no network ``none``."""
+    """Why network ``none`` is unavailable."""
     gateway: str
-    """Why there is no network ``gateway``."""
+    """Why network ``gateway`` is unavailable."""
     gateway_by: Literal["nsenter", "helper", ""]
     """How a listener gets into a private network (network.py)."""
     user_namespaces: str
     kernel: str
     processes: str
-    """Why the number of processes is not bounded by the kernel."""
+    """Why the kernel does not limit the number of processes."""
     calls: str
-    """Why sandboxes are refused no system call (commands/launcher.py)."""
+    """Why no filter refuses system calls to sandboxes (commands/launcher.py)."""
     cgroup: str
-    """The delegated cgroup; empty: there is none."""
+    """The delegated cgroup; empty if the site delegates none."""
 
     def refuses(self, network: str) -> str:
-        """Returns why no sandbox with this network can be had here; empty if it can."""
+        """Returns why no sandbox with this network can start here; empty if it can."""
         if self.container:
             return f"containers do not start: {self.container}"
         if self.overlay and self.copy:
@@ -79,22 +80,28 @@ class Site:
 
 
 def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
-    """Asks the node what it can do; ``scratch`` is where writable layers would lie. Leaves nothing behind.
+    """Tests what the node can do. Leaves nothing behind.
 
-    Raises :class:`SiteError` where there is no Apptainer, or scratch cannot be written.
+    Args:
+        scratch: directory of writable layers.
+
+    Raises:
+        SiteError: Apptainer is missing, or scratch is not writable.
     """
     apptainer = apptainer or find_apptainer()
     namespaces = _failure_of(["unshare", "--user", "--map-root-user", "--mount", "true"])
     setuid = is_setuid(apptainer)
     try:
-        where = tempfile.mkdtemp(prefix="probe-", dir=scratch)
+        temporary = tempfile.mkdtemp(prefix="probe-", dir=scratch)
     except OSError as error:
         raise SiteError(f"{scratch}: not writable ({error.strerror}); set MEGAFLOW_SCRATCH") from error
+    overlay_by: Literal["kernel", "fuse-overlayfs", ""] = ""
     try:
-        container, overlay, copy, network = _try_containers(apptainer, where)
-        overlay_by = "" if overlay else ("fuse-overlayfs" if _kernel_overlay(where) else "kernel")
+        container, overlay, copy, network = _try_containers(apptainer, temporary)
+        if not overlay:
+            overlay_by = "fuse-overlayfs" if _kernel_overlay(temporary) else "kernel"
     finally:
-        remove_tree(where)
+        remove_tree(temporary)
     gateway_by: Literal["nsenter", "helper", ""] = ""
     gateway = network
     if not gateway:
@@ -108,7 +115,7 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
         setuid=setuid,
         container=container,
         overlay=overlay,
-        overlay_by=overlay_by,  # type: ignore[arg-type]
+        overlay_by=overlay_by,
         copy=copy,
         private_network=network,
         gateway=gateway,
@@ -122,26 +129,26 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
 
 
 def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
-    """Returns what :func:`probe` found, which is asked once per node and boot."""
+    """Returns the result of :func:`probe`, which runs once per node and boot."""
     apptainer = apptainer or find_apptainer()
-    place = Path(scratch) / "site.json"
+    cache = Path(scratch) / "site.json"
     stamp = _stamp(apptainer)
     try:
-        kept = json.loads(place.read_text())
+        kept = json.loads(cache.read_text())
         if kept["stamp"] == stamp:
             return Site(**kept["site"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # never asked, of another boot or version, or half a file: ask
+        pass  # missing, of another boot or version, or incomplete
     site = probe(scratch, apptainer)
-    write_atomic(place, json.dumps({"stamp": stamp, "site": asdict(site)}))
+    write_atomic(cache, json.dumps({"stamp": stamp, "site": asdict(site)}))
     return site
 
 
 def require(networks: Iterable[str], scratch: str | os.PathLike[str]) -> None:
-    """Refuses a campaign whose sandboxes this site cannot give, before anything is queued.
+    """Refuses a campaign whose sandboxes cannot start at this site, before anything is queued.
 
-    ``MEGAFLOW_SITE_CHECK=0`` skips it: for login nodes that can do less than the nodes the jobs run on. Where there is
-    no Apptainer at all nothing is asked, for the same reason.
+    ``MEGAFLOW_SITE_CHECK=0`` skips the check, for login nodes that can do less than the nodes of the jobs. Without
+    Apptainer there is no check either, for the same reason.
 
     Raises:
         SiteError: names the network, the reason and the remedy.
@@ -172,7 +179,7 @@ def _stamp(apptainer: str) -> list[object]:
 
 
 def is_setuid(apptainer: str) -> bool:
-    """Whether this Apptainer was installed with its setuid starter (``apptainer buildcfg``), and it has its bit."""
+    """Returns whether this Apptainer has a starter with the setuid bit (``apptainer buildcfg`` names its directory)."""
     try:
         done = subprocess.run(
             [apptainer, "buildcfg"],
@@ -189,28 +196,28 @@ def is_setuid(apptainer: str) -> bool:
         for name in ("apptainer", "singularity"):
             starter = Path(base or "/nowhere", name, "bin", "starter-suid")
             try:
-                found = starter.stat()
+                status = starter.stat()
             except OSError:
                 continue
-            if found.st_mode & stat.S_ISUID and found.st_uid == 0:
+            if status.st_mode & stat.S_ISUID and status.st_uid == 0:
                 return True
     return False
 
 
 def _unfiltered(namespaces: str) -> str:
-    """Why sandboxes get every system call."""
+    """Returns why sandboxes get every system call; empty if a filter refuses some."""
     if namespaces:
         return f"no user namespaces, without which a filter would take Apptainer's rights: {namespaces}"
-    filtered = launcher(filtered=True)
-    held = filtered.call(lambda: filtered.refuses)
-    return "" if held else f"the kernel takes no filter, or its calls are not known here for {os.uname().machine}"
+    if launcher(filtered=True).holds_filter():
+        return ""
+    return f"the kernel takes no filter, or its calls are not known here for {os.uname().machine}"
 
 
 # --- containers of the probe ----------------------------------------------------------------------------------------
 
 
 def _try_containers(apptainer: str, where: str) -> tuple[str, str, str, str]:
-    """Why not: (any container, an overlay's layer on scratch, a copy of the image there, a network of its own)."""
+    """Returns why each is impossible: a container, an overlay on scratch, a copy of the image, a private network."""
     root = Path(where, "root")
     binds = _host_image(root)
     control = Path(where, "control")
@@ -243,7 +250,7 @@ def _try_containers(apptainer: str, where: str) -> tuple[str, str, str, str]:
 
 
 def _host_image(root: Path) -> list[str]:
-    """An image of empty directories, and the binds that put the host's programs into it."""
+    """Creates an image of empty directories; returns the binds that put the host's programs into it."""
     for name in ("dev", "proc", "sys", "tmp", "etc", "root", ".megaflow"):
         (root / name).mkdir(parents=True)
     for name in ("passwd", "group", "hosts", "resolv.conf"):
@@ -260,7 +267,7 @@ def _host_image(root: Path) -> list[str]:
 
 
 def _kernel_overlay(where: str) -> str:
-    """Why an ordinary user gets no overlay from the kernel with its upper directory on this file system."""
+    """Returns why an ordinary user cannot mount a kernel overlay with its upper directory on this file system."""
     for name in ("lower", "upper", "work", "merged"):
         Path(where, name).mkdir()
     options = ",".join(f"{key}dir={where}/{key}" for key in ("lower", "upper", "work"))
@@ -269,7 +276,7 @@ def _kernel_overlay(where: str) -> str:
 
 
 def _failure_of(argv: Sequence[str], temporary: str | None = None) -> str:
-    """What a program died of; empty if it did not."""
+    """Returns why a program failed; empty if it did not."""
     try:
         done = subprocess.run(
             argv,

@@ -32,7 +32,7 @@ def namespace_init(pid: int) -> int | None:
 def limit_processes(init: int, count: int) -> bool:
     """Limits processes and threads in the user namespace of a container that has just started; ``False`` if it cannot.
 
-    Since 5.14, Linux counts RLIMIT_NPROC per user namespace. Before, all processes of the user would count.
+    Since 5.14, Linux counts RLIMIT_NPROC per user namespace. Earlier versions count all processes of the user.
     """
     version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
     if version < (5, 14):
@@ -49,14 +49,14 @@ def stop_all(init: int) -> list[Identity]:
     """Stops every process of a container except PID 1; :func:`continue_all` continues the returned ones."""
     stopped: list[Identity] = []
     for _ in range(50):
-        known = {identity.pid for identity in stopped}
-        found = [pid for pid in descendants(init) if pid not in known]
-        new = [identity for pid in found if (identity := Identity.of(pid))]
+        seen = {identity.pid for identity in stopped}
+        new = [Identity.of(pid) for pid in descendants(init) if pid not in seen]
+        running = [identity for identity in new if identity]
         # Stop the runner first, because a shell with job control treats a stopped command as ended.
-        for identity in sorted(new, key=lambda one: not is_runner(one.pid)):
+        for identity in sorted(running, key=lambda one: not is_runner(one.pid)):
             identity.send(signal.SIGSTOP)
             stopped.append(identity)
-        if not new:
+        if not running:
             break
     return stopped
 
@@ -70,9 +70,8 @@ def continue_all(stopped: list[Identity]) -> None:
 def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
     """Kills the processes below ``init`` whose environment holds ``marker``, and their whole groups and sessions.
 
-    A daemon keeps the environment it was started with, so it is found too. A process that also wiped its environment
-    lives until all processes of the sandbox are killed. A process may fork meanwhile, so this repeats until it finds
-    none.
+    A daemon keeps its initial environment, so it is found too. A process that also wiped its environment lives until
+    all processes of the sandbox are killed. A process may fork meanwhile, so this repeats until no process is left.
 
     Returns:
         The number of processes killed.
@@ -86,7 +85,7 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
         groups = {group(pid) for pid in marked} - {0, *map(group, kept)}
         sessions = {session(pid) for pid in marked} - {0, *map(session, kept)}
         marked |= {pid for pid in everyone if session(pid) in sessions or group(pid) in groups}
-        victims = [identity for pid in marked if (identity := Identity.of(pid))]
+        victims = [identity for identity in map(Identity.of, marked) if identity]
         if not victims:
             break
         killed += sum(identity.kill() for identity in victims)
@@ -95,6 +94,6 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
 
 
 def is_runner(pid: int) -> bool:
-    """Returns whether a process of a sandbox claims to be the runner's: one of runner.sh's shells, or runner.c's."""
+    """Returns whether a process of a sandbox looks like the runner: a shell of runner.sh, or the compiled runner.c."""
     words = argv(pid)[:2]
     return words in ([b"/bin/sh", _RUNNER + b".sh"], [_RUNNER, CONTROL_DIR.encode()])

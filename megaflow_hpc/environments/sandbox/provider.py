@@ -1,12 +1,12 @@
-"""Starts sandboxes on this node: scratch, staged images, bookkeeping for the janitor.
+"""Starts sandboxes on this node, from images in the node's cache, in directories that the janitor can find.
 
 ::
 
-    SCRATCH/megaflow-<uid>/          0700; with a random ending where a stranger has taken that name
+    SCRATCH/megaflow-<uid>/          0700; with a random suffix if another user has taken that name
       cache/                         images and layers, shared read-only by every sandbox of the node (images/cache)
-      owners/<pid>-<start>/s1/ …     one directory per sandbox of a process that lives (sandbox.py)
+      owners/<pid>-<start>/s1/ …     one directory per sandbox of a living process (directory.py)
 
-Scratch must be local: an overlay's upper directory cannot lie on NFS.
+Scratch must be local, because an overlay's upper directory cannot be on NFS.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from types import TracebackType
 from megaflow_hpc.environments.images.cache.cache import ImageCache, Prefetcher
 from megaflow_hpc.environments.sandbox import helper_python, probe
 from megaflow_hpc.environments.sandbox.commands.terminal import Terminal, open_terminal
+from megaflow_hpc.environments.sandbox.directory import SandboxDirectory
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
-from megaflow_hpc.environments.sandbox.network import Way, how_to_listen
-from megaflow_hpc.environments.sandbox.rootfs.access import Access, ImageAccess
-from megaflow_hpc.environments.sandbox.sandbox import OUTPUT_LIMIT, ApptainerSandbox
+from megaflow_hpc.environments.sandbox.network import how_to_listen
+from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs, RootfsFactory
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.scratch import default_scratch, file_system, kind_of, workplace
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
@@ -36,12 +37,12 @@ from megaflow_hpc.host.process import Identity
 
 
 class ApptainerProvider:
-    """The sandboxes of one process on one node. Everything it started ends with :meth:`close`, or with the process.
+    """The sandboxes of one process on one node. All of them end with :meth:`close`, or with the process.
 
     Args:
-        scratch: local directory for writable layers; default :func:`default_scratch`.
-        cache: where images are unpacked, shared by all processes of the node; default ``SCRATCH/cache``.
-        start_timeout_s: a container that is not ready by then has failed. Staging is not counted.
+        scratch: local directory for writable layers; default: :func:`default_scratch`.
+        cache: directory of unpacked images, shared by all processes of the node; default: ``SCRATCH/cache``.
+        start_timeout_s: seconds in which a container must be ready. Unpacking an image is not counted.
     """
 
     def __init__(
@@ -50,24 +51,23 @@ class ApptainerProvider:
         cache: str | os.PathLike[str] | None = None,
         *,
         start_timeout_s: float = 60.0,
-        output_limit: int = OUTPUT_LIMIT,
     ) -> None:
         self.apptainer = find_apptainer()
         self.scratch = private_directory(Path(scratch).absolute() if scratch else default_scratch())
         self.cache = private_directory(Path(cache).absolute() if cache else self.scratch / "cache")
         self._start_timeout_s = start_timeout_s
-        self._output_limit = output_limit
         identity = Identity.of(os.getpid())
         assert identity is not None
         self._own = private_directory(private_directory(self.scratch / "owners") / str(identity))
         self._sandboxes: set[ApptainerSandbox] = set()
         self.watchdog = Watchdog(str(self.scratch))
         self._number = 0
-        self._gateway_by: Way | None = None
-        self._kind = kind_of(file_system(self.scratch))
-        cached = ImageCache(self.cache, self.apptainer)
-        self.images = ImageAccess(cached, lambda: probe.cached(self.scratch, self.apptainer), self.scratch, self._kind)
-        self._prefetcher = Prefetcher(cached, self.images.is_flat)
+        self._storage = kind_of(file_system(self.scratch))
+        cache_of_node = ImageCache(self.cache, self.apptainer)
+        self.images = RootfsFactory(
+            cache_of_node, lambda: probe.cached(self.scratch, self.apptainer), self.scratch, self._storage
+        )
+        self._prefetcher = Prefetcher(cache_of_node, self.images.is_flat)
         self._templates = Templates(
             self._own, (self.scratch, self.cache), self.apptainer, self.scratch, start_timeout_s
         )
@@ -83,78 +83,69 @@ class ApptainerProvider:
         await self.close()
 
     async def start(
-        self, spec: SandboxSpec, snapshot: Snapshot | None = None, *, access: Access | None = None
+        self, spec: SandboxSpec, snapshot: Snapshot | None = None, *, rootfs: Rootfs | None = None
     ) -> ApptainerSandbox:
-        """Returns a running sandbox, to be used as an async context manager or ended with ``stop()``.
+        """Returns a running sandbox, which is an async context manager and has ``stop()``.
 
         Args:
-            snapshot: files to start with, from :meth:`ApptainerSandbox.snapshot`; any number of sandboxes may.
-            access: the hold on the image; default: the one that the cache gives.
+            snapshot: files to start with, from :meth:`ApptainerSandbox.snapshot`. Several sandboxes may use one.
+            rootfs: the image's root file system; default: that of the node's cache.
 
         Raises:
-            ConfigError: the spec itself is wrong.
+            ConfigError: the spec is invalid.
             SandboxError: no container came up; names the image and Apptainer's own reason.
         """
         spec.check()
         if self._closed:
             raise SandboxError("the provider is closed")
-        sandbox = await self._start(spec, snapshot, access)
+        if snapshot is not None and snapshot.image != spec.image:
+            raise SandboxError(f"{snapshot.path}: a snapshot over {snapshot.image}, not over {spec.image}")
+        rootfs = rootfs or self.images.ready(spec.image) or await self._acquire(spec.image)
+        self._number += 1
+        path = self._own / f"s{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
+        directory = SandboxDirectory(str(path), rootfs, self.apptainer, self._start_timeout_s, self._templates)
+        sandbox = ApptainerSandbox(
+            spec,
+            directory,
+            self.watchdog,
+            on_stop=self._sandboxes.discard,
+            layer_in_memory=self._storage == "memory",
+            interpreter=self._helper_python if spec.network == "gateway" and self._listens_by_helper() else None,
+        )
+        await sandbox.start(snapshot)
         self._sandboxes.add(sandbox)
         if self._closed:
             await sandbox.stop()
             raise SandboxError("the provider was closed meanwhile")
         return sandbox
 
-    async def _start(self, spec: SandboxSpec, snapshot: Snapshot | None, access: Access | None) -> ApptainerSandbox:
-        if snapshot is not None and snapshot.image != spec.image:
-            raise SandboxError(f"{snapshot.path}: a snapshot over {snapshot.image}, not over {spec.image}")
-        access = access or self.images.ready(spec.image) or await self._acquire(spec.image)
-        self._number += 1
-        directory = self._own / f"s{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
-        sandbox = ApptainerSandbox(
-            spec,
-            access,
-            str(directory),
-            self.apptainer,
-            start_timeout_s=self._start_timeout_s,
-            output_limit=self._output_limit,
-            on_stop=self._sandboxes.discard,
-            watchdog=self.watchdog,
-            layer_in_memory=self._kind == "memory",
-            templates=self._templates,
-            interpreter=self._helper_python if spec.network == "gateway" and self._listens_by_helper() else None,
-        )
-        await sandbox.start(snapshot)
-        return sandbox
-
     def _listens_by_helper(self) -> bool:
-        """Whether a listener gets into private networks by a command of the sandbox (network.py)."""
-        if self._gateway_by is None:
-            self._gateway_by, _ = how_to_listen("" if unshare() or os.geteuid() == 0 else "there are none")
-        return self._gateway_by == "helper"
+        """Returns whether a command of the sandbox must bind listeners (network.py)."""
+        way, _ = how_to_listen("" if unshare() or os.geteuid() == 0 else "no user namespaces")
+        return way == "helper"
 
     def _helper_python(self) -> Path:
         return helper_python.prepare(self.scratch)
 
     async def terminal(self, sandbox: ApptainerSandbox, env: Mapping[str, str]) -> Terminal:
-        """Starts a shell on a terminal of its own in a sandbox; see :func:`~.commands.terminal.open_terminal`."""
+        """Starts a shell on a pseudo-terminal in a sandbox; see :func:`~.commands.terminal.open_terminal`."""
         interpreter = await asyncio.to_thread(self._helper_python)
         return await open_terminal(sandbox.exec, await sandbox.control(), interpreter, env)
 
     def workplace(self) -> Path:
-        """See :func:`workplace`."""
+        """Creates a directory of this process on scratch; see :func:`~.scratch.workplace`."""
         return workplace(self.scratch, "w")
 
     async def stage(self, image: str) -> str:
-        """Unpacks ``image`` into the node's cache if it is not there yet. Returns the path of its bottom tree.
+        """Unpacks ``image`` into the node's cache if it is missing. Returns the path of its bottom tree.
 
-        It stays until the cache needs room for other images.
+        The image stays until the cache needs room for other images.
         """
-        access = await self._acquire(image)
-        access.release()
-        return access.rootfs
+        rootfs = await self._acquire(image)
+        rootfs.release()
+        return rootfs.base
 
-    async def _acquire(self, image: str) -> Access:
+    async def _acquire(self, image: str) -> Rootfs:
         acquiring = asyncio.ensure_future(asyncio.to_thread(self.images.acquire, image))
         try:
             return await asyncio.shield(acquiring)
@@ -163,15 +154,15 @@ class ApptainerProvider:
             raise
 
     def prefetch(self, images: Sequence[str]) -> None:
-        """Stages ``images`` in the background: those in use and those that come next, the soonest first.
+        """Unpacks ``images`` in the background, in this order. Replaces earlier requests; returns at once.
 
-        Replaces what was named before; returns at once. Errors are left to whoever starts a sandbox of the image.
+        Errors are reported when a sandbox of the image starts.
         """
         if not self._closed:
             self._prefetcher.order(images)
 
     async def close(self) -> None:
-        """Stops every sandbox that is left. Idempotent."""
+        """Stops every running sandbox. Idempotent."""
         self._closed = True
         await asyncio.to_thread(self._prefetcher.close)
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)), return_exceptions=True)
@@ -180,4 +171,4 @@ class ApptainerProvider:
         try:
             self._own.rmdir()
         except OSError:
-            pass  # another provider of this process uses it, or a sandbox could not be removed: the janitor's
+            pass  # another provider of this process uses it, or the janitor must remove a sandbox

@@ -1,6 +1,6 @@
 """A sandbox: a writable layer on scratch over a read-only image, and the container that runs in it.
 
-``kill_processes``, ``restart`` and ``reset`` replace the container, so that no process is left, not even the runner.
+``kill_processes``, ``restart`` and ``reset`` replace the container, so no process survives, not even the runner.
 The first two keep the layer, and ``reset`` empties it. After ``end_processes`` the next command starts the container.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,62 +16,68 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from megaflow_hpc.environments.sandbox import files
 from megaflow_hpc.environments.sandbox.commands.container import Container
-from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
 from megaflow_hpc.environments.sandbox.commands.session import ShellSession
 from megaflow_hpc.environments.sandbox.directory import SandboxDirectory
-from megaflow_hpc.environments.sandbox.files import SandboxFiles
-from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, SandboxWatch, Watchdog
+from megaflow_hpc.environments.sandbox.limits.watchdog import MB, Breach, SandboxWatch, Watchdog
 from megaflow_hpc.environments.sandbox.network import listen
-from megaflow_hpc.environments.sandbox.rootfs.access import Access
-from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
+from megaflow_hpc.environments.sandbox.processes import continue_all, stop_all
+from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths, has_nothing_at
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.environments.sandbox.templates import Templates
 from megaflow_hpc.errors import LimitError, SandboxError
+from megaflow_hpc.host.unpack import Budget
 from megaflow_hpc.types import ExecResult
 
 OUTPUT_LIMIT = 512 * 1024
-"""Bytes kept of each stream of a command, half of them its head."""
+"""Bytes kept of each stream of a command: the first half and the last half."""
+
+READ_LIMIT = 1 << 20
+"""Maximum bytes that :meth:`ApptainerSandbox.read` returns by default."""
 
 
-class ApptainerSandbox(SandboxFiles):
+class ApptainerSandbox:
     """A running sandbox; see :class:`megaflow_hpc.types.Sandbox`.
 
-    :meth:`ApptainerProvider.start` makes it. It belongs to the event loop of that call.
+    :meth:`ApptainerProvider.start` creates it. It belongs to the event loop of that call.
+
+    Args:
+        on_stop: called once it has stopped.
+        layer_in_memory: the writable layer counts as memory.
+        interpreter: prepares the Python of a helper that binds listeners; ``None`` binds them from outside.
     """
 
     def __init__(
         self,
         spec: SandboxSpec,
-        access: Access,
-        directory: str,
-        apptainer: str,
+        directory: SandboxDirectory,
+        watchdog: Watchdog,
         *,
-        start_timeout_s: float = 60.0,
-        output_limit: int = OUTPUT_LIMIT,
-        on_stop: Callable[[ApptainerSandbox], None] | None = None,
-        watchdog: Watchdog | None = None,
-        layer_in_memory: bool = False,
-        interpreter: Callable[[], Path] | None = None,
-        templates: Templates | None = None,
+        on_stop: Callable[[ApptainerSandbox], None],
+        layer_in_memory: bool,
+        interpreter: Callable[[], Path] | None,
     ) -> None:
-        super().__init__(spec, SandboxDirectory(directory, access, apptainer, start_timeout_s, templates))
+        self.spec = spec
+        self.workdir = spec.workdir or "/"
         self._first_spec = spec
-        self._output_limit = output_limit
+        self._dir = directory
         self._on_stop = on_stop
         self._stopped = False
+        self._at_rest = False
+        """True if no container runs because :meth:`end_processes` ended it. The next command starts one."""
+        self._changing = asyncio.Lock()
+        self._uploads = 0
         self.breaches: list[Breach] = []
-        """Limits passed since the start, in order."""
-        self._over: Breach | None = None
+        """Limits that were exceeded since the start, in order."""
+        self._final_breach: Breach | None = None
         self._watchdog = watchdog
-        self._watch = SandboxWatch(spec, self._dir.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
+        self._watch = SandboxWatch(spec, directory.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
         self.consumption = self._watch.consumption
-        """Returns what was used since the start, by all its containers; also once it has stopped."""
-        self._helper_python = interpreter
+        """Returns what all its containers have used since the start, also after the end."""
+        self._interpreter = interpreter
         self._loop = asyncio.get_running_loop()
-        if watchdog is not None:
-            watchdog.watch(self._watch)
+        watchdog.watch(self._watch)
 
     async def __aenter__(self) -> ApptainerSandbox:
         return self
@@ -81,15 +88,25 @@ class ApptainerSandbox(SandboxFiles):
         await self.stop()
 
     @property
+    def directory(self) -> str:
+        """The sandbox's directory on scratch."""
+        return self._dir.directory
+
+    @property
     def pid(self) -> int | None:
-        """The container's first process, as the host sees it."""
+        """Pid of the container's first process on the host."""
         init = self._dir.container.init if self._dir.container else None
         return init.pid if init else None
 
     @property
     def host_pid(self) -> int | None:
-        """Process on the host that all processes of the sandbox descend from."""
+        """Pid of the process on the host that all processes of the sandbox descend from."""
         return self._dir.container.host_pid if self._dir.container else None
+
+    @property
+    def busy(self) -> bool:
+        """True if a command or a background process runs."""
+        return self._dir.busy
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +114,7 @@ class ApptainerSandbox(SandboxFiles):
         """Starts the first container; raises :class:`SandboxError` with Apptainer's last line if it does not come up.
 
         Args:
-            kept: files to start with.
+            kept: a snapshot whose files the sandbox starts with.
         """
         try:
             self._dir.make()
@@ -118,7 +135,7 @@ class ApptainerSandbox(SandboxFiles):
     def _breached(self, container: Container | None, breach: Breach, number: int | None, whole: bool) -> None:
         self.breaches.append(breach)
         if breach.final:
-            self._over = breach
+            self._final_breach = breach
         if container is not None and number is not None:
             container.commands.mark_breached(number, str(breach))
         elif container is not None and whole:
@@ -157,7 +174,7 @@ class ApptainerSandbox(SandboxFiles):
 
     async def _end(self, change: Callable[[LayerPaths], None] | None) -> None:
         self._check_not_stopped()
-        await self._dir.drop(self._watch)  # the container is not needed any more, even if it ended by itself
+        await self._dir.drop(self._watch)
         if change is not None:
             await self._dir.layer.change(change)
         self._renew()
@@ -178,11 +195,6 @@ class ApptainerSandbox(SandboxFiles):
             self._renew()
             await self._dir.start(self.spec, self._watch)
 
-    @property
-    def busy(self) -> bool:
-        """True if a command or a background process runs."""
-        return self._dir.busy
-
     async def stop(self) -> None:
         """Ends every process and removes the writable layer. Idempotent."""
         if self._stopped:
@@ -192,15 +204,13 @@ class ApptainerSandbox(SandboxFiles):
         try:
             await self._dir.remove()
         finally:
-            if self._watchdog is not None:
-                self._watchdog.unwatch(self._watch)
-            if self._on_stop is not None:
-                self._on_stop(self)
+            self._watchdog.unwatch(self._watch)
+            self._on_stop(self)
 
     async def finish(self, target: str | os.PathLike[str]) -> None:
-        """Ends every process and moves what the sandbox has changed to ``target``, on the same file system; then stops.
+        """Ends every process, moves what the sandbox has changed to ``target`` on the same file system, and stops.
 
-        The form is that of an overlay's upper directory; where there is no overlay, files mark what was deleted.
+        ``target`` has the form of an overlay's upper directory. If sandboxes are copies, files mark deletions in it.
         """
         async with self._changing:
             await self._end(None)
@@ -208,23 +218,23 @@ class ApptainerSandbox(SandboxFiles):
         await self.stop()
 
     def _renew(self) -> None:
-        """Counts CPU and wall time from zero: an agent's use is not the verifier's."""
-        self._over = None
+        """Counts CPU and wall time from zero, because the agent's use is not the verifier's."""
+        self._final_breach = None
         self._watch.spec = self.spec
         self._watch.renew()
 
-    async def _alive(self) -> Container:
-        """Returns the container, a fresh one on the same layer if a command has killed every process of the last."""
+    async def _running(self) -> Container:
+        """Returns the container. Starts a fresh one on the same layer if a command has killed every process."""
         container = self._dir.container
-        if self._over is not None:
-            raise LimitError(f"the sandbox has ended: {self._over}")
+        if self._final_breach is not None:
+            raise LimitError(f"the sandbox has ended: {self._final_breach}")
         self._watch.poke()
         if container is not None and container.alive and not self._stopped:
             return container
         if container is not None:
             await container.check()
         async with self._changing:  # another command may be starting it
-            container = self._container()
+            container = self._current()
             if container is not None and container.alive:
                 return container
             await self._dir.drop(self._watch)
@@ -234,13 +244,14 @@ class ApptainerSandbox(SandboxFiles):
         if self._stopped:
             raise SandboxError("the sandbox is stopped")
 
-    def _container(self) -> Container | None:
+    def _current(self) -> Container | None:
+        """Returns the container; ``None`` while the sandbox is at rest."""
         self._check_not_stopped()
         if self._dir.container is None and not self._at_rest:
             raise SandboxError("the sandbox has no container: its last start failed")
         return self._dir.container
 
-    # --- use ----------------------------------------------------------------------------------------------------
+    # --- commands -----------------------------------------------------------------------------------------------
 
     async def exec(
         self,
@@ -250,14 +261,14 @@ class ApptainerSandbox(SandboxFiles):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         user_input: bytes | str | None = None,
-        output_limit: int | None = None,
+        output_limit: int = OUTPUT_LIMIT,
         on_output: Callable[[bytes], bool] | None = None,
     ) -> ExecResult:
-        """Runs a command and waits for its end: ``str`` by ``/bin/sh -c``, a sequence as it is.
+        """Runs a command and waits for its end. ``/bin/sh -c`` runs a string; a sequence is run as it is.
 
         Args:
-            timeout_s: after that every process of the command is killed; the result says 124 and ``timed_out``.
-            cwd: start here; relative to the sandbox's workdir. One that does not exist gives exit code 126.
+            timeout_s: seconds until every process of the command is killed; the result has 124 and ``timed_out`` then.
+            cwd: directory to start in, relative to the sandbox's workdir. If it does not exist, the exit code is 126.
             env: added to the sandbox's environment for this command.
             user_input: the command's standard input; ``/dev/null`` without it.
             output_limit: bytes kept of each stream, half of them its head.
@@ -265,10 +276,10 @@ class ApptainerSandbox(SandboxFiles):
 
         Raises:
             SandboxError: the sandbox is stopped, no container comes up, or it was ended from outside (preemption, a
-                killed job). What a command does is never an exception: one that kills every process of the sandbox
-                gives 137, and the next finds a fresh container.
+                killed job). A command itself never causes an exception: one that kills every process of the sandbox
+                returns 137, and the next command gets a fresh container.
         """
-        container = await self._alive()
+        container = await self._running()
         data = user_input.encode("utf-8", "surrogateescape") if isinstance(user_input, str) else user_input
         return await container.commands.run(
             command,
@@ -276,30 +287,122 @@ class ApptainerSandbox(SandboxFiles):
             env=env,
             user_input=data,
             timeout_s=timeout_s,
-            limit=self._output_limit if output_limit is None else output_limit,
+            limit=output_limit,
             on_output=on_output,
         )
 
     async def listen(self, port: int = 0) -> socket.socket:
         """Returns a socket that listens on 127.0.0.1:``port`` in the sandbox (0: a free port). The caller closes it.
 
-        For network ``gateway``, where the sandbox reaches nothing else. The socket is valid until the next
+        For network ``gateway``, in which the sandbox reaches nothing else. The socket is valid until the next
         ``kill_processes`` or ``reset``, which create a new network namespace.
         """
         if self.spec.network != "gateway":
             raise SandboxError(f"network {self.spec.network!r} has no listener; only 'gateway' has")
-        return await listen(await self._alive(), self.exec, self._helper_python, port)
+        return await listen(await self._running(), self.exec, self._interpreter, port)
 
     async def control(self) -> str:
-        return (await self._alive()).control
+        """Returns the control directory of its container, on the host."""
+        return (await self._running()).control
 
-    def session(self, *, output_limit: int | None = None) -> ShellSession:
+    def session(self) -> ShellSession:
         """Returns a shell that keeps its state: ``async with sandbox.session() as shell: await shell.run(...)``.
 
-        bash where the image has it, else its ``/bin/sh``.
+        The shell is bash if the image has it, else ``/bin/sh``.
         """
+        return ShellSession(self._running, self.workdir, OUTPUT_LIMIT)
 
-        async def commands() -> CommandDispatcher:
-            return (await self._alive()).commands
+    # --- files --------------------------------------------------------------------------------------------------
 
-        return ShellSession(commands, self.workdir, self._output_limit if output_limit is None else output_limit)
+    async def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
+        """Returns the first ``limit`` bytes of a file; ``None`` if there is no regular file.
+
+        If the sandbox is at rest (:meth:`end_processes`), the host reads from the writable layer without running a
+        program of the sandbox. If that is not possible, the sandbox's ``head`` reads the file.
+
+        Args:
+            path: relative to the sandbox's workdir.
+
+        Raises:
+            SandboxError: the sandbox is lost.
+        """
+        full_path = os.path.join(self.workdir, path)
+        if self._at_rest and not self._is_bound(full_path):
+            is_certain, content = await asyncio.to_thread(self._dir.layer.read, full_path, limit)
+            if is_certain:
+                return content
+        quoted = shlex.quote(full_path)
+        script = f"if [ -f {quoted} ]; then exec head -c {limit} <{quoted}; else exit 1; fi"
+        done = await self.exec(script, cwd="/", output_limit=2 * limit)
+        return done.stdout_bytes if done.exit_code == 0 else None
+
+    async def lacks(self, path: str) -> bool:
+        """Returns ``True`` only if certainly nothing or an empty directory is at ``path`` of a sandbox at rest.
+
+        The sandbox stays at rest (:meth:`end_processes`). Returns ``False`` if only a command could tell.
+
+        Args:
+            path: relative to the sandbox's workdir.
+        """
+        full_path = os.path.normpath(os.path.join(self.workdir, path))
+        if not self._at_rest or self._is_bound(full_path):
+            return False
+        answers: list[bool] = []
+        await self.end_processes(lambda paths: answers.append(has_nothing_at(paths, full_path)))
+        return answers == [True]
+
+    def _is_bound(self, path: str) -> bool:
+        """Returns whether a bind of the spec covers ``path``."""
+        targets = [os.path.normpath(bind.target) for bind in self.spec.parsed_binds()]
+        return any(f"{os.path.normpath(path)}/".startswith(f"{target}/") for target in targets)
+
+    async def upload(self, source: str, target: str) -> None:
+        """Copies a file or a directory's contents of the host to ``target``, and creates its parents.
+
+        Works as ``docker cp``: a directory's contents go *into* ``target``. A file becomes ``target``, or goes into it
+        if ``target`` is a directory or ends with ``/``. Symbolic links are copied as links.
+
+        Raises:
+            SandboxError: nothing is at ``source``, or the sandbox was lost.
+            SetupError: the copy inside the sandbox failed.
+        """
+        self._uploads += 1
+        await files.upload(self.exec, source, target, await self.control(), f"u{self._uploads}")
+
+    async def download(self, source: str, target: str, budget: Budget | None = None) -> None:
+        """Copies a file, or a directory's contents, out of the sandbox.
+
+        Copies only regular files, directories and symbolic links that stay inside ``target`` (host/unpack.py has the
+        rules). Directories need ``tar`` in the image. Existing files and links at ``target`` are replaced.
+
+        Args:
+            budget: bytes and files that may be written, counted down. Default: :meth:`download_budget`.
+
+        Raises:
+            SetupError: ``source`` does not exist, is larger than ``budget``, or the sandbox's programs sent a stream
+                that cannot be unpacked. Part of it may be at ``target`` then.
+            SandboxError: the sandbox was lost, or ``target`` cannot be written.
+        """
+        await files.download(self.exec, source, target, self.directory, budget or self.download_budget())
+
+    def download_budget(self) -> Budget:
+        """Returns the budget of one download: ``disk_mb``, and at most 256 MiB in 100,000 files."""
+        allowed = files.MAX_DOWNLOAD_BYTES if self.spec.disk_mb is None else self.spec.disk_mb * MB
+        return Budget(min(allowed, files.MAX_DOWNLOAD_BYTES), files.MAX_DOWNLOAD_FILES)
+
+    async def snapshot(self, target: str | os.PathLike[str]) -> Snapshot:
+        """Copies the writable layer to ``target``, a new directory on the host. Processes are stopped meanwhile.
+
+        :meth:`ApptainerProvider.start` takes the result. Neither processes nor ``/dev/shm`` are part of it.
+
+        Raises:
+            SandboxError: something is at ``target`` already, or the copy failed.
+        """
+        async with self._changing:
+            container = self._current()
+            init = container.init if container else None
+            stopped = await asyncio.to_thread(stop_all, init.pid) if init and init.alive() else []
+            try:
+                return await self._dir.layer.snapshot(Path(target), self.spec.image)
+            finally:
+                continue_all(stopped)

@@ -1,17 +1,17 @@
-"""Copies of a sandbox's writable layer: taken, kept, and laid under a new sandbox.
+"""Snapshots: copies of a sandbox's writable layer, which new sandboxes can start from.
 
 ::
 
     DIRECTORY/
-      upper/          what the sandbox changed: its files, and marks of what it deleted
+      upper/          what the sandbox changed: its files, and marks of deleted files
       snapshot.json   image, and how deletions are marked; written last into a directory that is renamed into place
 
-A whiteout is a character device 0/0, which Linux lets any user make, and an opaque directory an extended attribute of
-``user.overlay``: both are ordinary to ``cp -a``. It runs as uid 0 of a user namespace where that is to be had, in which
-it may read the owner's own files whatever their modes say, and shares blocks where the file system can. What a sandbox
-without an overlay deleted is marked by files (copies.py); they become whiteouts where an overlay takes the snapshot.
+A whiteout is a character device 0/0, which Linux lets any user create. An opaque directory has an extended attribute
+``user.overlay``. ``cp -a`` copies both. If possible it runs as uid 0 of a user namespace, so that it may read the
+owner's files whatever their modes are. It shares blocks if the file system supports that. In a sandbox without an
+overlay, files mark deletions (copies.py). They become whiteouts if an overlay takes the snapshot.
 
-To travel, a layer is packed into one file by GNU tar, which knows devices, links, holes and extended attributes.
+GNU tar packs a layer into one file for storage. It supports devices, links, holes and extended attributes.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _TAR = ("--xattrs", "--xattrs-include=*", "--numeric-owner")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A layer that was kept. ``path`` is on the host; it stays until somebody removes it."""
+    """A stored layer. ``path`` is on the host and exists until :meth:`remove`."""
 
     path: str
     image: str
     marks: str = ""
-    """What the names of files begin with that stand for deleted ones; empty: whiteouts do."""
+    """Prefix of the names of files that mark deletions; empty if whiteouts mark them."""
     offset: int = -1
-    """Byte of the file ``path`` at which the packed layer begins; -1: ``path`` is a directory."""
+    """Byte offset of the packed layer in the file ``path``; -1 if ``path`` is a directory."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Snapshot:
-        """Reads a snapshot's own description; raises :class:`SandboxError` if ``path`` is no snapshot."""
+        """Reads ``snapshot.json``; raises :class:`SandboxError` if ``path`` is no snapshot."""
         try:
             with open(Path(path) / "snapshot.json", encoding="utf-8") as file:
                 content = json.load(file)
@@ -66,18 +66,18 @@ class Snapshot:
 
 
 def take(upper: Path, target: Path, image: str, marks: str = "") -> Snapshot:
-    """Copies a layer that nobody writes to. Appears at ``target`` whole or not at all.
+    """Copies a layer that no process writes to. ``target`` appears complete or not at all.
 
     Raises:
-        SandboxError: there is something at ``target``, or the copy failed.
+        SandboxError: something is at ``target`` already, or the copy failed.
     """
     if os.path.lexists(target):
-        raise SandboxError(f"{target}: exists already; name a new place for a snapshot")
+        raise SandboxError(f"{target}: exists already; name a new directory for a snapshot")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise SandboxError(f"{target}: no snapshot could be made there ({error})") from error
+        raise SandboxError(f"{target}: no snapshot could be created there ({error})") from error
     try:
         if upper.is_dir():
             copy(upper, partial / "upper")
@@ -87,18 +87,18 @@ def take(upper: Path, target: Path, image: str, marks: str = "") -> Snapshot:
         write_json(partial / "snapshot.json", {"format": FORMAT, **asdict(snapshot)})
         os.rename(partial, target)
     except OSError as error:
-        raise SandboxError(f"{target}: no snapshot could be made there ({error})") from error
+        raise SandboxError(f"{target}: no snapshot could be created there ({error})") from error
     finally:
         if partial.exists():
             remove_tree(partial)
     return snapshot
 
 
-def lay(snapshot: Snapshot, layer: Path, whiteouts: bool = True) -> None:
+def restore(snapshot: Snapshot, layer: Path, whiteouts: bool = True) -> None:
     """Copies a snapshot into the layer of a sandbox that has not started.
 
     Args:
-        whiteouts: the layer is an overlay's, which knows no other marks of what was deleted.
+        whiteouts: turn files that mark deletions into whiteouts, which an overlay needs.
     """
     if snapshot.offset < 0:
         copy(Path(snapshot.path, "upper"), layer / "upper")
@@ -109,10 +109,10 @@ def lay(snapshot: Snapshot, layer: Path, whiteouts: bool = True) -> None:
 
 
 def pack(snapshot: Snapshot, write: Callable[[bytes], object], limit: int) -> None:
-    """Hands the layer of a snapshot to ``write``, piece by piece, as one archive of at most ``limit`` bytes.
+    """Passes the layer of a snapshot to ``write`` in pieces, as one archive of at most ``limit`` bytes.
 
     Raises:
-        SandboxError: it is larger, or cannot be packed; beside what ``write`` raises.
+        SandboxError: the layer is larger, or cannot be packed.
     """
     upper = Path(snapshot.path, "upper")
     words = _as_root(["tar", "--create", "--file=-", f"--directory={upper}", "--format=posix", "--sparse", *_TAR, "."])
@@ -147,25 +147,25 @@ def _make_whiteouts(upper: Path, marks: str) -> None:
 import os, stat, sys
 waiting, mark = [os.fsencode(sys.argv[1])], os.fsencode(sys.argv[2])
 while waiting:
-    place = waiting.pop()
+    directory = waiting.pop()
     try:
-        entries = list(os.scandir(place))
-    except OSError:  # deeper than a path is long, where no mark of ours is
+        entries = list(os.scandir(directory))
+    except OSError:  # the path is too long; copies.py makes no marks there
         continue
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             waiting.append(entry.path)
         elif entry.name.startswith(mark) and entry.is_file(follow_symlinks=False):
             name = entry.name[len(mark):]
-            if name not in (b"", b".", b"..") and not os.path.lexists(os.path.join(place, name)):
+            if name not in (b"", b".", b"..") and not os.path.lexists(os.path.join(directory, name)):
                 os.unlink(entry.path)
-                os.mknod(os.path.join(place, name), stat.S_IFCHR, 0)
+                os.mknod(os.path.join(directory, name), stat.S_IFCHR, 0)
 """
     _run([sys.executable, "-I", "-S", "-c", program, str(upper), marks], f"{upper}: deletions cannot be marked")
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copies a tree by ``cp -a``, whatever modes the files have. Raises :class:`SandboxError`."""
+    """Copies a tree with ``cp -a``, whatever modes the files have. Raises :class:`SandboxError`."""
     program = shutil.which("cp")
     if program is None:
         raise SandboxError("cp: not on PATH, which snapshots need; install coreutils")
@@ -173,7 +173,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def _run(argv: Sequence[str], failed: str, stdin: int = subprocess.DEVNULL) -> None:
-    """As uid 0 of a user namespace, where that is to be had."""
+    """Runs a program as uid 0 of a user namespace, if possible."""
     words = _as_root(argv)
     try:
         done = subprocess.run(words, stdin=stdin, capture_output=True, text=True, timeout=COPY_S, check=False)

@@ -1,11 +1,11 @@
-"""Decides which sandboxes are clones, and keeps the template that they are cloned from: one per provider.
+"""Decides which sandboxes are clones, and owns the template container that they are cloned from, one per provider.
 
 Apptainer takes some 80 ms of processor time for a container. So it starts one, the template. Further containers are
 clones of the template's process, each with its own overlay and its own user, mount, pid, ipc and network namespaces.
 
 The template sees the scratch of all sandboxes and has the host's network. So it holds nothing of any image: its root is
 an empty tree, and its only program is cloner.py. Apptainer also finds an environment in each image. It is read from the
-first container over the image, which Apptainer starts within the usual bounds. It is read before a command runs and
+first container over the image, which Apptainer starts within the usual limits. It is read before a command runs and
 only on an empty layer, so no rollout can change the environment of another.
 """
 
@@ -15,23 +15,24 @@ import asyncio
 import functools
 import os
 import re
+import socket
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.environments.sandbox import helper_python
-from megaflow_hpc.environments.sandbox.argv import ROOT_MAY, bounds, exec_argv
-from megaflow_hpc.environments.sandbox.commands.launcher import launcher
-from megaflow_hpc.environments.sandbox.commands.template import Clone, Template
-from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.argv import ROOT_MAY, exec_argv, namespace_limits
+from megaflow_hpc.environments.sandbox.commands.launcher import Clone, launcher, start_apptainer
 from megaflow_hpc.environments.sandbox.rootfs.overlay import MOUNT_POINTS, Overlay
-from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.environments.sandbox.without import is_without
+from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec, is_without
 from megaflow_hpc.errors import SandboxError
-from megaflow_hpc.host.apptainer import CONTROL_DIR, unshare
+from megaflow_hpc.host.apptainer import CONTROL_DIR, last_line, unshare
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 
@@ -44,19 +45,193 @@ _CAPABILITIES = dict(zip(ROOT_MAY, (0, 1, 3, 4, 5, 10, 6, 7, 18), strict=True))
 _HOME = f"{CONTROL_DIR}/{helper_python.NAME}"
 _PROGRAM = (f"{_HOME}/loader", "--library-path", f"{_HOME}/libraries", f"{_HOME}/python", "-s", "-S", "-B")
 
-Start = Callable[[int, Callable[[Identity], None]], Awaitable[Clone]]
-"""Takes the standard error of a sandbox, and a callback that gets its first process before that does anything."""
+_MAX_PENDING_REQUESTS = 32
+"""More requests wait, so that the socket never fills."""
 
-_Key = tuple[str, ...]
+MAX_REQUEST_BYTES = 65536
+"""Maximum bytes of a request; ``cloner.py`` reads as many."""
+
+END_S = 10.0
+"""Seconds that a template gets to end."""
+
+StartClone = Callable[[int, Callable[[Identity], None]], Awaitable[Clone]]
+"""Starts a clone. Takes its standard error, and a callback that gets its first process before that does anything."""
+
+_Trees = tuple[str, ...]
 """The directories of an unpacked image, the topmost first."""
-
 
 ImageEnvironment = asyncio.Future[tuple[str, ...] | None]
 """The environment of an image, read from its first container; ``None`` if that container did not start."""
 
 
+class Template:
+    """A container whose only process waits for requests to clone. It belongs to the event loop that started it.
+
+    Args:
+        log: file for Apptainer's output.
+    """
+
+    def __init__(self, log: str) -> None:
+        self._log = log
+        self._number = 0
+        self._answer_timeout_s = END_S
+        self._slots = asyncio.Semaphore(_MAX_PENDING_REQUESTS)
+        self._pending: dict[int, asyncio.Future[int]] = {}
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    @property
+    def alive(self) -> bool:
+        """True while it accepts requests."""
+        return self._socket is not None and self._ready.done() and not self._ready.exception()
+
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        temporary: str,
+        timeout_s: float,
+        prefix: Sequence[str],
+        on_started: Callable[[Identity], None],
+    ) -> None:
+        """Runs ``argv``, whose last words must be the cloner, until the cloner is ready.
+
+        Raises:
+            SandboxError: it is not ready in time; with Apptainer's last line.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(self._log, "wb") as log:
+            output = log.fileno()
+            self._process = start_apptainer(
+                argv, prefix, temporary, stdin=theirs.fileno(), stdout=output, stderr=output
+            )
+        self._socket = ours
+        self._answer_timeout_s = timeout_s
+        ours.setblocking(False)
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._read)
+        if identity := Identity.of(self._process.pid):
+            on_started(identity)
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
+        except TimeoutError:
+            raise SandboxError(f"no template was ready after {timeout_s:g} s: {self._last_words()}") from None
+
+    def _last_words(self) -> str:
+        with open(self._log, "rb") as log:
+            return last_line(log.read(16384).decode("utf-8", "replace"))
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, 4096, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            self._end()
+        elif data == b"ready":
+            self._ready.set_result(None)
+        else:
+            number, _, reason = data.partition(b"\0")
+            answer = self._pending.pop(int(number), None)
+            if answer is None or answer.done():
+                # The caller was cancelled. It has closed the pipe that the clone waits for, so the clone ends.
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            elif descriptors:
+                answer.set_result(descriptors[0])
+            else:
+                answer.set_exception(SandboxError(f"it cannot be cloned: {reason.decode(errors='replace')}"))
+
+    def _end(self) -> None:
+        if self._socket is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        error = SandboxError(f"its template has ended: {self._last_words()}")
+        waiting: list[asyncio.Future[Any]] = [self._ready, *self._pending.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()
+        self._pending.clear()
+
+    async def clone(self, fields: Sequence[str], errors: int, on_started: Callable[[Identity], None]) -> Clone:
+        """Starts a sandbox.
+
+        Args:
+            fields: fields of the request after its number.
+            errors: standard error of the sandbox.
+            on_started: called with the first process before it does anything, so limits set then hold for all.
+
+        Raises:
+            SandboxError: the template has ended or does not answer, or a field holds a zero byte.
+        """
+        if any("\0" in field for field in fields):  # a zero byte separates fields
+            raise SandboxError("a request whose field holds a zero byte")
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        stdin, our_stdin = os.pipe()
+        our_stdout, stdout = os.pipe()
+        go, our_go = os.pipe()
+        to_close = {stdin, stdout, go, our_go, our_stdin, our_stdout}
+        pidfd = -1
+        try:
+            async with self._slots:
+                if self._socket is None:
+                    raise SandboxError(f"its template has ended: {self._last_words()}")
+                self._number += 1
+                self._pending[self._number] = answer
+                message = os.fsencode("\0".join((str(self._number), *fields)))
+                if len(message) > MAX_REQUEST_BYTES:
+                    raise SandboxError(f"a request of {len(message)} bytes; its template reads {MAX_REQUEST_BYTES}")
+                try:
+                    sending = self._send(message, [stdin, stdout, errors, go], answer)
+                    pidfd = await asyncio.wait_for(sending, self._answer_timeout_s)
+                except TimeoutError:
+                    raise SandboxError(f"its template did not answer within {self._answer_timeout_s:g} s") from None
+            with open(f"/proc/self/fdinfo/{pidfd}") as file:
+                pid = next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
+            if identity := Identity.of(pid):
+                on_started(identity)
+            os.write(our_go, b"x")
+            to_close -= {our_stdin, our_stdout}
+        except BaseException:
+            if pidfd >= 0:
+                os.close(pidfd)
+            raise
+        finally:
+            for descriptor in to_close:
+                os.close(descriptor)
+        return Clone(pidfd, pid, our_stdin, our_stdout)
+
+    async def _send(self, message: bytes, descriptors: Sequence[int], answer: asyncio.Future[int]) -> int:
+        while self._socket is not None:
+            try:
+                socket.send_fds(self._socket, [message], descriptors)
+                break
+            except BlockingIOError:  # the template has not read earlier requests
+                await asyncio.sleep(0.005)
+            except OSError:  # the template has ended, before its end was read
+                self._end()
+        return await answer
+
+    async def stop(self) -> None:
+        """Ends the container and every sandbox that was cloned from it. Idempotent."""
+        self._end()
+        process, self._process = self._process, None
+        if process is not None:
+            try:
+                await asyncio.to_thread(process.wait, END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                await asyncio.to_thread(process.wait)
+
+
 @dataclass
-class _Kept:
+class _RunningTemplate:
     template: Template
     directory: Path
     starting: asyncio.Task[None]
@@ -66,8 +241,8 @@ class Templates:
     """The template of one provider, and the environments of images. A template that has ended is replaced.
 
     Args:
-        own: the provider's directory; a template gets a directory in it, as a sandbox does.
-        visible: directories that hold layers and unpacked images; a template sees no other directory of the host.
+        own: the provider's directory. A template gets a directory in it, as a sandbox does.
+        visible: directories that hold layers and unpacked images. A template sees no other directory of the host.
         scratch: the directory of the interpreter that templates run.
     """
 
@@ -78,66 +253,56 @@ class Templates:
         self._apptainer = apptainer
         self._scratch = scratch
         self._timeout_s = timeout_s
-        self._environments: dict[_Key, ImageEnvironment] = {}
-        self._kept: _Kept | None = None
+        self._environments: dict[_Trees, ImageEnvironment] = {}
+        self._current: _RunningTemplate | None = None
         self._number = 0
         self._supported: bool | None = None
-        self._seen: dict[_Key, bool] = {}
-        """Unpacked image → whether a template sees it. An image may have hundreds of directories, so this is kept."""
-        self.refused: dict[_Key, str] = {}
+        self._visible_images: dict[_Trees, bool] = {}
+        """Unpacked image → whether a template sees it. Cached, because an image may have hundreds of directories."""
+        self.refused: dict[_Trees, str] = {}
         """Unpacked image → why no sandbox can be cloned over it. Apptainer starts these sandboxes."""
 
-    def expect_environment(self, access: Access, spec: SandboxSpec, mounted: Overlay | None) -> ImageEnvironment | None:
+    def expect_environment(self, rootfs: Rootfs, spec: SandboxSpec, mounted: Overlay | None) -> ImageEnvironment | None:
         """Returns a future for :meth:`read_environment`, to be called when the first container over an image runs.
 
         Starts of clones over the image wait for it. Returns ``None`` if nothing needs to be read.
         """
-        key = _key(access)
-        if is_without("clones") or mounted is None or key in self.refused or key in self._environments:
-            return None
-        if not self._possible(access, spec):
+        trees = _trees(rootfs)
+        if trees in self._environments or not self._can_clone(rootfs, spec, mounted):
             return None
         environment: ImageEnvironment = asyncio.get_running_loop().create_future()
-        self._environments[key] = environment
+        self._environments[trees] = environment
         return environment
 
-    def read_environment(self, access: Access, environment: ImageEnvironment, init: Identity | None) -> None:
+    def read_environment(self, rootfs: Rootfs, environment: ImageEnvironment, init: Identity | None) -> None:
         """Reads the environment that a container started with, before it runs a command.
 
         Args:
             environment: the future of :meth:`expect_environment`, which gets the result.
             init: the container's first process; ``None`` if it did not start.
         """
-        try:
-            if init is None:
-                raise OSError("the container did not start")
-            with open(f"/proc/{init.pid}/environ", "rb") as file:
-                data = file.read(_MAX_ENVIRONMENT_BYTES + 1)
-            if not init.alive():
-                raise OSError("the container has ended")
-        except OSError:
-            self._environments.pop(_key(access), None)
+        data = _initial_environment(init) if init is not None else None
+        if data is None:
+            self._environments.pop(_trees(rootfs), None)
             environment.set_result(None)
-            return
-        if len(data) > _MAX_ENVIRONMENT_BYTES:
-            self.refused[_key(access)] = f"its environment has more than {_MAX_ENVIRONMENT_BYTES} bytes"
+        elif len(data) > _MAX_ENVIRONMENT_BYTES:
+            self.refused[_trees(rootfs)] = f"its environment has more than {_MAX_ENVIRONMENT_BYTES} bytes"
             environment.set_result(None)
-            return
-        environment.set_result(tuple(entry for entry in os.fsdecode(data).split("\0") if "=" in entry[1:]))
+        else:
+            environment.set_result(tuple(entry for entry in os.fsdecode(data).split("\0") if "=" in entry[1:]))
 
     async def find(
-        self, access: Access, spec: SandboxSpec, mounted: Overlay | None, control: str, command: Sequence[str]
-    ) -> Start | None:
+        self, rootfs: Rootfs, spec: SandboxSpec, mounted: Overlay | None, control: str, command: Sequence[str]
+    ) -> StartClone | None:
         """Returns how to start a container as a clone; ``None`` if Apptainer must start it.
 
         Args:
-            mounted: the overlay that Apptainer would start over (:meth:`.Access.command_line`).
+            mounted: the overlay that Apptainer would start over (:meth:`.Rootfs.command_line`).
         """
-        expected = self._environments.get(_key(access))
-        if is_without("clones") or mounted is None or expected is None or _key(access) in self.refused:
+        expected = self._environments.get(_trees(rootfs))
+        if expected is None or not self._can_clone(rootfs, spec, mounted):
             return None
-        if not self._possible(access, spec):
-            return None
+        assert mounted is not None
         if self._supported is None:
             self._supported = await asyncio.to_thread(supported)
         if not self._supported:
@@ -145,73 +310,74 @@ class Templates:
         try:
             template = await self._running()
         except (SandboxError, OSError) as error:
-            self.refuse(access, error)
+            self.refuse(rootfs, error)
             return None
         environment = await asyncio.shield(expected)
         if environment is None:
             return None
         capabilities = ",".join(str(_CAPABILITIES[name]) for name in ROOT_MAY)
         binds = (f"{control}:{CONTROL_DIR}:ro", *spec.binds)
-        limits = " ".join(f"{name}={number}" for name, number in bounds(spec).items())
-        words = (spec.network, *mounted, capabilities, limits, " ".join(command), str(len(binds)), *binds, *environment)
-        return functools.partial(self._clone, template, words)
+        limits = " ".join(f"{name}={number}" for name, number in namespace_limits(spec).items())
+        fields = (
+            spec.network,
+            *mounted,
+            capabilities,
+            limits,
+            " ".join(command),
+            str(len(binds)),
+            *binds,
+            *environment,
+        )
+        return functools.partial(self._clone, template, fields)
 
     async def _running(self) -> Template:
         """Returns the running template; starts one first if necessary."""
-        while self._kept is not None and self._kept.starting.done() and not self._kept.template.alive:
-            await self._drop()
-        if self._kept is None:
-            self._kept = self._begin()
-        kept = self._kept
-        await asyncio.shield(kept.starting)
-        return kept.template
+        while self._current is not None and self._current.starting.done() and not self._current.template.alive:
+            await self.close()
+        if self._current is None:
+            self._current = self._begin()
+        current = self._current
+        await asyncio.shield(current.starting)
+        return current.template
 
     async def _clone(
-        self, template: Template, words: Sequence[str], errors: int, on_started: Callable[[Identity], None]
+        self, template: Template, fields: Sequence[str], errors: int, on_started: Callable[[Identity], None]
     ) -> Clone:
         try:
-            return await template.clone(words, errors, on_started)
+            return await template.clone(fields, errors, on_started)
         except SandboxError:
             if template.alive:
                 raise
-        # The template ended before this process noticed; another one serves.
-        return await (await self._running()).clone(words, errors, on_started)
+        # The template ended before this process noticed. Use the next one.
+        return await (await self._running()).clone(fields, errors, on_started)
 
-    def refuse(self, access: Access, error: Exception, *, layer: bool = False) -> None:
-        """Notes that sandboxes over an image cannot be cloned here.
+    def refuse(self, rootfs: Rootfs, error: Exception) -> None:
+        """Notes that sandboxes over an image cannot be cloned here."""
+        self.refused[_trees(rootfs)] = str(error)
 
-        Args:
-            layer: the cause may be what an agent has left in its layer, so the image is not refused.
-        """
-        if not layer:
-            self.refused[_key(access)] = str(error)
-
-    def _possible(self, access: Access, spec: SandboxSpec) -> bool:
-        key = _key(access)
-        if key not in self._seen:
-            self._seen[key] = self._sees(key)
-        return (
-            spec.as_root
-            and not spec.nested
-            and not spec.fakeroot
-            and access.namespace is None
-            and self._seen[key]
-            and self._sees(bind.split(":")[0] for bind in spec.binds)
-        )
+    def _can_clone(self, rootfs: Rootfs, spec: SandboxSpec, mounted: Overlay | None) -> bool:
+        trees = _trees(rootfs)
+        if is_without("clones") or mounted is None or trees in self.refused or rootfs.namespace is not None:
+            return False
+        if not spec.as_root or spec.nested or spec.fakeroot:
+            return False
+        if trees not in self._visible_images:
+            self._visible_images[trees] = self._sees(trees)
+        return self._visible_images[trees] and self._sees(bind.source for bind in spec.parsed_binds())
 
     def _sees(self, sources: Iterable[str]) -> bool:
         return all(_below(Path(os.path.realpath(source)), self._visible) for source in sources)
 
-    def _begin(self) -> _Kept:
+    def _begin(self) -> _RunningTemplate:
         self._number += 1
         directory = self._own / f"t{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
         template = Template(str(directory / "log"))
         starting = asyncio.ensure_future(self._start(template, directory))
         starting.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return _Kept(template, directory, starting)
+        return _RunningTemplate(template, directory, starting)
 
     async def _start(self, template: Template, directory: Path) -> None:
-        await asyncio.to_thread(self._lay_out, directory)
+        await asyncio.to_thread(self._create_files, directory)
         # Only cloner.py runs in it. It makes user namespaces, and clones with network "host" need the host's network.
         binds = tuple(f"{visible}:{visible}" for visible in self._visible)
         root = str(directory / "root")
@@ -224,9 +390,10 @@ class Templates:
             control=str(directory / "control"),
             command=(*_PROGRAM, f"{CONTROL_DIR}/cloner.py"),
         )
-        # Mapping uid 0 of a namespace below needs this capability; the clones do not get it.
-        argv[argv.index("--add-caps") + 1] += ",CAP_SETFCAP"
-        argv[argv.index("--add-caps") : argv.index("--add-caps")] = ["--env", f"PYTHONHOME={_HOME}"]
+        # Mapping uid 0 of a namespace below needs this capability. The clones do not get it.
+        option = argv.index("--add-caps")
+        argv[option + 1] += ",CAP_SETFCAP"
+        argv[option:option] = ["--env", f"PYTHONHOME={_HOME}"]
 
         def started(identity: Identity) -> None:
             (directory / "owner").write_text(f"{identity}\n")
@@ -244,34 +411,30 @@ class Templates:
             await template.stop()
             raise
 
-    def _lay_out(self, directory: Path) -> None:
+    def _create_files(self, directory: Path) -> None:
         interpreter = helper_python.prepare(self._scratch)
         for name in ("", "tmp", "control", "root"):
             os.mkdir(directory / name, 0o700)
-        places = (*MOUNT_POINTS, CONTROL_DIR, *map(str, self._visible))
-        for place in places:
-            os.makedirs(directory / "root" / place.lstrip("/"), exist_ok=True)
+        for path in (*MOUNT_POINTS, CONTROL_DIR, *map(str, self._visible)):
+            os.makedirs(directory / "root" / path.lstrip("/"), exist_ok=True)
         (directory / "root" / "etc" / "resolv.conf").touch()
         helper_python.link_into(interpreter, directory / "control")
         program = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath("cloner.py").read_bytes()
         (directory / "control" / "cloner.py").write_bytes(program)
 
-    async def _drop(self) -> None:
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            with suppress(SandboxError, OSError, asyncio.CancelledError):
-                await kept.starting
-            await kept.template.stop()
-            await asyncio.to_thread(remove_tree, kept.directory, ignore_errors=True)
-
     async def close(self) -> None:
         """Ends the template. Idempotent."""
-        await self._drop()
+        current, self._current = self._current, None
+        if current is not None:
+            with suppress(SandboxError, OSError, asyncio.CancelledError):
+                await current.starting
+            await current.template.stop()
+            await asyncio.to_thread(remove_tree, current.directory, ignore_errors=True)
 
 
 @functools.cache
 def supported() -> bool:
-    """Whether this node's kernel, its user namespaces and this Python let sandboxes be cloned."""
+    """Returns whether this node's kernel, its user namespaces and this Python allow clones."""
     version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
     return (
         version >= _KERNEL
@@ -279,19 +442,23 @@ def supported() -> bool:
         and sys.version_info >= (3, 11)
         and bool(unshare())
         and os.geteuid() != 0
-        and _filters()
+        and launcher(filtered=True).holds_filter()
         and not helper_python.why_not()
     )
 
 
-def _filters() -> bool:
-    thread = launcher(filtered=True)
-    thread.call(lambda: None)  # it knows when it has begun
-    return thread.refuses
+def _initial_environment(init: Identity) -> bytes | None:
+    """Returns the environment that a process started with, cut off above the limit; ``None`` if it has ended."""
+    try:
+        with open(f"/proc/{init.pid}/environ", "rb") as file:
+            data = file.read(_MAX_ENVIRONMENT_BYTES + 1)
+    except OSError:
+        return None
+    return data if init.alive() else None
 
 
-def _key(access: Access) -> _Key:
-    return (*access.layers, access.rootfs)
+def _trees(rootfs: Rootfs) -> _Trees:
+    return (*rootfs.layers, rootfs.base)
 
 
 def _below(path: Path, directories: Sequence[Path]) -> bool:

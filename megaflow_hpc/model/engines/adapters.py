@@ -1,11 +1,11 @@
 """One adapter per engine: turns the campaign's ``model:`` section into a :class:`Launch`.
 
 A launch has a command line, variables, and an address: a Unix socket in a private directory where the engine supports
-one (vLLM ``--uds``), else a free loopback port. ``args`` of the section become options as they stand:
+one (vLLM ``--uds``), else a free loopback port. The section's ``args`` become command-line options:
 ``{max-model-len: 8192, enforce-eager: true, override-generation-config: {temperature: 1}}``.
 
-The interpreter of an engine is ``model.python`` (a virtual environment or an interpreter), else that of the virtual
-environment ``MEGAFLOW_ENGINE_VENV``, else the server's own. With ``model.image`` it is one of that image.
+An engine's interpreter is ``model.python`` (a virtual environment or an interpreter), else that of the virtual
+environment ``MEGAFLOW_ENGINE_VENV``, else the server's own. With ``model.image`` it is an interpreter of the image.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from megaflow_hpc.host.private import open_to_others
 from megaflow_hpc.model.engines import container, multinode
 from megaflow_hpc.model.engines.launch import Launch
 
-NOWHERE = "nowhere.invalid"
-"""A host that there never is (RFC 6761): vLLM takes an empty list of hosts for all of them."""
-IMAGE_PIXELS = 40_000_000
-"""Largest image: some 120 MB when decoded, from a file of a few kilobytes."""
+NO_HOST = "nowhere.invalid"
+"""A host that cannot exist (RFC 6761). vLLM would allow all hosts if the list were empty."""
+MAX_IMAGE_PIXELS = 40_000_000
+"""Largest image. It decodes to some 120 MB, even from a file of a few kilobytes."""
 MAX_SOCKET_PATH = 100
 """Longest path of a Unix socket in bytes (sun_path has 108)."""
 
 
 def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[Path] = ()) -> Launch:
-    """Returns how to start the engine of a ``model:`` section.
+    """Returns the launch of a ``model:`` section's engine.
 
     Args:
         model: The section: ``engine``, ``path``, ``gpus``, ``nodes``, ``args``, ``python``, ``image``, ``script``, …
         policy: Name under which the model is served.
         private: A directory of mode 0700 on a local file system, for the socket.
-        seen: Host paths that an engine in an image sees read-only, beside the model.
+        seen: Host paths that an engine in an image sees read-only, in addition to the model.
 
     Raises:
         ConfigError: The section does not fit the engine.
@@ -49,51 +49,52 @@ def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[
     engine = str(model.get("engine") or "vllm")
     if engine not in ADAPTERS:
         raise ConfigError(f"model.engine: {engine!r} is not one of {', '.join(ADAPTERS)}")
-    found = ADAPTERS[engine](model, policy, private)
-    if model.get("image") and found.command:
-        found = container.in_image(found, model, private, seen)
-    return multinode.over_nodes(found, count, private) if (count := int(model.get("nodes") or 1)) > 1 else found
+    result = ADAPTERS[engine](model, policy, private)
+    if model.get("image") and result.command:
+        result = container.in_image(result, model, private, seen)
+    nodes = int(model.get("nodes") or 1)
+    return multinode.over_nodes(result, nodes, private) if nodes > 1 else result
 
 
 def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     python = interpreter(model)
     options = dict(model.get("args") or {})
-    gpus = int(model.get("gpus") or 0)
+    gpus, nodes = int(model.get("gpus") or 0), int(model.get("nodes") or 1)
     built_in: dict[str, Any] = {"model": _path(model), "served-model-name": policy, "enable-scale-out": True}
     # Record the probability with which a token was drawn, after temperature and all other options.
     built_in |= {"uvicorn-log-level": "warning", "logprobs-mode": "processed_logprobs"}
-    built_in["allowed-media-domains"] = list(model.get("media_domains") or [NOWHERE])
+    built_in["allowed-media-domains"] = list(model.get("media_domains") or [NO_HOST])
     if gpus > 1:
         built_in["tensor-parallel-size"] = gpus
     program = "vllm.entrypoints.openai.api_server"
     subcommand: list[str] = []
-    if (count := int(model.get("nodes") or 1)) > 1:
-        built_in |= {"pipeline-parallel-size": count, "nnodes": count, "master-addr": address()}
+    if nodes > 1:
+        built_in |= {"pipeline-parallel-size": nodes, "nnodes": nodes, "master-addr": address()}
         built_in["master-port"] = free_port("")
-        program, subcommand = "vllm.entrypoints.cli.main", ["serve"]  # the API server alone knows no --headless
-    ours: dict[str, str] = {}
-    """Variables that are ours, whatever they are here."""
+        program, subcommand = "vllm.entrypoints.cli.main", ["serve"]  # the API server alone lacks --headless
+    enforced: dict[str, str] = {}
+    """Variables that replace those of the server's own environment."""
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    if count == 1:
-        env["GLOO_SOCKET_IFNAME"] = "lo"  # else torch.distributed listens where the host's name leads, if anywhere
-    env |= {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_MAX_IMAGE_PIXELS": str(IMAGE_PIXELS)}
+    if nodes == 1:
+        env["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise torch.distributed listens on the address of the host's name
+    env |= {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_MAX_IMAGE_PIXELS": str(MAX_IMAGE_PIXELS)}
     # Otherwise the parsers of some models enforce a grammar even if the model may choose whether to call a tool.
     env["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
     env["VLLM_SERVER_DEV_MODE"] = "1"  # endpoints that change weights; the proxy passes them with the admin key only
     if options.get("enable-lora") or options.get("enable_lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    if len(os.fsencode(private)) + 38 < 107:  # its processes' sockets, named by a UUID, outlive a killed engine
+    if len(os.fsencode(private)) + 38 < 107:  # sockets of its processes, named by a UUID, outlive a killed engine
         env["VLLM_RPC_BASE_PATH"] = str(private)
-        if count == 1:
-            ours["TMPDIR"] = str(private)  # and so does the file where they meet
-    if model.get("sleep_level") and not _is_cpu_build(python):  # there it ignores being sent to sleep
-        built_in["enable-sleep-mode"] = True
+        if nodes == 1:
+            enforced["TMPDIR"] = str(private)  # its rendezvous file outlives a killed engine too
     if _is_cpu_build(python):
         built_in["enforce-eager"] = True
-        env["TORCHDYNAMO_DISABLE"] = "1"  # what is compiled all the same (log-probabilities) wants g++ on the node
+        env["TORCHDYNAMO_DISABLE"] = "1"  # log-probabilities would be compiled all the same, which needs g++
+    elif model.get("sleep_level"):  # the CPU build ignores it
+        built_in["enable-sleep-mode"] = True
     result = Launch(
         [python, "-m", program, *subcommand, *flags({**built_in, **options})],
-        {k: os.environ.get(k, v) for k, v in env.items()} | ours,
+        {k: os.environ.get(k, v) for k, v in env.items()} | enforced,
         model_name=str(options.get("served-model-name", policy)),
         protocol="split" if options.get("enable-scale-out", True) else "plain",
         reload="vllm",
@@ -109,7 +110,7 @@ def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     port = free_port()
     built_in: dict[str, Any] = {"model-path": _path(model), "served-model-name": policy}
     built_in |= {"host": LOOPBACK, "port": port, "tp": max(1, int(model.get("gpus") or 1))}
-    # No key: SGLang takes one on its command line only, where others could read it.
+    # No key: SGLang accepts one on its command line only, where other users could read it.
     return Launch(
         [interpreter(model), "-m", "sglang.launch_server", *flags({**built_in, **(model.get("args") or {})})],
         {"HF_HUB_OFFLINE": "1"},
@@ -157,8 +158,8 @@ def _external(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         base_url=given.removesuffix("/v1"),
         api_url=given if urlsplit(given).path else f"{given}/v1",
         key=_key_file(model.get("api_key_file")),
-        model_name=str(model.get("name") or options.get("model") or model.get("path") or policy),
-        protocol=str(options.get("protocol", "text")),  # "plain" where it is a vLLM
+        model_name=str(options.get("model") or model.get("path") or policy),
+        protocol=str(options.get("protocol", "text")),  # "plain" if it is a vLLM
         start_timeout_s=120.0,
     )
 
@@ -176,7 +177,7 @@ ADAPTERS: Mapping[str, Adapter] = {
 def flags(options: Mapping[str, Any]) -> list[str]:
     """Returns ``{"max-model-len": 8, "enforce-eager": True, "x": False, "y": {…}}`` as command-line arguments.
 
-    ``True`` gives the bare option, ``False`` and ``None`` leave it out, a list repeats its values, a mapping is JSON.
+    ``True`` gives the bare option, ``False`` and ``None`` omit it, a list gives several values, a mapping gives JSON.
     """
     arguments: list[str] = []
     for name, value in options.items():
@@ -194,7 +195,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def interpreter(model: Mapping[str, Any]) -> str:
-    """Returns the path of the Python that has the engine (inside the image, where there is one).
+    """Returns the path of the engine's Python, inside the image if there is one.
 
     Raises:
         ConfigError: It does not exist or cannot be run.
@@ -231,8 +232,11 @@ def _is_cpu_build(python: str) -> bool:
 
 
 def _number(options: Mapping[str, Any], name: str) -> int:
-    """Returns an integer option, whether spelt with dashes or underscores; 0 where it is not given."""
-    return next((int(v) for key, v in options.items() if v and str(key).lstrip("-").replace("_", "-") == name), 0)
+    """Returns an integer option, spelt with dashes or underscores; 0 if it is not given."""
+    for key, value in options.items():
+        if value and str(key).lstrip("-").replace("_", "-") == name:
+            return int(value)
+    return 0
 
 
 def _path(model: Mapping[str, Any]) -> str:

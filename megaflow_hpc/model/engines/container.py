@@ -5,9 +5,10 @@
     apptainer exec --cleanenv --home PRIVATE/home --pwd / [--nv] [--unsquash] --bind … IMAGE python3 -m …
 
 The engine sees the server's private directory (socket, home, Apptainer's temporary files), the model and the run's
-published weights read-only, and what ``model.binds`` names. This is no sandbox: an engine is its user's own program and
-keeps the host's network, processes and /dev/shm, through which its processes pass tensors. Only variables of engines
-and GPUs are passed on (:data:`PASSED`), by ``APPTAINERENV_`` rather than on the command line, which others can read.
+published weights read-only, and the paths in ``model.binds``. The image does not confine the engine, which is its
+user's own program: it keeps the host's network, processes and /dev/shm, through which its processes pass tensors. Only
+variables of engines and GPUs are passed on (:data:`PASSED`). They are passed by ``APPTAINERENV_``, because other users
+can read the command line.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ PASSED = re.compile(
     r"(VLLM|SGLANG|SGL|HF|HUGGING_FACE|TRANSFORMERS|SAFETENSORS|TORCH|PYTORCH|TRITON|CUDA|NVIDIA|NCCL|HIP|ROCR|RCCL|"
     r"GLOO|UCX|FI|OMP|KMP|MKL|MEGAFLOW)_.*|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK|LANG|LC_ALL|TZ|no_proxy|NO_PROXY"
 )
-"""Names of the variables that an engine in an image inherits, beside those that its adapter sets."""
+"""Names of the variables that an engine in an image inherits, in addition to those that its adapter sets."""
 PYTHON = "python3"
-"""Interpreter in the image where ``model.python`` names no other."""
+"""Interpreter in the image if ``model.python`` is not set."""
 HOME, UNPACKED = "home", "image"
 FUSE = "/dev/fuse"
-"""Without it an ordinary user cannot mount a SIF file, and each start unpacks it."""
+"""Device without which an ordinary user cannot mount a SIF file, so each start unpacks it."""
 
 
 def in_image(launch: Launch, model: Mapping[str, Any], private: Path, seen: Iterable[Path] = ()) -> Launch:
     """Returns the same engine, started in ``model.image``.
 
     Args:
-        launch: The engine as it would be started on the host, with an interpreter of the image.
+        launch: The engine's launch on the host, with an interpreter of the image.
         model: The campaign's ``model:`` section.
         private: The server's private directory.
-        seen: Host paths bound read-only beside the model; missing ones are left out.
+        seen: Host paths bound read-only in addition to the model. Missing ones are omitted.
 
     Raises:
         ConfigError: The image or Apptainer is missing, or a path cannot be bound.
@@ -58,7 +59,7 @@ def in_image(launch: Launch, model: Mapping[str, Any], private: Path, seen: Iter
     except SiteError as error:
         raise ConfigError(f"model.image: {error} (slurm.setup may load it)") from None
     prefix = Path(runtime).name.upper()
-    remove_tree(private / UNPACKED, ignore_errors=True)  # of an engine that was killed
+    remove_tree(private / UNPACKED, ignore_errors=True)  # a killed engine left it
     make_directories(private)
     command = [runtime, "-q", "exec", "--cleanenv", "--home", str(private / HOME), "--pwd", "/", *gpu_flags(model)]
     if image.is_file() and prefix == "APPTAINER" and not os.access(FUSE, os.R_OK | os.W_OK):
@@ -73,7 +74,7 @@ def in_image(launch: Launch, model: Mapping[str, Any], private: Path, seen: Iter
 
 
 def make_directories(private: Path) -> None:
-    """Makes the directories that a container needs in a server's private directory; called on each of its nodes."""
+    """Creates the directories that a container needs in a server's private directory, on each of its nodes."""
     for name in (HOME, UNPACKED):
         (private / name).mkdir(mode=0o700, exist_ok=True)
 
@@ -86,25 +87,25 @@ def gpu_flags(model: Mapping[str, Any], devices: Path = Path("/dev")) -> list[st
 
 
 def _model_paths(model: Mapping[str, Any]) -> list[Path]:
-    """Returns the model's directory with the targets of its links (a hub's cache has some), or the whole cache."""
-    found = [Path(str(model["script"]))] if model.get("script") else []
+    """Returns the model's directory with the targets of its links, as in a hub's cache, or the whole cache."""
+    paths = [Path(str(model["script"]))] if model.get("script") else []
     path = Path(str(model.get("path") or ""))
     if model.get("path") and path.is_dir():
-        return [*found, path, *sorted({file.resolve().parent for file in path.iterdir() if file.is_symlink()})]
+        return [*paths, path, *sorted({file.resolve().parent for file in path.iterdir() if file.is_symlink()})]
     if model.get("path") and path.exists():
-        return [*found, path]
+        return [*paths, path]
     cache = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    return [*found, Path(cache).expanduser()]
+    return [*paths, Path(cache).expanduser()]
 
 
 def _read_only(paths: Iterable[Path]) -> list[str]:
-    """Returns the existing paths as ``--bind`` takes them, without duplicates and those below another.
+    """Returns values of ``--bind`` for the paths that exist, without duplicates and paths below another one.
 
     Raises:
         ConfigError: A path has a comma or colon, which ``--bind`` cannot express.
     """
-    there = [Path(os.path.abspath(path)) for path in dict.fromkeys(paths) if path.exists()]
-    roots = [path for path in there if not any(path != other and path.is_relative_to(other) for other in there)]
+    existing = [Path(os.path.abspath(path)) for path in dict.fromkeys(paths) if path.exists()]
+    roots = [path for path in existing if not any(path != other and path.is_relative_to(other) for other in existing)]
     for path in roots:
         if set(str(path)) & set(":,"):
             raise ConfigError(f"{path}: a path with a comma or a colon cannot be given to a container; rename it")

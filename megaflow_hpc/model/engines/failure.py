@@ -1,52 +1,41 @@
-"""Finds in an engine's log why it ended, as one line for ``status``."""
+"""Finds the cause of an engine's end in its log, as one line for ``status``."""
 
 from __future__ import annotations
 
 import re
 
-CAUSES: tuple[tuple[str, str], ...] = (
-    (r"CUDA out of memory|OutOfMemoryError|No available memory for the cache blocks|Free memory on device",
-     "out of GPU memory"),
-    (r"Cannot allocate memory|std::bad_alloc|MemoryError", "out of memory on the node"),
-    (r"No space left on device", "no space left on a disk"),
-    (r"[Aa]ddress already in use", "its port was taken"),
-    (r"No module named '?([\w.]+)'?", "its virtual environment lacks a module"),
-    (r"unrecognized arguments: .*|invalid choice: .*|No such option", "it does not know an option"),
-    (r"local_files_only|LocalEntryNotFoundError|couldn't connect to 'https://huggingface\.co'|OfflineModeIsEnabled",
-     "the model is not in the node's cache, and an engine fetches nothing"),
-    (r"(is not a valid model identifier|Repo id must be|Can't load the configuration|does not appear to have a file"
-     r"|No such file or directory: '.*(safetensors|config\.json)|Invalid repository ID)",
-     "the model cannot be found"),
-    (r"SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|not initialized from checkpoint",
-     "its weights cannot be read"),
-    (r"^error: wrong script: ", "its script cannot be used"),
-    (r"^FATAL:", "its image cannot be started"),
-    (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit"),
-)  # fmt: skip
-"""Pattern of a log's line → what it means; the first in this order that is found in the log."""
-
 KEY, REFUSED = "refuses the key", "refuses the request"
 """Causes at an external endpoint."""
-LASTING = (
-    KEY,
-    REFUSED,
-    "its virtual environment lacks a module",
-    "it does not know an option",
-    "the model is not in the node's cache, and an engine fetches nothing",
-    "the model cannot be found",
-    "its weights cannot be read",
-    "its script cannot be used",
-    "the context length does not fit",
-)
-"""Causes that another start would meet again."""
+CAUSES: tuple[tuple[str, str, bool], ...] = (
+    (r"CUDA out of memory|OutOfMemoryError|No available memory for the cache blocks|Free memory on device",
+     "out of GPU memory", False),
+    (r"Cannot allocate memory|std::bad_alloc|MemoryError", "out of memory on the node", False),
+    (r"No space left on device", "no space left on a disk", False),
+    (r"[Aa]ddress already in use", "its port was taken", False),
+    (r"No module named '?([\w.]+)'?", "its virtual environment lacks a module", True),
+    (r"unrecognized arguments: .*|invalid choice: .*|No such option", "it does not know an option", True),
+    (r"local_files_only|LocalEntryNotFoundError|couldn't connect to 'https://huggingface\.co'|OfflineModeIsEnabled",
+     "the model is not in the node's cache, and an engine fetches nothing", True),
+    (r"(is not a valid model identifier|Repo id must be|Can't load the configuration|does not appear to have a file"
+     r"|No such file or directory: '.*(safetensors|config\.json)|Invalid repository ID)",
+     "the model cannot be found", True),
+    (r"SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|not initialized from checkpoint",
+     "its weights cannot be read", True),
+    (r"^error: wrong script: ", "its script cannot be used", True),
+    (r"^FATAL:", "its image cannot be started", False),
+    (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit", True),
+)  # fmt: skip
+"""Pattern of a log line, cause, and whether another start would fail for the same cause. The first match applies."""
+LASTING = (KEY, REFUSED, *(cause for _, cause, lasting in CAUSES if lasting))
+"""Causes that another start would have too."""
 REJECTED = (
     r"^exit code \d+: \S*\b(ValueError|TypeError|KeyError|AttributeError|NameError|ImportError|NotImplementedError"
     r"|ValidationError|SyntaxError)\b: "
 )
-"""The last error of an engine that refuses what it was given, by the kind of the exception; no node is at fault."""
+"""Matches the last error of an engine that refuses its configuration. No node is at fault."""
 
-LONGEST = 600
-"""Characters of a line that are shown."""
+MAX_LENGTH = 600
+"""Characters of a cause."""
 
 ERROR = r"\b\w*(Error|Exception)\b: |^error: "
 NEXT = r"^(Traceback|During handling|The above exception|For further information|File )"
@@ -54,19 +43,19 @@ NEXT = r"^(Traceback|During handling|The above exception|For further information
 FOLLOWS = r"EngineDeadError|Engine core initialization failed|See (stack trace|root cause)"
 """Errors that only point to another error."""
 
-ASIDE = r"^(\([^)]*\)\s*)?(DEBUG|INFO|WARNING)\b|^slurmstepd-\S+: error: \*\*\* STEP|^srun: launch"
-"""Lines that name no cause: those of engines that go on, and of a job step that ends because a part of it has."""
+IGNORED = r"^(\([^)]*\)\s*)?(DEBUG|INFO|WARNING)\b|^slurmstepd-\S+: error: \*\*\* STEP|^srun: launch"
+"""Lines that name no cause: messages of a running engine, and of a job step that ends because one of its parts did."""
 
 
 def cause(log_tail: str, exit_code: int | None) -> str:
-    """Returns why an engine ended, in one line: a known cause with the line that shows it, else the last error line.
+    """Returns why an engine ended, in one line: a known cause with its log line, or else the last error line.
 
     Args:
-        log_tail: The end of its log, in which the latest start is all.
-        exit_code: Of its process; ``None`` if it has none.
+        log_tail: The end of its log, beginning with the latest start.
+        exit_code: Exit code of its process; ``None`` if it has no process.
     """
-    lines = [x.strip() for x in log_tail.splitlines() if x.strip() and not re.search(ASIDE, x)]
-    for pattern, meaning in CAUSES:
+    lines = [x.strip() for x in log_tail.splitlines() if x.strip() and not re.search(IGNORED, x)]
+    for pattern, meaning, _ in CAUSES:
         for number in reversed(range(len(lines))):
             if re.search(pattern, lines[number]):
                 return f"{meaning}: {_whole(lines, number)}"
@@ -76,7 +65,7 @@ def cause(log_tail: str, exit_code: int | None) -> str:
 
 
 def _whole(lines: list[str], number: int) -> str:
-    """Returns an error line, and those after it that it only announces: pydantic's, and what ends with a colon."""
+    """Returns an error line. Appends the next lines to one that ends with a colon, and to pydantic's errors."""
     text = _plain(lines[number])
     if not re.search(r":$|\d validation errors? for \w+$", text):
         return text
@@ -89,7 +78,7 @@ def _whole(lines: list[str], number: int) -> str:
 
 
 def lasting(cause: str) -> bool:
-    """Returns whether another start of an engine that has not served would meet the same cause."""
+    """Returns whether another start of an engine that has not served would fail for the same cause."""
     return any(meaning in cause for meaning in LASTING) or re.match(REJECTED, cause) is not None
 
 
@@ -99,5 +88,5 @@ def _plain(line: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Returns a text as it is, or of a long one the beginning and the end, where the cause may stand."""
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+    """Returns a text, or the beginning and end of a long one, which may name the cause."""
+    return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH // 2]} … {text[-MAX_LENGTH // 2 :]}"

@@ -1,13 +1,13 @@
-"""The parent of an engine's processes, which ends all of them on a signal or when its own parent is gone.
+"""The parent of an engine's processes. Ends all of them on a signal or when its own parent ends.
 
 ``python -m megaflow_hpc.model.engines.lifeline COMMAND…`` starts the command in a session of its own and waits.
-End-of-file on standard input (the server died), SIGTERM, SIGINT or SIGHUP end it: SIGTERM to the session, after
-:data:`GRACE_S` SIGKILL to all that is left, including processes in sessions of their own, which a subreaper inherits as
-orphans. The exit code is the command's, 128+n for signal n. The command's standard input stays silent and is closed
-first at the end, so that lifelines on other nodes, behind ``srun``, end with this one.
+End-of-file on standard input (the server died), SIGTERM, SIGINT or SIGHUP end it. The lifeline then sends SIGTERM to
+the session, and after :data:`GRACE_S` SIGKILL to all remaining processes. These include processes in other sessions,
+which a subreaper inherits as orphans. The exit code is the command's, 128+n for signal n. The command's standard input
+is closed first, so that lifelines on other nodes, started by ``srun``, end too.
 
-Engines pass tensors through files in ``/dev/shm``, which outlive killed processes and hold the node's memory. Those
-that one of these processes had mapped are removed at the end.
+Engines pass tensors through files in ``/dev/shm``, which outlive killed processes and occupy the node's memory. The
+lifeline removes those files that one of its processes had mapped.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from megaflow_hpc.host.child import adopt_orphans, die_with_parent
 from megaflow_hpc.host.process import descendants, kill_each, mapped_files
 
 GRACE_S = 8.0
-"""Seconds for an engine to free its GPU memory and shared memory."""
+"""Seconds for an engine to release its GPU memory and shared memory."""
 SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 """Path prefixes of the shared memory and semaphores of Python's multiprocessing."""
-LOOK_S = 5.0
-"""Seconds between two looks at which of these files the processes have mapped."""
+POLL_INTERVAL_S = 5.0
+"""Seconds between two polls of the files that the processes have mapped."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def _mapped() -> set[str]:
     """Returns the files of shared memory that a descendant has mapped now."""
-    found = set().union(*map(mapped_files, descendants(os.getpid())))
-    return {path for path in found if path.startswith(SHARED)}
+    files = set().union(*map(mapped_files, descendants(os.getpid())))
+    return {path for path in files if path.startswith(SHARED)}
 
 
 def _kill_all() -> None:
-    """Sends SIGKILL to every descendant; orphans become children of this process and are met in the next round."""
+    """Sends SIGKILL to every descendant. Orphans become children of this process and get it in the next round."""
     for _ in range(100):
         kill_each(descendants(os.getpid()))
         try:
@@ -55,7 +55,7 @@ def main(command: Sequence[str], end_on: Sequence[int] = SIGNALS) -> int:
 
     Args:
         command: A program and its arguments.
-        end_on: Signals that end it; the others of :data:`SIGNALS` are ignored.
+        end_on: Signals that end the command. The others of :data:`SIGNALS` are ignored.
     """
     adopt_orphans()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -81,7 +81,7 @@ def main(command: Sequence[str], end_on: Sequence[int] = SIGNALS) -> int:
         return 127
     shared: set[str] = set()
     while not ended and child.poll() is None:
-        ready, _, _ = select.select([0, wake_read], [], [], LOOK_S)
+        ready, _, _ = select.select([0, wake_read], [], [], POLL_INTERVAL_S)
         shared |= _mapped()
         if 0 in ready and not os.read(0, 4096):
             ended = True
@@ -104,7 +104,7 @@ def main(command: Sequence[str], end_on: Sequence[int] = SIGNALS) -> int:
     for path in shared:
         try:
             os.unlink(path)
-        except OSError:  # its owner removed it, as it should
+        except OSError:  # its owner has removed it
             pass
     if code is None:
         code = -signal.SIGKILL

@@ -16,21 +16,22 @@ from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.engines import external, failure
 from megaflow_hpc.model.engines.launch import Launch
 
-WARM_UP = 3
-"""Tokens of the first completion: one would compile only the prompt's part of the model, not the decoding."""
-TAIL = 200_000
-"""Bytes at the end of the engine's log that are searched for a cause: one failure is followed by many others."""
-END_S = 20.0
+WARM_UP_TOKENS = 3
+"""Tokens of the first completion. With a single one, the engine would compile prefill but not decoding."""
+LOG_TAIL_BYTES = 200_000
+"""Bytes at the end of the engine's log that are searched for a cause, because many errors may follow the first."""
+END_TIMEOUT_S = 20.0
 """Seconds for the lifeline to end the engine before it is killed."""
 NOT_PASSED = ("PMI_", "PMIX_", "APPTAINER", "SINGULARITY")
-"""Prefixes of variables withheld from engines: an MPI world's, and binds that a site's module adds to images."""
+"""Prefixes of variables that engines do not get: those of an MPI world, and binds that a site's module adds."""
 
 
 class EngineProcess:
-    """The process of a :class:`~megaflow_hpc.model.engines.launch.Launch`; an external engine has none.
+    """The process of a :class:`~megaflow_hpc.model.engines.launch.Launch`. An external engine has none.
 
     Args:
-        log_file: Gets the engine's output, appended.
+        launch: The engine.
+        log_file: The engine's output is appended to this file.
     """
 
     def __init__(self, launch: Launch, log_file: Path) -> None:
@@ -60,17 +61,17 @@ class EngineProcess:
             os.close(descriptor)
 
     async def wait(self) -> None:
-        """Waits until the process ends; for ever if there is none."""
+        """Waits until the process ends. Never returns for an external engine."""
         await (self._process.wait() if self._process else asyncio.Event().wait())
 
     async def end(self) -> None:
-        """Ends the process and all its descendants by end-of-file on the lifeline, by SIGKILL after :data:`END_S`."""
+        """Ends the process and all its descendants by end-of-file on the lifeline, or else by SIGKILL."""
         engine = self._process
         if engine is not None and engine.returncode is None:
             if engine.stdin is not None:
                 engine.stdin.close()
             try:
-                await asyncio.wait_for(engine.wait(), END_S)
+                await asyncio.wait_for(engine.wait(), END_TIMEOUT_S)
             except TimeoutError:
                 engine.kill()
                 await engine.wait()
@@ -79,7 +80,7 @@ class EngineProcess:
         """Returns why the process ended, in one line."""
         try:
             with self.log_file.open("rb") as file:
-                file.seek(max(self._log_start, self.log_file.stat().st_size - TAIL))
+                file.seek(max(self._log_start, self.log_file.stat().st_size - LOG_TAIL_BYTES))
                 tail = file.read().decode("utf-8", "replace")
         except OSError:
             tail = ""
@@ -89,26 +90,26 @@ class EngineProcess:
         """Waits until the engine gives a completion.
 
         Args:
-            ask: Posts one request to the engine.
+            ask: Sends one request to the engine.
 
         Raises:
-            ModelServiceError: There was none within ``start_timeout_s``, or an external engine refuses it.
+            ModelServiceError: There was no completion within ``start_timeout_s``, or an external engine refuses it.
         """
         launch = self.launch
         if not launch.command:
             return await external.until_answering(launch, ask)
         deadline = time.monotonic() + launch.start_timeout_s
         pause, last = 0.05, "it did not listen"
-        messages = [{"role": "user", "content": "Are you ready?"}]
-        scores = launch.protocol != "text"  # asked as by the gateway, so that all is compiled before it asks
-        tries: list[tuple[str, dict[str, Any]]] = [
+        messages = [{"role": "user", "content": external.QUESTION}]
+        scores = launch.protocol != "text"  # as the gateway asks, so that everything is compiled in advance
+        requests: list[tuple[str, dict[str, Any]]] = [
             (CHAT, {"messages": messages, **({"logprobs": True} if scores else {})}),
-            (COMPLETIONS, {"prompt": "Are you ready?", **({"logprobs": 1} if scores else {})}),
+            (COMPLETIONS, {"prompt": external.QUESTION, **({"logprobs": 1} if scores else {})}),
         ]
         while time.monotonic() < deadline:
-            for path, body in tries:
+            for path, body in requests:
                 try:
-                    request = {"model": launch.model_name, "max_tokens": WARM_UP, **body}
+                    request = {"model": launch.model_name, "max_tokens": WARM_UP_TOKENS, **body}
                     status, text = await ask(path, request, 120.0)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     last = f"{type(error).__name__}: {error}"

@@ -1,24 +1,23 @@
-"""A call of a rollout, from what its agent asked to the recorded answer."""
+"""Answers a call of a rollout, from the agent's request to the recorded answer."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import orjson
 from aiohttp import web
 
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.api import CHAT, COMPLETIONS
-from megaflow_hpc.model.gateway import protocols, stream
+from megaflow_hpc.model.gateway import protocols
+from megaflow_hpc.model.gateway.canonical import conversation_digest
 from megaflow_hpc.model.gateway.conversations import AskedPrompt
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, Dialect, messages
-from megaflow_hpc.model.gateway.dialects.options import constraints, engine_request
-from megaflow_hpc.model.gateway.engine_call import RefusedCall, choices
-from megaflow_hpc.model.gateway.engine_client import Place
-from megaflow_hpc.model.gateway.failover import Ask, Called, Caller
+from megaflow_hpc.model.gateway.dialects.options import engine_request, is_constrained
+from megaflow_hpc.model.gateway.engine_call import EngineRequest, RefusedCall
+from megaflow_hpc.model.gateway.failover import Answered, Ask, Caller
 from megaflow_hpc.model.gateway.http_messages import (
     BUDGET_EXCEEDED,
     MODEL_SERVICE_ERROR,
@@ -28,37 +27,26 @@ from megaflow_hpc.model.gateway.http_messages import (
     json_response,
     refusal_fields,
     send_json,
+    send_stream,
 )
-from megaflow_hpc.model.gateway.meaning import digest
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout, OverBudget
 from megaflow_hpc.model.gateway.replay import Replay, body_of
-from megaflow_hpc.model.offload import offload
+from megaflow_hpc.model.json_text import offload
 from megaflow_hpc.types import Sampling
 
 T = TypeVar("T")
-
-
-class Admitted(NamedTuple):
-    """A call that passed the checks, with the request for the engine."""
-
-    request: dict[str, Any]
-    size: int
-    """Bytes of the agent's request."""
-    free: bool
-    """True if nothing in the request constrains the policy's choice of tokens."""
-    limit: int
-    """Token limit of each answer from the rollout's budget, if the request has no limit of its own; 0: no limit."""
 
 
 class Calls:
     """Answers the calls of all rollouts of a gateway, and records the answers.
 
     Args:
-        caller: Asks the engines.
+        caller: Calls the engines.
         policies: Model names that select a policy. Every other name selects the rollout's own policy.
         replays: Policies that are answered from a recorded campaign.
         media_domains: Policy → hosts from which its engines may fetch images. Default: no host.
         sampling: Policy → how its tokens are sampled. Default: neutral settings.
+        keep_thoughts: Policies whose prompts keep earlier answers as they were sampled.
     """
 
     def __init__(
@@ -68,20 +56,20 @@ class Calls:
         replays: Mapping[str, Replay],
         media_domains: Mapping[str, Collection[str]],
         sampling: Mapping[str, Sampling],
+        keep_thoughts: Collection[str],
     ) -> None:
-        self._caller, self._replays, self._media_domains = caller, dict(replays), dict(media_domains)
-        self._sampling = dict(sampling)
-        self.policies = frozenset(policies)
+        self._caller, self._policies, self._replays = caller, frozenset(policies), replays
+        self._media_domains, self._sampling, self._keep_thoughts = media_domains, sampling, keep_thoughts
         self.tokens = 0
         """Tokens that engines have sampled."""
 
     def end(self, rollout: OpenRollout) -> None:
-        """Forgets what is kept for a rollout."""
+        """Ends a rollout's sessions of replay."""
         for replay in self._replays.values():
             replay.end(rollout.token)
 
     def models(self, rollout: OpenRollout, name: str) -> web.Response:
-        """Returns one model, or the list of those that an agent may name."""
+        """Returns the model of this name, or the list of models that an agent may name if it is empty."""
 
         def card(name: str) -> dict[str, Any]:
             openai = {"id": name, "object": "model", "created": 0, "owned_by": "megaflow-hpc"}
@@ -89,79 +77,58 @@ class Calls:
 
         if name:
             return json_response(card(name))
-        names = [rollout.policy, *sorted(self.policies - {rollout.policy})]
+        names = [rollout.policy, *sorted(self._policies - {rollout.policy})]
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return json_response({"object": "list", "data": [card(name) for name in names], **pages})
 
     async def complete(
-        self, rollout: OpenRollout, request: web.BaseRequest, endpoint: str, body: dict[str, Any], size: int
+        self, rollout: OpenRollout, http: web.BaseRequest, endpoint: str, body: dict[str, Any], size: int
     ) -> web.StreamResponse:
         """Answers a request for a completion.
 
         Args:
-            rollout: Whose it is.
-            request: Where the answer goes.
-            endpoint: Its path without ``/v1``, by which its dialect is known.
-            body: What was asked.
-            size: The bytes that this was.
+            rollout: The rollout that makes the call.
+            http: The HTTP request.
+            endpoint: Its path without ``/v1``, which selects the dialect.
+            body: Its body.
+            size: Bytes of the body.
 
         Raises:
-            CallError: It is refused, or no engine answers.
+            CallError: The request is refused, or no engine answers.
         """
         dialect = DIALECTS[endpoint]
         if rollout.suspended:
-            raise self._refusal(rollout)
+            raise _suspension(rollout)
         path = COMPLETIONS if endpoint == "/completions" else CHAT
-        asked = await offload(size, self._asked, rollout, path, dialect.request, body)
-        free = self._is_free(rollout, asked)
+        asked = await offload(size, self._convert, rollout, path, dialect.request, body)
+        request = self._engine_request(rollout, path, asked, size)
+        request = request._replace(free=not is_constrained(request.body, request.sampling.settings))
         try:
-            async with rollout.reserved(asked, choices(asked)) as limit:
+            async with rollout.reserved(asked, request.choices) as limit:
                 if rollout.suspended:  # while this call waited for budget
-                    raise self._refusal(rollout)
+                    raise _suspension(rollout)
                 rollout.recorder.request_arrived()
                 rollout.in_flight += 1
                 try:
-                    return await self._respond(
-                        rollout, request, dialect, body, path, Admitted(asked, size, free, limit)
-                    )
+                    return await self._respond(rollout, http, dialect, body, request._replace(limit=limit))
                 finally:
                     rollout.in_flight -= 1
         except OverBudget as error:
             rollout.recorder.recording.over_budget = str(error)
             raise CallError(429, str(error), BUDGET_EXCEEDED) from None
 
-    async def _respond(
-        self,
-        rollout: OpenRollout,
-        request: web.BaseRequest,
-        dialect: Dialect,
-        body: dict[str, Any],
-        path: str,
-        asked: Admitted,
-    ) -> web.StreamResponse:
-        """Sends the engine's answer to the agent, whole or as a stream."""
-        async with rollout.quota.large_answer() as place:
-            if not body.get("stream"):
-                reply = await self._answer(rollout, path, asked, place)
-                return await send_json(request, reply.size, lambda: dialect.answer(reply.body, body))
-            return await stream.send(
-                request,
-                self._answer(rollout, path, asked, place),
-                lambda reply: dialect.events(dialect.answer(reply, body), body),
-                lambda error: dialect.error_event(*error_fields(error)),
-            )
-
     async def count(self, rollout: OpenRollout, body: dict[str, Any], size: int) -> web.Response:
-        """Counts the tokens of a prompt; nothing is recorded."""
-        asked = await offload(size, self._asked, rollout, CHAT, messages.conversation, body)
-        async with rollout.quota.large_answer() as place:
-            tokens, *_ = await self._call(rollout, CHAT, asked, protocols.count, size, place)
-        return json_response({"input_tokens": tokens})
+        """Counts the tokens of a prompt. Nothing is recorded."""
+        asked = await offload(size, self._convert, rollout, CHAT, messages.conversation, body)
+        request = self._engine_request(rollout, CHAT, asked, size)
+        async with rollout.quota.large_answer() as gate:
+            answered = await self._call(rollout, request._replace(gate=gate), protocols.count)
+        return json_response({"input_tokens": answered.answer})
 
-    def _asked(
+    def _convert(
         self, rollout: OpenRollout, path: str, convert: Callable[[Mapping[str, Any]], dict[str, Any]], body: Any
     ) -> dict[str, Any]:
-        """Returns what of an agent's request goes to an engine."""
+        """Converts and checks an agent's request. Returns the options that the engine gets."""
         try:
             asked = convert(body)
             domains = self._media_domains.get(self._policy(rollout, asked), ())
@@ -169,116 +136,106 @@ class Calls:
         except BadRequest as error:
             raise CallError(400, str(error)) from None
 
-    def _is_free(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> bool:
-        """Returns whether the call leaves the tokens to the policy. Refuses other calls if the campaign says so."""
-        policy = self._policy(rollout, asked)
-        sampling = self._sampling.get(policy, Sampling())
-        found = constraints(asked, sampling.settings)
-        if found and sampling.refuse:
-            option, value, own = found[0]
-            raise CallError(
-                400,
-                f"{option}: {orjson.dumps(value).decode():.200}: tokens of policy {policy!r} are trained on, and are "
-                f"sampled with {option} {own}; leave it out (training.constrained of the campaign file)",
-            )
-        return not found
+    def _policy(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> str:
+        """Returns the policy that the request names as its model, or else the rollout's own."""
+        model = asked.get("model")
+        return model if isinstance(model, str) and model in self._policies else rollout.policy
 
-    async def _answer(self, rollout: OpenRollout, path: str, call: Admitted, place: Place) -> protocols.Answer:
-        """Returns the engine's answer to a chat or plain request, and records it."""
-        asked, size, free = call.request, call.size, call.free
-        recorder, policy = rollout.recorder, self._policy(rollout, asked)
-        conversation = await offload(size, recorder.restore, asked.get("messages") or (), policy)
-        if path == CHAT:
+    def _engine_request(self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int) -> EngineRequest:
+        policy = self._policy(rollout, asked)
+        sampling, keep = self._sampling.get(policy, Sampling()), policy in self._keep_thoughts
+        return EngineRequest(policy, path, asked, rollout.recorder, size, sampling, keep)
+
+    async def _respond(
+        self,
+        rollout: OpenRollout,
+        http: web.BaseRequest,
+        dialect: Dialect,
+        body: dict[str, Any],
+        request: EngineRequest,
+    ) -> web.StreamResponse:
+        """Sends the engine's answer to the agent, as JSON or as a stream."""
+        async with rollout.quota.large_answer() as gate:
+            answer = self._answer(rollout, request._replace(gate=gate))
+            if not body.get("stream"):
+                reply = await answer
+                return await send_json(http, reply.size, lambda: dialect.answer(reply.body, body))
+            return await send_stream(
+                http,
+                answer,
+                lambda reply: dialect.events(dialect.answer(reply, body), body),
+                lambda error: dialect.error_event(*error_fields(error)),
+            )
+
+    async def _answer(self, rollout: OpenRollout, request: EngineRequest) -> protocols.Answer:
+        """Returns the answer of an engine or of a recorded campaign, and records it."""
+        asked = dict(request.body)
+        conversation = await offload(
+            request.size, rollout.recorder.restore, asked.get("messages") or (), request.policy
+        )
+        if request.chat:
             asked["messages"] = list(conversation)
         rollout.set_seed(asked)
-        known = await offload(size, digest, list(conversation))
-        if policy in self._replays:
-            return protocols.Answer(self._replayed(rollout, policy, path, asked, conversation, known))
+        request = request._replace(body=asked)
+        digest = await offload(request.size, conversation_digest, list(conversation))
+        if request.policy in self._replays:
+            return self._replayed(rollout, request, conversation, digest)
+        answer, server, model_s, wait_s = await self._call_unless_suspended(rollout, request)
+        if rollout.ended:
+            raise CallError(401, "the rollout has ended", "authentication_error")
+        rollout.servers[request.policy] = server.name
+        rollout.failed("")
+        sampled = rollout.recorder.sampled
+        for number, sample in enumerate(answer.samples):
+            sample.policy, sample.free = request.policy, request.free
+            times = {} if number else {"model_s": model_s, "wait_s": wait_s}
+            rollout.recorder.add(sample, conversation, digest, **times)
+        rollout.recorder.count(answer.protocol, server.degraded, request.free)
+        self._caller.limits.charge(answer.total_tokens)
+        self.tokens += rollout.recorder.sampled - sampled
+        return answer
+
+    async def _call_unless_suspended(self, rollout: OpenRollout, request: EngineRequest) -> Answered[protocols.Answer]:
         task = asyncio.current_task()
         assert task is not None
         rollout.waiting.add(task)
         try:
-            answer, server, model_s, wait_s = await self._call(
-                rollout, path, asked, protocols.ask, size, place, call.limit
-            )
+            return await self._call(rollout, request, protocols.ask)
         except asyncio.CancelledError:
             if not rollout.suspended:
                 raise
             task.uncancel()
-            raise self._refusal(rollout) from None
+            raise _suspension(rollout) from None
         finally:
             rollout.waiting.discard(task)
-        if rollout.ended:
-            raise CallError(401, "the rollout has ended", "authentication_error")
-        rollout.servers[policy] = server.name
-        rollout.failed("")
-        for number, sample in enumerate(answer.samples):
-            sample.policy, sample.free = policy, free
-            times = {"model_s": 0.0 if number else model_s, "wait_s": 0.0 if number else wait_s}
-            recorder.add(sample, conversation, known, **times)
-            self._caller.limits.charge((0 if number else len(sample.prompt)) + len(sample.tokens))
-            self.tokens += len(sample.tokens)
-        if not answer.samples:
-            total, sampled = protocols.usage(answer.body)
-            for number, sample in enumerate(protocols.texts_of(answer)):
-                sample = replace(sample, policy=policy, server=server.name)
-                times = {"model_s": 0.0 if number else model_s, "wait_s": 0.0 if number else wait_s}
-                recorder.add_text(sample, conversation, known, counted=0 if number else sampled, **times)
-            self._caller.limits.charge(total)
-            self.tokens += sampled
-        recorder.count(answer.protocol, server.degraded, free)
-        return answer
 
-    @staticmethod
-    def _refusal(rollout: OpenRollout) -> CallError:
-        rollout.interrupted = True
-        return CallError(503, "the allocation ends: this rollout goes on in another one", SUSPENDED)
-
-    def _replayed(
-        self,
-        rollout: OpenRollout,
-        policy: str,
-        path: str,
-        asked: Mapping[str, Any],
-        conversation: AskedPrompt,
-        known: str,
-    ) -> dict[str, Any]:
-        """Returns the recorded answer to a call, and records it again."""
+    async def _call(self, rollout: OpenRollout, request: EngineRequest, ask: Ask[T]) -> Answered[T]:
         try:
-            sample = self._replays[policy].answer(rollout.token, rollout.id, known)
-        except ModelServiceError as error:
-            rollout.failed(str(error))
-            raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
-        rollout.failed("")
-        sample = replace(sample, policy=policy, message=sample.message if path == CHAT else None)
-        if sample.tokens or sample.prompt:
-            rollout.recorder.add(sample, conversation, known)
-            rollout.recorder.count("replay", free=sample.free)
-        else:  # its engine told no tokens
-            rollout.recorder.add_text(sample, conversation, known)
-            rollout.recorder.count("text")
-        return body_of(sample, path == CHAT, str(asked.get("model") or policy))
-
-    def _policy(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> str:
-        """Returns the policy that the request names as its model, if there is one, else the rollout's own."""
-        model = asked.get("model")
-        return model if isinstance(model, str) and model in self.policies else rollout.policy
-
-    async def _call(
-        self,
-        rollout: OpenRollout,
-        path: str,
-        body: Mapping[str, Any],
-        ask: Ask[T],
-        size: int,
-        place: Place,
-        limit: int = 0,
-    ) -> Called[T]:
-        try:
-            policy = self._policy(rollout, body)
-            sampling = self._sampling.get(policy, Sampling())
-            return await self._caller.call(rollout, policy, path, body, ask, size, place, sampling, limit)
+            return await self._caller.call(rollout, request, ask)
         except RefusedCall as refusal:
             raise CallError(refusal.status if refusal.status < 500 else 400, *refusal_fields(refusal.body)) from None
         except ModelServiceError as error:
             raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
+
+    def _replayed(
+        self, rollout: OpenRollout, request: EngineRequest, conversation: AskedPrompt, digest: str
+    ) -> protocols.Answer:
+        """Returns the recorded answer to a call, and records it again."""
+        try:
+            sample = self._replays[request.policy].answer(rollout.token, rollout.id, digest)
+        except ModelServiceError as error:
+            rollout.failed(str(error))
+            raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
+        rollout.failed("")
+        sample = replace(sample, policy=request.policy, message=sample.message if request.chat else None)
+        rollout.recorder.add(sample, conversation, digest)
+        if sample.counted is None:
+            rollout.recorder.count("replay", free=sample.free)
+        else:
+            rollout.recorder.count("text")
+        return protocols.Answer(body_of(sample, request.chat, str(request.body.get("model") or request.policy)))
+
+
+def _suspension(rollout: OpenRollout) -> CallError:
+    rollout.interrupted = True
+    return CallError(503, "the allocation ends: this rollout goes on in another one", SUSPENDED)

@@ -19,25 +19,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.model.api import RENDER, TEXTS
-from megaflow_hpc.model.engine_answer import ids
-from megaflow_hpc.model.gateway.dialects.base import reasoning_of
+from megaflow_hpc.model.engine_answer import token_ids
+from megaflow_hpc.model.gateway.canonical import reasoning_of
 from megaflow_hpc.model.gateway.engine_call import Call, RefusedCall
 from megaflow_hpc.model.gateway.recorder import Tip
-from megaflow_hpc.model.offload import offload
+from megaflow_hpc.model.json_text import offload
 
-_TRIES = 4
-"""Sequences that one call with ``thoughts: keep`` compares with, if its prompt extends no recorded rendering."""
-_SEED = 16
-"""Prompt tokens sent along as context when the engine decodes the start of an answer."""
+_MAX_SEQUENCES = 4
+"""Sequences that a call with ``thoughts: keep`` is compared with, if its prompt extends no recorded rendering."""
+_CONTEXT_TOKENS = 16
+"""Prompt tokens that give the engine context to decode the start of an answer."""
 
 
 async def continued(call: Call, rendered: array[int]) -> array[int]:
     """Returns the prompt to send for a rendering. Raises as :meth:`Call.post` does, or if a reply is incomplete."""
-    messages, recorder = call.body.get("messages") or (), call.recorder
-    found = await offload(call.size, recorder.tip, rendered, messages, call.policy)
-    if found is None:
-        return await _kept(call, rendered, messages) if call.keep_thoughts else rendered
-    sequence, tip = found
+    request = call.request
+    messages = request.body.get("messages") or ()
+    continues = await offload(request.size, request.recorder.tip, rendered, messages, request.policy)
+    if continues is None:
+        return await _with_thoughts(call, rendered, messages) if request.keep_thoughts else rendered
+    sequence, tip = continues
     after = rendered[len(tip.rendered) :]
     if tip.stop is None:
         tail = await _tail(call, rendered, messages, tip)
@@ -50,15 +51,17 @@ async def continued(call: Call, rendered: array[int]) -> array[int]:
     sampled, given = sequence.tokens[tip.start : tip.end], after[: len(after) - len(tail)]
     if given == sampled or await _same_text(call, sampled, given, tip):
         return sequence.tokens[: tip.end] + tail
-    if not call.keep_thoughts:
+    if not request.keep_thoughts:
         return rendered
     tail = await _tail(call, rendered, messages, tip)  # the template may have split the answer into several turns
     return sequence.tokens[: tip.end] + tail if tail else rendered
 
 
-async def _kept(call: Call, rendered: array[int], messages: Sequence[Mapping[str, Any]]) -> array[int]:
+async def _with_thoughts(call: Call, rendered: array[int], messages: Sequence[Mapping[str, Any]]) -> array[int]:
     """Returns a prompt that keeps the sampled answers, although the template now renders earlier turns differently."""
-    for sequence, tip in await offload(call.size, call.recorder.answered, messages, call.policy, _TRIES):
+    request = call.request
+    tips = await offload(request.size, request.recorder.answered, messages, request.policy, _MAX_SEQUENCES)
+    for sequence, tip in tips:
         if await _rendered(call, messages[: tip.messages]) == tip.rendered:
             tail = await _tail(call, rendered, messages, tip)
             return sequence.tokens[: tip.end] + tail if tail else rendered
@@ -68,15 +71,14 @@ async def _kept(call: Call, rendered: array[int], messages: Sequence[Mapping[str
 async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Tip) -> bool:
     """Returns whether two encodings of an answer have the same text. Invalid UTF-8 at the end is ignored."""
     end = None if tip.stop is None else -1
-    both = [list(part[:end]) for part in (sampled, given)]
-    seed = list(tip.rendered[-_SEED:])
-    asked = [tokens for tokens in both if tokens]
+    encodings = [list(part[:end]) for part in (sampled, given)]
+    asked = [tokens for tokens in encodings if tokens]
     request = {
         "model": call.server.model_name,
         "generate_responses": [
             {"request_id": str(n), "choices": [{"index": 0, "token_ids": t}]} for n, t in enumerate(asked)
         ],
-        "prompt_token_ids": [seed for _ in asked],
+        "prompt_token_ids": [list(tip.rendered[-_CONTEXT_TOKENS:])] * len(asked),
     }
     try:
         choices = (await call.post(TEXTS, request, 8 * len(sampled)))["choices"] if asked else []
@@ -92,10 +94,10 @@ async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Ti
 def _parts(text: str, answer: Mapping[str, Any]) -> list[str]:
     """Splits a decoded answer into thought, text and the rest, and strips the white space that parsers also strip."""
     parts = []
-    for said in (reasoning_of(answer), answer.get("content")):
-        if (said := str(said or "").strip()) and said in text:
-            before, _, text = text.partition(said)
-            parts += [before.strip(), said]
+    for part in (reasoning_of(answer), str(answer.get("content") or "").strip()):
+        if part and part in text:
+            before, _, text = text.partition(part)
+            parts += [before.strip(), part]
     return [*parts, text.strip()]
 
 
@@ -104,10 +106,10 @@ async def _tail(call: Call, rendered: array[int], messages: Sequence[Mapping[str
 
     Renders the conversation once more with a different answer: both renderings end with the same tokens.
     """
-    said = str(tip.answer.get("content") or "").rstrip()
+    content = str(tip.answer.get("content") or "").rstrip()
     changed = [dict(m) for m in messages]
-    changed[tip.messages] = {"role": "assistant", "content": "B" if said.endswith("A") else "A"}
-    common = await offload(call.size, _common_end, rendered, await _rendered(call, changed))
+    changed[tip.messages] = {"role": "assistant", "content": "B" if content.endswith("A") else "A"}
+    common = await offload(call.request.size, _common_end, rendered, await _rendered(call, changed))
     tail = rendered[len(rendered) - common :]
     if tip.stop is None:
         return tail
@@ -120,4 +122,4 @@ def _common_end(one: array[int], other: array[int]) -> int:
 
 
 async def _rendered(call: Call, messages: Sequence[Mapping[str, Any]]) -> array[int]:
-    return ids((await call.post(RENDER, call.asked(messages=list(messages))))["token_ids"])
+    return token_ids((await call.post(RENDER, call.asked(messages=list(messages))))["token_ids"])

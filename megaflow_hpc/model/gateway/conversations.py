@@ -8,7 +8,7 @@ A call's conversation is the path from a root to its answer. Conversations with 
 
 Clients change earlier answers before they send them back. They re-encode the arguments of a tool call, fill in
 defaults, trim white space, and drop reasoning that their API does not carry. Such a message is matched with a recorded
-answer if it means the same **and** has the same position in the same conversation. The engine then gets the answer as
+answer if it has the same meaning **and** the same position in the same conversation. The engine then gets the answer as
 it was generated. If several answers match, later messages of the conversation narrow them down. If the remaining ones
 differ, the engine gets what the client sent, and the conversation becomes a branch.
 """
@@ -18,7 +18,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megaflow_hpc.model.gateway.meaning import arguments_of, call_ids, completes, fingerprint, meaning, reasoning_of
+from megaflow_hpc.model.gateway.canonical import (
+    arguments_of,
+    call_ids,
+    completes,
+    meaning_digest,
+    message_digest,
+    reasoning_of,
+)
 from megaflow_hpc.texts import content_of
 from megaflow_hpc.trajectory import Recording
 
@@ -26,13 +33,18 @@ Message = Mapping[str, Any]
 
 
 class AskedPrompt(list[Message]):
-    """The messages of a call, as they are sent to the engine, and their position in the tree."""
+    """The messages of a call, as they are sent to the engine, and their position in the tree.
+
+    Args:
+        messages: The messages.
+        keys: Digest of each message.
+        nodes: Nodes of the leading messages that the tree already has.
+        started_by: The call that started this conversation (:attr:`~megaflow_hpc.trajectory.Turn.started_by`).
+    """
 
     def __init__(self, messages: Sequence[Message], keys: list[str], nodes: list[int], started_by: int) -> None:
         super().__init__(messages)
         self.keys, self.nodes, self.started_by = keys, nodes, started_by
-        """``keys``: fingerprint of each message. ``nodes``: nodes of the leading messages that the tree already has.
-        ``started_by``: the call that started this conversation (:attr:`~megaflow_hpc.trajectory.Turn.started_by`)."""
 
 
 class Conversations:
@@ -42,15 +54,15 @@ class Conversations:
         self._recording = recording
         self._messages, self._parents = recording.messages, recording.parents
         self._children: dict[tuple[int, str], list[int]] = {}
-        """Parent and key of a message → nodes. The key is the message's fingerprint; answers are also stored under
-        their meaning and under the ids of their tool calls."""
+        """Parent and key of a message → nodes. The key is the message's digest. Answers are also stored under the
+        digest of their meaning and under the ids of their tool calls."""
         self._turns: dict[int, int] = {}
         """Node of an answer → its call."""
         self._open: dict[int, None] = {}
         """Nodes of answers with tool calls whose results no call has sent yet."""
         answers = {turn.message: number for number, turn in enumerate(recording.turns) if turn.message >= 0}
         for node, parent in enumerate(self._parents):
-            self._index(node, fingerprint(self._messages[node]), answers.get(node))
+            self._index(node, message_digest(self._messages[node]), answers.get(node))
             self._close(parent)
 
     def find(self, messages: Sequence[Message], policy: str) -> AskedPrompt:
@@ -60,40 +72,40 @@ class Conversations:
             messages: The client's messages, in OpenAI form.
             policy: The policy that the call is for. Only its own answers are restored.
         """
-        keys = [fingerprint(message) for message in messages]
+        keys = [message_digest(message) for message in messages]
         levels: list[list[int]] = []
         for message, key in zip(messages, keys, strict=True):
-            found = self._matching(levels[-1] if levels else [-1], message, key)
-            if not found:
+            candidates = self._matching(levels[-1] if levels else [-1], message, key)
+            if not candidates:
                 break
-            levels.append(found)
+            levels.append(candidates)
         nodes = [min(levels[-1])] if levels else []
-        known, told_apart = len(levels), False
+        narrowed = False
         for depth in range(len(levels) - 2, -1, -1):
             # A later answer narrows the candidates down. Other messages may be new to each of them.
-            told_apart = told_apart or messages[depth + 1].get("role") == "assistant"
-            if told_apart:
+            narrowed = narrowed or messages[depth + 1].get("role") == "assistant"
+            if narrowed:
                 levels[depth] = sorted({self._parents[node] for node in levels[depth + 1]})
             nodes.append(self._parents[nodes[-1]])
         nodes.reverse()
         sent = list(messages)
-        for depth, fitting in enumerate(levels):
-            first, *others = (self._as_written(node, messages[depth], keys[depth], policy) for node in fitting)
+        for depth, candidates in enumerate(levels):
+            first, *others = (self._as_written(node, messages[depth], keys[depth], policy) for node in candidates)
             if first is None or any(other != first for other in others):
-                known = depth
+                nodes = nodes[:depth]
                 break
             sent[depth] = first
-        return AskedPrompt(sent, keys, nodes[:known], self._starter(sent, nodes[:known]))
+        return AskedPrompt(sent, keys, nodes, self._starter(sent, nodes))
 
     def add(self, asked: AskedPrompt, answer: Message | None, turn: int) -> int:
         """Stores the new messages of a call, and its answer. Returns the answer's node, -1 if there is no answer."""
         node = asked.nodes[-1] if asked.nodes else -1
         for message, key in zip(asked[len(asked.nodes) :], asked.keys[len(asked.nodes) :], strict=True):
-            known = [child for child in self._children.get((node, key), ()) if child not in self._turns]
-            node = known[0] if known else self._append(message, node, key)
+            existing = [child for child in self._children.get((node, key), ()) if child not in self._turns]
+            node = existing[0] if existing else self._append(message, node, key)
         if answer is None:
             return -1
-        return self._append(answer, node, fingerprint(answer), turn)
+        return self._append(answer, node, message_digest(answer), turn)
 
     def _append(self, message: Message, parent: int, key: str, turn: int | None = None) -> int:
         self._messages.append(dict(message))
@@ -107,7 +119,7 @@ class Conversations:
         keys = [key]
         if turn is not None:
             self._turns[node] = turn
-            keys.append(meaning(message))
+            keys.append(meaning_digest(message))
             if ids := call_ids(message):
                 keys.append(f"ids {ids}")
                 self._open[node] = None
@@ -115,24 +127,23 @@ class Conversations:
             self._children.setdefault((parent, each), []).append(node)
 
     def _matching(self, parents: Sequence[int], message: Message, key: str) -> list[int]:
-        """Returns the children of ``parents`` that ``message`` may stand for."""
-        found = [node for parent in parents for node in self._children.get((parent, key), ())]
+        """Returns the children of ``parents`` that ``message`` may be."""
+        matches = [node for parent in parents for node in self._children.get((parent, key), ())]
         if message.get("role") != "assistant":
-            return found
-        ids, said, thought = call_ids(message), meaning(message), reasoning_of(message)
+            return matches
+        ids, meaning, reasoning = call_ids(message), meaning_digest(message), reasoning_of(message)
         for parent in parents:
-            alike = [*self._children.get((parent, said), ())]
+            candidates = [*self._children.get((parent, meaning), ())]
             if ids:
-                for node in self._children.get((parent, f"ids {ids}"), ()):
-                    alike += [node] if completes(message, self._messages[node]) else []
-            for node in alike:
-                if node not in found and thought in ("", reasoning_of(self._messages[node])):
-                    found.append(node)
-        named = [node for node in found if call_ids(self._messages[node]) == ids]
-        return named or found
+                same_ids = self._children.get((parent, f"ids {ids}"), ())
+                candidates += [node for node in same_ids if completes(message, self._messages[node])]
+            for node in candidates:
+                if node not in matches and reasoning in ("", reasoning_of(self._messages[node])):
+                    matches.append(node)
+        return [node for node in matches if call_ids(self._messages[node]) == ids] or matches
 
     def _as_written(self, node: int, message: Message, key: str, policy: str) -> Message | None:
-        """Returns the recorded answer at a node. Its tool calls keep the client's ids, because later messages use them.
+        """Returns the recorded answer at a node, with the client's ids of tool calls, because later messages use them.
 
         Returns ``None`` if another policy gave the answer and the client's message differs from it.
         """
@@ -154,18 +165,18 @@ class Conversations:
         """
         for node in nodes[: len(messages) - 1]:
             self._close(node)
-        # The tree has no path for a truncated or edited history, so look for tool results by id.
-        handed_back = {call_ids(message): message for message in messages[len(nodes) : -1]}
+        # The tree has no path for a truncated or edited history, so find its earlier answers by their ids.
+        by_ids = {call_ids(message): message for message in messages[len(nodes) : -1]}
         for node in list(self._open):
-            message = handed_back.get(call_ids(self._messages[node]))
+            message = by_ids.get(call_ids(self._messages[node]))
             if message is not None and completes(message, self._messages[node]):
                 self._close(node)
         waiting = list(self._open)
         if not waiting or any(node in self._turns for node in nodes):
             return -1
-        told = "\n".join(content_of(dict(message)) for message in messages if message.get("role") == "user")
-        named = [node for node in waiting if any(text in told for text in _texts(self._messages[node]))]
-        return self._turns[max(named or waiting)]
+        prompt = "\n".join(content_of(dict(message)) for message in messages if message.get("role") == "user")
+        quoted = [node for node in waiting if any(text in prompt for text in _texts(self._messages[node]))]
+        return self._turns[max(quoted or waiting)]
 
     def _close(self, node: int) -> None:
         """Marks the tool calls of an answer as done, and those of its siblings: they will get no results."""
@@ -177,8 +188,8 @@ class Conversations:
 
 def _texts(answer: Message) -> list[str]:
     """Returns the string arguments of an answer's tool calls."""
-    found: list[str] = []
+    texts: list[str] = []
     for call in answer.get("tool_calls") or ():
         values = arguments_of(call.get("function", {}).get("arguments")).values()
-        found += [value.strip() for value in values if isinstance(value, str) and value.strip()]
-    return found
+        texts += [value.strip() for value in values if isinstance(value, str) and value.strip()]
+    return texts

@@ -1,4 +1,4 @@
-"""Posts an agent's request to one engine server, and decides who is at fault if it fails."""
+"""A request of an agent, posted to one engine server, and the decision who is at fault if it fails."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 from megaflow_hpc.model.api import CHAT, RENDER, WEIGHT_VERSION
-from megaflow_hpc.model.gateway.engine_client import Broken, Crowded, EngineClient, Place, TooLong
+from megaflow_hpc.model.gateway.engine_client import AnswerTooLong, EngineClient, ExchangeFailed, Gate, GateTimeout
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
-from megaflow_hpc.model.json_text import ANSWER, TooMuch, decoded, packed
-from megaflow_hpc.model.offload import offload
+from megaflow_hpc.model.json_text import ANSWER, TooMuch, decoded, offload, packed
 from megaflow_hpc.types import Sampling
 
-RETRIED = frozenset({401, 403, 408, 429})
-"""HTTP statuses below 500 for which the server is at fault, not the request: another server may answer."""
+_SERVER_AT_FAULT = frozenset({401, 403, 408, 429})
+"""HTTP statuses below 500 that another server may not give."""
+_FORBIDDEN = frozenset({401, 403})
+"""The request is at fault if the engine sent one of these, the key if the engine's proxy did."""
 _MAX_REFUSAL = 64 * 2**10
 """Bytes of a refusal that the agent gets."""
-_VERSION_DIGITS = 9
-FORBIDDEN = frozenset({401, 403})
-"""Statuses of these that blame the request if the engine sent them, and the key if its proxy did."""
+_MAX_VERSION_DIGITS = 9
 
 
 class Reply(dict[str, Any]):
-    """A JSON object, and the version of the weights that sampled it."""
+    """A JSON object that an engine answered."""
 
     weight_version: int = 0
+    """Version of the weights that sampled the answer."""
     size: int = 0
     """Bytes that the server sent."""
 
@@ -41,174 +41,166 @@ class RefusedCall(Exception):
 
 
 class Unavailable(Exception):
-    """The server failed, not the request: the call may be repeated there or elsewhere."""
+    """The server failed, not the request. The call may be repeated there or elsewhere."""
 
     def __init__(self, message: str, wait_s: float = 0.0) -> None:
         super().__init__(message)
         self.wait_s = wait_s
-        """Seconds for which the server asks to be left alone (``Retry-After``)."""
+        """Seconds for which the server asks not to be called (``Retry-After``)."""
 
 
-class Doubtful(Exception):
-    """The server gave a whole but unusable answer: the server or the request may be at fault.
+class UnusableAnswer(Exception):
+    """The server gave a complete answer that cannot be used. The server or the request may be at fault.
 
-    The server must not rest because of it. Otherwise, one agent could keep all others from the server.
+    The router does not back off from the server because of it. Otherwise one agent could keep all others from it.
     """
 
-    def __init__(self, message: str, again: bool = True, by_request: bool = False) -> None:
+    def __init__(self, message: str, retry: bool = True, by_request: bool = False) -> None:
         super().__init__(message)
-        self.again = again
-        """Whether the same server may do better at the same request."""
+        self.retry = retry
+        """True if the same server may give a better answer to the same request."""
         self.by_request = by_request
         """True if the request asked for such an answer. Then the service has not failed."""
 
 
-async def post(
-    client: EngineClient,
-    server: Server,
-    path: str,
-    body: Mapping[str, Any],
-    timeout_s: float,
-    size: int = 0,
-    place: Place | None = None,
-    by_request: bool = False,
-) -> Reply:
-    """Posts one JSON request to ``server`` and returns its answer.
+class EngineRequest(NamedTuple):
+    """A checked request of a rollout, before a server is chosen."""
 
-    Args:
-        size: Bytes of the agent's request, about the size of ``body``.
-        place: Awaited before a large answer is read.
-        by_request: Whether the agent's request may have answers larger than the limits.
+    policy: str
+    path: str
+    """Path of the engine's API."""
+    body: Mapping[str, Any]
+    recorder: Recorder
+    size: int = 0
+    """Bytes of the agent's request."""
+    sampling: Sampling = Sampling()
+    """The policy's sampling settings."""
+    keep_thoughts: bool = False
+    """Keep earlier answers in the prompt as they were sampled, even if the chat template changes them."""
+    free: bool = True
+    """True if nothing in the request constrains the policy's choice of tokens."""
+    limit: int = 0
+    """Token limit of each answer from the rollout's budget, if the body has no limit; 0: no limit."""
+    gate: Gate | None = None
+    """Awaited before a large answer is read."""
 
-    Raises:
-        Refused: The request is at fault.
-        Doubtful: The engine failed at the request, refuses it as not allowed, or exceeds the limits on answers.
-        Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, or an answer that is not JSON.
-    """
-    request = await offload(size, packed, body)
-    try:
-        response = await client.post(
-            server.url + path,
-            request,
-            key=server.key,
-            fingerprint=server.fingerprint,
-            timeout_s=timeout_s,
-            place=place,
-        )
-    except TooLong as error:
-        raise Doubtful(f"{server.name}: {error}", again=False, by_request=by_request) from error
-    except Crowded as error:
-        raise Doubtful(str(error), again=False, by_request=True) from error
-    except Broken as error:
-        raise Unavailable(f"{server.name}: {error}") from error
-    raw, status = response.body, response.status
-    if status >= 300:
-        said = f"{server.name}: HTTP {status}: {bytes(raw[:300]).decode('utf-8', 'replace')}"
-        by_engine = WEIGHT_VERSION.lower() in response.headers  # the proxy's own answers lack it
-        if status == 500 or (status in FORBIDDEN and by_engine):
-            raise Doubtful(said)
-        if status > 501 or status in RETRIED or status < 400:
-            raise Unavailable(said, retry_after_s(response.headers.get("retry-after", "")))
-        raise RefusedCall(status, bytes(raw[:_MAX_REFUSAL]))
-    try:
-        found = await offload(len(raw), decoded, raw, ANSWER)
-    except TooMuch as error:
-        said = f"{server.name}: the answer holds {error}"
-        raise Doubtful(said, again=False, by_request=by_request) from error
-    except (ValueError, RecursionError) as error:
-        raise Unavailable(f"{server.name}: the answer is not JSON: {bytes(raw[:100])!r}") from error
-    if not isinstance(found, dict):
-        raise Unavailable(f"{server.name}: the answer is not a JSON object")
-    reply = Reply(found)
-    reply.size = len(raw)
-    told = weight_version(response.headers.get(WEIGHT_VERSION.lower(), ""))
-    reply.weight_version = server.weight_version if told is None else told
-    return reply
+    @property
+    def chat(self) -> bool:
+        """True if the request asks for a chat completion, false for a plain one."""
+        return self.path == CHAT
+
+    @property
+    def choices(self) -> int:
+        """Number of answers that the request asks for: of a plain completion, some to each prompt."""
+        prompts, each = self.body.get("prompt"), int(self.body.get("n") or 1)
+        if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
+            return each * len(prompts)
+        return each
+
+    @property
+    def may_be_large(self) -> bool:
+        """True if the request asks for several answers, or for log-probabilities of tokens that are not sampled."""
+        return self.choices > 1 or bool(self.body.get("top_logprobs")) or (self.body.get("logprobs") or 0) > 1
 
 
-def weight_version(text: Any) -> int | None:
-    """Returns the version that a text or number tells; ``None`` where it is none."""
+class Call(NamedTuple):
+    """A request at one server."""
+
+    request: EngineRequest
+    server: Server
+    client: EngineClient
+    timeout_s: float
+
+    async def post(self, path: str, body: Mapping[str, Any], size: int = 0) -> Reply:
+        """Posts one JSON request of the call and returns the answer.
+
+        Args:
+            size: Bytes of an engine's answer that ``body`` contains.
+
+        Raises:
+            RefusedCall: The request is at fault.
+            UnusableAnswer: The engine failed at the request, refuses it as forbidden, or exceeds limits on answers.
+            Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, or an answer that is not JSON.
+        """
+        server, by_request = self.server, self.request.may_be_large
+        encoded = await offload(max(self.request.size, size), packed, body)
+        try:
+            response = await self.client.post(
+                server.url + path,
+                encoded,
+                key=server.key,
+                fingerprint=server.tls_fingerprint,
+                timeout_s=self.timeout_s,
+                # A rendered prompt is as long as the prompt, which the quota has already admitted.
+                gate=None if path == RENDER else self.request.gate,
+            )
+        except AnswerTooLong as error:
+            raise UnusableAnswer(f"{server.name}: {error}", retry=False, by_request=by_request) from error
+        except GateTimeout as error:
+            raise UnusableAnswer(str(error), retry=False, by_request=True) from error
+        except ExchangeFailed as error:
+            raise Unavailable(f"{server.name}: {error}") from error
+        raw, status = response.body, response.status
+        version_header = response.headers.get(WEIGHT_VERSION.lower())
+        if status >= 300:
+            message = f"{server.name}: HTTP {status}: {bytes(raw[:300]).decode('utf-8', 'replace')}"
+            by_engine = version_header is not None  # the proxy's own answers lack the header
+            if status == 500 or (status in _FORBIDDEN and by_engine):
+                raise UnusableAnswer(message)
+            if status > 501 or status in _SERVER_AT_FAULT or status < 400:
+                raise Unavailable(message, retry_after_s(response.headers.get("retry-after", "")))
+            raise RefusedCall(status, bytes(raw[:_MAX_REFUSAL]))
+        try:
+            answer = await offload(len(raw), decoded, raw, ANSWER)
+        except TooMuch as error:
+            message = f"{server.name}: the answer holds {error}"
+            raise UnusableAnswer(message, retry=False, by_request=by_request) from error
+        except (ValueError, RecursionError) as error:
+            raise Unavailable(f"{server.name}: the answer is not JSON: {bytes(raw[:100])!r}") from error
+        if not isinstance(answer, dict):
+            raise Unavailable(f"{server.name}: the answer is not a JSON object")
+        reply = Reply(answer)
+        reply.size = len(raw)
+        version = parse_weight_version(version_header)
+        reply.weight_version = server.weight_version if version is None else version
+        return reply
+
+    async def complete(self, **changes: Any) -> Reply:
+        """Posts the request itself with ``changes``; raises as :meth:`post` does.
+
+        Engines refuse a limit above the context space that is left after the prompt. That space is then the smaller
+        limit, so the request is sent without one.
+        """
+        if self.request.limit:
+            try:
+                return await self.post(self.request.path, self.asked(**changes, max_tokens=self.request.limit))
+            except RefusedCall:
+                pass
+        return await self.post(self.request.path, self.asked(**changes))
+
+    def asked(self, **changes: Any) -> dict[str, Any]:
+        """Returns the body to send to the engine, with the engine's model name, no streaming, and ``changes``.
+
+        Fills in the policy's sampling settings that the agent has not set, because engines have defaults of their
+        own, such as those of ``generation_config.json``. Engines that report no tokens may support OpenAI's options
+        only, so they get only the settings that are not neutral.
+        """
+        sampling = self.request.sampling
+        settings = sampling.unusual if self.server.protocol == "text" else sampling.settings
+        return {**settings, **self.request.body, "model": self.server.model_name, "stream": False, **changes}
+
+
+def parse_weight_version(text: Any) -> int | None:
+    """Returns the version of the weights in a text or number; ``None`` if it is invalid."""
     text = str(text)
-    return int(text) if len(text) <= _VERSION_DIGITS and text.isascii() and text.isdecimal() else None
-
-
-def choices(body: Mapping[str, Any]) -> int:
-    """Returns how many answers a request asks for at once: of a plain completion, some to each prompt."""
-    prompts, each = body.get("prompt"), body.get("n") or 1
-    return each * len(prompts) if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list) else each
-
-
-def multiplied(body: Mapping[str, Any]) -> bool:
-    """Returns whether a request asks for several answers at once, or for tokens beside those that are sampled."""
-    return choices(body) > 1 or bool(body.get("top_logprobs")) or (body.get("logprobs") or 0) > 1
+    return int(text) if len(text) <= _MAX_VERSION_DIGITS and text.isascii() and text.isdecimal() else None
 
 
 def retry_after_s(value: str) -> float:
-    """Returns the seconds that a ``Retry-After`` header asks for, of either form (RFC 9110); 0 for any other text."""
+    """Returns the seconds that a ``Retry-After`` header of either form asks for (RFC 9110); 0 if it is invalid."""
     try:
         if value.isascii() and value.isdecimal():
             return float(value)
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except (ValueError, OverflowError, TypeError):
         return 0.0
-
-
-class Call(NamedTuple):
-    """One request of an agent, at one server."""
-
-    client: EngineClient
-    server: Server
-    path: str
-    body: Mapping[str, Any]
-    timeout_s: float
-    recorder: Recorder
-    policy: str
-    size: int = 0
-    """Bytes of the agent's request."""
-    place: Place | None = None
-    """Awaited before a large answer is read."""
-    keep_thoughts: bool = False
-    """Keep earlier answers in the prompt as they were sampled, even if the chat template changes them."""
-    sampling: Sampling = Sampling()
-    """The policy's sampling settings."""
-    limit: int = 0
-    """Token limit of each answer, if the body has none; 0: no limit."""
-
-    @property
-    def chat(self) -> bool:
-        """True if the call asks for a chat completion, false for a plain one."""
-        return self.path == CHAT
-
-    @property
-    def choices(self) -> int:
-        """Answers that the call asks for."""
-        return choices(self.body)
-
-    async def post(self, path: str, body: Mapping[str, Any], size: int = 0) -> Reply:
-        """Posts one JSON request of the call, which has ``size`` bytes of an answer; raises as :func:`post` does."""
-        place = None if path == RENDER else self.place  # a rendered prompt is as long as the prompt that was let in
-        larger, asked = max(self.size, size), multiplied(self.body)
-        return await post(self.client, self.server, path, body, self.timeout_s, larger, place, asked)
-
-    async def complete(self, **changes: Any) -> Reply:
-        """Posts the request itself with ``changes``; raises as :func:`post` does.
-
-        Engines refuse a limit above the context space that is left after the prompt. That space is then the smaller
-        limit, so the request is sent without one.
-        """
-        if self.limit:
-            try:
-                return await self.post(self.path, self.asked(**changes, max_tokens=self.limit))
-            except RefusedCall:
-                pass
-        return await self.post(self.path, self.asked(**changes))
-
-    def asked(self, **changes: Any) -> dict[str, Any]:
-        """Returns the body to send to the engine, with the engine's model name, no streaming, and ``changes``.
-
-        Fills in the policy's sampling settings where the agent has set none, because engines have defaults of their
-        own, such as those of ``generation_config.json``. Engines that report no tokens may support OpenAI's options
-        only, so they get only the settings that are not neutral.
-        """
-        sampling = self.sampling.unusual if self.server.protocol == "text" else self.sampling.settings
-        return {**sampling, **self.body, "model": self.server.model_name, "stream": False, **changes}

@@ -1,7 +1,7 @@
-"""The gateway's HTTP client: posts calls to engine servers, over connections that are kept alive.
+"""The gateway's HTTP client: posts calls to engine servers over connections that are kept alive.
 
 The client compares a server's certificate with its fingerprint before it sends a byte. Names and certificate
-authorities play no part then. A cancelled call closes its connection, so the engine stops working for it.
+authorities play no part then. Cancelling a call closes its connection, so the engine stops working on it.
 """
 
 from __future__ import annotations
@@ -9,43 +9,43 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import aiohttp
 
-CONNECT_S = 10.0
-IDLE_S = 20.0
-"""Seconds after which an unused connection is closed; servers close theirs later."""
+CONNECT_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 20.0
+"""Seconds after which an unused connection is closed. Servers keep theirs longer."""
 MAX_ANSWER = 32 * 2**20
-"""Bytes of an answer's body."""
+"""Largest body of an answer in bytes."""
 SMALL_ANSWER = 2**20
-"""Bytes of a body that are read before the quota for large answers is asked."""
-PLACE_S = 120.0
-"""Seconds that a large answer waits for the quota: the server that sends it has other clients to serve."""
+"""Bytes of a body that are read before the rollout's quota for large answers is needed."""
+GATE_TIMEOUT_S = 120.0
+"""Seconds that a large answer waits for the quota. Its server has other clients to serve."""
 _HEADERS_LEFT_OUT = ("Accept", "Accept-Encoding", "User-Agent")
-Place = Callable[[], Awaitable[None]]
-"""Waits until a large answer may be read."""
+Gate = Callable[[], Awaitable[None]]
+"""Returns once a large answer may be read."""
 
 
-class Broken(Exception):
-    """The exchange failed: no connection, a wrong certificate, half an answer, or an answer that is not HTTP."""
+class ExchangeFailed(Exception):
+    """There is no connection, the certificate is wrong, or the answer is incomplete or not HTTP."""
 
 
-class TooLong(Broken):
-    """The answer's body is longer than :data:`MAX_ANSWER`: the request may be at fault."""
+class AnswerTooLong(ExchangeFailed):
+    """The answer's body is longer than :data:`MAX_ANSWER`. The request may be at fault."""
 
 
-class Crowded(Broken):
-    """A large answer waited longer than :data:`PLACE_S` for the rollout's quota."""
+class GateTimeout(ExchangeFailed):
+    """A large answer waited longer than :data:`GATE_TIMEOUT_S` for the rollout's quota."""
 
 
 @dataclass
 class Response:
-    """A whole answer. Names of ``headers`` are in lower case."""
+    """A complete answer. Header names are in lower case."""
 
     status: int
-    headers: dict[str, str] = field(default_factory=dict)
-    body: bytes | bytearray = b""
+    headers: dict[str, str]
+    body: bytearray
 
 
 class EngineClient:
@@ -54,7 +54,7 @@ class EngineClient:
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
         self._fingerprints: dict[str, aiohttp.Fingerprint] = {}
-        """Connections are kept by server and fingerprint object, so each fingerprint has one object."""
+        """aiohttp reuses a connection only for the same fingerprint object, so each fingerprint has one object."""
 
     async def post(
         self,
@@ -64,40 +64,38 @@ class EngineClient:
         key: str,
         fingerprint: str = "",
         timeout_s: float,
-        place: Place | None = None,
+        gate: Gate | None = None,
     ) -> Response:
-        """Posts a JSON body and returns the whole answer.
+        """Posts a JSON body and returns the complete answer.
 
         Args:
             url: ``http://`` or ``https://``, with port and path.
-            key: Sent as a bearer token, once the certificate has been compared.
+            key: Bearer token, sent after the certificate has been compared.
             fingerprint: SHA-256 of the server's certificate in hexadecimal. Empty: the system's authorities decide.
-            timeout_s: Seconds for all of it.
-            place: Awaited before more than :data:`SMALL_ANSWER` of the answer is read.
+            timeout_s: Seconds for the whole exchange.
+            gate: Awaited before more than :data:`SMALL_ANSWER` of the answer is read.
 
         Raises:
-            TooLong: The answer has more than :data:`MAX_ANSWER` bytes.
-            Crowded: The answer is large, and others of the rollout are not read by their agent.
-            Broken: There is no whole answer.
+            AnswerTooLong: The answer has more than :data:`MAX_ANSWER` bytes.
+            GateTimeout: The gate did not open in time.
+            ExchangeFailed: There is no complete answer.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 try:
-                    return await self._exchange(url, body, key, fingerprint, place)
+                    return await self._exchange(url, body, key, fingerprint, gate)
                 except aiohttp.ClientConnectorError:
                     raise
                 except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                    # The server may have closed a kept connection at this moment, which is no failure.
-                    return await self._exchange(url, body, key, fingerprint, place)
+                    # The server may have closed an idle connection at this moment, so try once more.
+                    return await self._exchange(url, body, key, fingerprint, gate)
         except aiohttp.ServerFingerprintMismatch as error:
-            why = "another certificate than its endpoint file names; nothing was sent"
-            raise Broken(f"FingerprintMismatch: {why}") from error
-        except aiohttp.ClientError as error:
-            raise Broken(f"{type(error).__name__}: {error}") from error
+            message = "FingerprintMismatch: another certificate than its endpoint file names; nothing was sent"
+            raise ExchangeFailed(message) from error
         except TimeoutError:
-            raise Broken(f"no answer within {timeout_s:g} s") from None
-        except (OSError, ValueError) as error:
-            raise Broken(f"{type(error).__name__}: {error}") from error
+            raise ExchangeFailed(f"no answer within {timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ExchangeFailed(f"{type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -105,22 +103,22 @@ class EngineClient:
             await self._session.close()
         self._session = None
 
-    async def _exchange(self, url: str, body: bytes, key: str, fingerprint: str, place: Place | None) -> Response:
-        async with self._opened().post(
+    async def _exchange(self, url: str, body: bytes, key: str, fingerprint: str, gate: Gate | None) -> Response:
+        async with self._open_session().post(
             url,
-            data=io.BytesIO(body),  # aiohttp sends it in parts, so a large one does not hold the event loop
+            data=io.BytesIO(body),  # aiohttp sends it in parts, so a large body does not block the event loop
             headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
             ssl=self._pinned(fingerprint) if fingerprint else True,
             allow_redirects=False,
         ) as answer:
             headers = {name.lower(): value for name, value in answer.headers.items()}
-            return Response(answer.status, headers, await _read(answer, place))
+            return Response(answer.status, headers, await _read(answer, gate))
 
-    def _opened(self) -> aiohttp.ClientSession:
+    def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=_HEADERS_LEFT_OUT,
                 auto_decompress=False,
@@ -134,22 +132,18 @@ class EngineClient:
         return self._fingerprints[fingerprint]
 
 
-async def _read(answer: aiohttp.ClientResponse, place: Place | None) -> bytes | bytearray:
-    """Reads the body of an answer. Its server is slowed down while the answer waits for its place."""
+async def _read(answer: aiohttp.ClientResponse, gate: Gate | None) -> bytearray:
+    """Reads the body of an answer. While the gate is closed, TCP's flow control slows its server down."""
     body = bytearray()
     while part := await answer.content.readany():
         body += part
         if len(body) > MAX_ANSWER:
-            raise TooLong(f"its answer is longer than {MAX_ANSWER >> 20} MiB")
-        if place is not None and len(body) > SMALL_ANSWER:
-            await _wait_for(place)
-            place = None
+            raise AnswerTooLong(f"its answer is longer than {MAX_ANSWER >> 20} MiB")
+        if gate is not None and len(body) > SMALL_ANSWER:
+            try:
+                async with asyncio.timeout(GATE_TIMEOUT_S):
+                    await gate()
+            except TimeoutError:
+                raise GateTimeout("other large answers of this rollout are not taken by its agent") from None
+            gate = None
     return body
-
-
-async def _wait_for(place: Place) -> None:
-    try:
-        async with asyncio.timeout(PLACE_S):
-            await place()
-    except TimeoutError:
-        raise Crowded("other large answers of this rollout are not taken by its agent") from None

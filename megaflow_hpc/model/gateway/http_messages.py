@@ -1,31 +1,34 @@
-"""Requests and answers of the gateway's HTTP server: keys, JSON bodies, and errors with their types."""
+"""Requests and answers of the gateway's HTTP server: keys, JSON bodies, streams, and errors with their types."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import orjson
 from aiohttp import web
 
+from megaflow_hpc.model.gateway.dialects import Event
+from megaflow_hpc.model.gateway.protocols import Answer
 from megaflow_hpc.model.http_server import BadBody, read_body
-from megaflow_hpc.model.json_text import decoded, effort, packed
-from megaflow_hpc.model.offload import offload
+from megaflow_hpc.model.json_text import decoded, effort, offload, packed
 
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
 SUSPENDED = "rollout_suspended"
-"""Types of errors that a client's retries do not help against."""
-TAKEN_S = 60.0
-"""Seconds for an agent to read an answer: other calls of its rollout may wait for that."""
-TOO_MANY = "too_many_connections"
+"""Types of errors that a client should not retry."""
+TOO_MANY_CONNECTIONS = "too_many_connections"
+SEND_TIMEOUT_S = 60.0
+"""Seconds for an agent to read an answer. Other calls of its rollout may wait for that."""
+PING_INTERVAL_S = 20.0
+"""Seconds of silence in a stream after which a comment is sent."""
 MAX_BODY = 32 * 2**20
-"""Bytes of one request's body."""
-MAX_UNTOLD = 8 * 2**20
-"""Bytes of a body without a ``Content-Length``, or of a compressed one."""
-FIELDS = 1000
+"""Largest body of a request in bytes."""
+MAX_BODY_OF_UNKNOWN_SIZE = 8 * 2**20
+"""Largest body in bytes without a ``Content-Length``, or of a compressed body."""
+MAX_FIELDS = 1000
 """Fields of one request."""
 
 
@@ -34,7 +37,7 @@ class CallError(Exception):
 
     Args:
         status: HTTP status.
-        message: For the agent.
+        message: Text for the agent.
         kind: The error's type.
     """
 
@@ -44,28 +47,79 @@ class CallError(Exception):
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    """Returns an answer with ``body`` as JSON."""
     return web.Response(body=packed(body), status=status, headers=headers, content_type="application/json")
 
 
 async def send_json(request: web.BaseRequest, size: int, body: Callable[[], Any]) -> web.StreamResponse:
-    """Answers with what ``body`` returns, as JSON.
+    """Answers with the result of ``body`` as JSON.
 
     Args:
         size: Bytes that the engine sent.
     """
     response = web.Response(body=await offload(size, lambda: packed(body())), content_type="application/json")
-    async with taken(request):
+    async with _sending(request):
         await response.prepare(request)
         await response.write_eof()
     return response
 
 
-@asynccontextmanager
-async def taken(request: web.BaseRequest) -> AsyncIterator[None]:
-    """Closes the connection of an agent that has left, or that does not read what is written in :data:`TAKEN_S`."""
+async def send_stream(
+    request: web.BaseRequest,
+    answer: Awaitable[Answer],
+    events: Callable[[dict[str, Any]], Iterator[Event]],
+    failed: Callable[[Exception], Event],
+) -> web.StreamResponse:
+    """Streams the events of an answer, which the engine gives as a whole.
+
+    While the engine works, nothing is sent, so that a failure is an ordinary HTTP error. After
+    :data:`PING_INTERVAL_S` the stream opens with a comment, which clients skip, and repeats it, so that no client takes
+    the connection for dead. A later failure is an event of the stream.
+
+    Args:
+        request: The agent's request.
+        answer: The engine's answer, awaited here.
+        events: Converts the answer to events.
+        failed: Converts an exception, raised after the stream has begun, to an event.
+
+    Raises:
+        Exception: As ``answer`` does before the stream has begun.
+    """
+    work = asyncio.ensure_future(answer)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
-        async with asyncio.timeout(TAKEN_S):
+        with suppress(ConnectionResetError):  # the agent has left
+            while not (await asyncio.wait({work}, timeout=PING_INTERVAL_S))[0]:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(b": still working\n\n")
+            try:
+                reply = work.result()
+                body = await offload(reply.size, lambda: b"".join(_encode(*event) for event in events(reply.body)))
+            except Exception as error:
+                if not response.prepared:
+                    raise
+                body = _encode(*failed(error))
+            async with _sending(request):
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(body)  # at once, so that a small answer is one packet
+                await response.write_eof()
+        return response
+    finally:
+        work.cancel()
+
+
+def _encode(name: str, data: Any) -> bytes:
+    """Encodes one server-sent event. Text is sent unchanged, other data as JSON."""
+    head = f"event: {name}\n".encode() if name else b""
+    return b"%bdata: %b\n\n" % (head, data.encode() if isinstance(data, str) else packed(data))
+
+
+@asynccontextmanager
+async def _sending(request: web.BaseRequest) -> AsyncIterator[None]:
+    """Closes the connection of an agent that has left, or does not read the answer within :data:`SEND_TIMEOUT_S`."""
+    try:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
             yield
     except (TimeoutError, ConnectionResetError):
         if request.transport is not None:
@@ -76,33 +130,31 @@ def bearer_key(request: web.BaseRequest) -> bytes:
     """Returns the key of a request, from ``Authorization: Bearer`` or ``x-api-key``; empty without one."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     given = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    return given.encode("utf-8", "surrogateescape")  # as it came: headers need not be UTF-8
+    return given.encode("utf-8", "surrogateescape")  # headers need not be UTF-8
 
 
 def body_size(request: web.BaseRequest) -> int:
-    """Returns the most bytes that a request's body may have, before it is read.
+    """Returns an upper limit for the bytes of a request's body, before it is read.
 
     Raises:
-        CallError: More than :data:`MAX_BODY`.
+        CallError: The body is longer than :data:`MAX_BODY`.
     """
     length = request.content_length
     if length is None or request.headers.get("Content-Encoding"):
-        return MAX_UNTOLD
+        return MAX_BODY_OF_UNKNOWN_SIZE
     if length > MAX_BODY:
         raise CallError(413, f"the request's body: longer than {MAX_BODY >> 20} MiB")
     return length
 
 
-async def read_object(request: web.BaseRequest, most: int) -> tuple[dict[str, Any], int]:
-    """Reads a request's body of at most ``most`` bytes. Returns its JSON object and its estimated size.
-
-    The size is :func:`~megaflow_hpc.model.json_text.effort`.
+async def read_object(request: web.BaseRequest, max_bytes: int) -> tuple[dict[str, Any], int]:
+    """Reads a request's body. Returns its JSON object, and its :func:`~megaflow_hpc.model.json_text.effort`.
 
     Raises:
         CallError: The body is not a JSON object, is too long, or has too many values.
     """
     try:
-        raw = await read_body(request, most)
+        raw = await read_body(request, max_bytes)
         size = effort(raw)
         body = await offload(size, decoded, raw)
     except BadBody as error:
@@ -111,13 +163,13 @@ async def read_object(request: web.BaseRequest, most: int) -> tuple[dict[str, An
         raise CallError(400, f"the request's body: {error}") from None
     if not isinstance(body, dict):
         raise CallError(400, "the request's body: expected a JSON object")
-    if len(body) > FIELDS:
-        raise CallError(400, f"the request's body: {len(body)} fields; {FIELDS} are allowed")
+    if len(body) > MAX_FIELDS:
+        raise CallError(400, f"the request's body: {len(body)} fields; {MAX_FIELDS} are allowed")
     return body, size
 
 
 def error_fields(error: Exception) -> tuple[int, str, str]:
-    """Returns HTTP status, message and type for what ended a call."""
+    """Returns HTTP status, message and type of an exception that ended a call."""
     if isinstance(error, CallError):
         return error.status, str(error), error.kind
     if isinstance(error, RecursionError):
@@ -126,10 +178,10 @@ def error_fields(error: Exception) -> tuple[int, str, str]:
 
 
 def refusal_fields(body: bytes) -> tuple[str, str]:
-    """Returns message and type of an engine's refusal; a body without them is the message."""
+    """Returns message and type of an engine's refusal. A body of another form is the message."""
     try:
-        found = orjson.loads(body)
-        error = found.get("error") or found
+        reply = orjson.loads(body)
+        error = reply.get("error") or reply
         return str(error["message"]), str(error.get("type") or "invalid_request_error")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return body[:2000].decode("utf-8", "replace"), "invalid_request_error"

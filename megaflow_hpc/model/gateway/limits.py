@@ -1,8 +1,7 @@
-"""Limits on what is asked of the engines: requests and tokens per second, and requests in flight.
+"""Limits a gateway's requests to the engines: requests and tokens per second, and requests in flight.
 
-Calls wait in the order in which they came; none is refused. Tokens are charged when an answer has arrived, since their
-number is not known before: an overdraft makes later calls wait until it is paid off. A burst of one second's allowance
-is allowed.
+Calls wait in their order of arrival, and none is refused. The number of an answer's tokens is known only when it has
+arrived. It is charged then, and later calls wait until an overdraft is paid off. Bursts of one second's allowance pass.
 
 A campaign's limits are divided among its gateways (:meth:`Quotas.share`), so gateways need not communicate.
 """
@@ -12,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 Clock = Callable[[], float]
 _sleep = asyncio.sleep
-_NOTHING = 1e-6
+_ROUNDING = 1e-6
 """Tolerance for rounding errors of a bucket's level."""
 
 
@@ -34,24 +33,23 @@ class Quotas:
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> Quotas:
         """Returns the quotas of a campaign's ``quotas:`` section."""
-        return cls(*(section.get(name) for name in ("requests_per_s", "tokens_per_s", "in_flight")))
+        return cls(section.get("requests_per_s"), section.get("tokens_per_s"), section.get("in_flight"))
 
     def share(self, gateways: int) -> Quotas:
-        """Returns the part of one gateway out of ``gateways``; the parts add up to no more than the whole.
+        """Returns the part of one gateway out of ``gateways``. The parts add up to no more than the whole.
 
-        A part allows at least one request in flight: planning refuses campaigns with fewer of them than gateways.
+        A part allows at least one request in flight. Planning refuses campaigns with fewer of them than gateways.
         """
         count = max(gateways, 1)
-
-        def part(rate: float | None) -> float | None:
-            return None if rate is None else rate / count
-
-        in_flight = None if self.in_flight is None else max(1, self.in_flight // count)
-        return Quotas(part(self.requests_per_s), part(self.tokens_per_s), in_flight)
+        return Quotas(
+            requests_per_s=self.requests_per_s and self.requests_per_s / count,
+            tokens_per_s=self.tokens_per_s and self.tokens_per_s / count,
+            in_flight=self.in_flight and max(1, self.in_flight // count),
+        )
 
 
 class Bucket:
-    """A token bucket: ``rate`` per second, holding one second's worth but at least 1."""
+    """A token bucket of ``rate`` per second. It holds the tokens of one second, but at least 1."""
 
     def __init__(self, rate: float, clock: Clock = time.monotonic) -> None:
         self.rate, self._clock = rate, clock
@@ -59,15 +57,15 @@ class Bucket:
         self._level, self._at = self._size, clock()
 
     def take(self, amount: float) -> None:
-        """Takes ``amount`` now; the level may become negative."""
+        """Takes ``amount`` now. The level may become negative."""
         self._fill()
         self._level -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Returns the seconds until ``amount`` (at most the bucket's size) is there."""
+        """Returns the seconds until the bucket holds ``amount``, at most its size."""
         self._fill()
         missing = min(amount, self._size) - self._level
-        return missing / self.rate if missing > _NOTHING else 0.0
+        return missing / self.rate if missing > _ROUNDING else 0.0
 
     def _fill(self) -> None:
         now = self._clock()
@@ -87,25 +85,20 @@ class CallLimits:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Waits until a call may be made; the context counts as one request in flight."""
+        """Waits until a call may be made. The context counts as one request in flight."""
         if self._unlimited:
             yield
             return
-        if self._in_flight is not None:
-            await self._in_flight.acquire()
-        try:
+        async with self._in_flight or nullcontext():
             async with self._entry:  # asyncio's locks are first come, first served
                 while (wait_s := self._wait_s()) > 0:
                     await _sleep(min(wait_s, 1.0))
                 if self._requests is not None:
                     self._requests.take(1)
             yield
-        finally:
-            if self._in_flight is not None:
-                self._in_flight.release()
 
     def charge(self, tokens: int) -> None:
-        """Charges the tokens of an answer, its prompt included."""
+        """Charges the tokens of an answer and its prompt."""
         if self._tokens is not None:
             self._tokens.take(tokens)
 

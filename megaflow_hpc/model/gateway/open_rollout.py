@@ -1,4 +1,4 @@
-"""A rollout while it is open at its gateway: address, key, budget and recorder."""
+"""A rollout while it is open at its gateway: address, key, budget, quota and recorder."""
 
 from __future__ import annotations
 
@@ -9,55 +9,142 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from megaflow_hpc.model.gateway.engine_client import Gate
 from megaflow_hpc.model.gateway.http_messages import MAX_BODY
 from megaflow_hpc.model.gateway.recorder import Recorder
-from megaflow_hpc.model.gateway.rollout_quota import RolloutQuota
 from megaflow_hpc.types import CallBudget
 
 SEEDS = 2**31
-"""Seeds lie below, which every engine takes."""
+"""Seeds are below this number, which every engine supports."""
+MAX_CALLS = 64
+"""Calls of one rollout that are read, decoded and answered at once."""
 
 
 class OverBudget(Exception):
-    """The rollout's budget leaves no room for a call; the message says which limit."""
+    """The rollout's budget leaves no room for a call; the message names the limit."""
+
+
+class RolloutQuota:
+    """Limits what one rollout may hold of its gateway: calls, bytes of their bodies, and one large answer.
+
+    Calls that exceed the quota wait, first come, first served, so that the gateway serves its other rollouts. Lives in
+    one event loop.
+
+    Args:
+        size: Bytes of the bodies of all calls together, and so the largest single body.
+        calls: Calls at once.
+    """
+
+    def __init__(self, size: int, calls: int = MAX_CALLS) -> None:
+        self._size, self._calls = size, calls
+        self._waiting: dict[asyncio.Future[None], int] = {}
+        self._answers = asyncio.Lock()
+
+    @asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[None]:
+        """Waits until a call with a body of ``size`` bytes may be read, and holds its part of the quota."""
+        if self._waiting or not self._fits(size):
+            await self._wait(size)
+        else:
+            self._take(size)
+        try:
+            yield
+        finally:
+            self._give(size)
+
+    @asynccontextmanager
+    async def large_answer(self) -> AsyncIterator[Gate]:
+        """Yields a gate to await before a large answer is read. It opens for one call at a time.
+
+        The call holds the gate until its context ends.
+        """
+        held = False
+
+        async def gate() -> None:
+            nonlocal held
+            if not held:
+                await self._answers.acquire()
+                held = True
+
+        try:
+            yield gate
+        finally:
+            if held:
+                self._answers.release()
+
+    def _fits(self, size: int) -> bool:
+        return self._calls > 0 and size <= self._size
+
+    def _take(self, size: int) -> None:
+        self._calls, self._size = self._calls - 1, self._size - size
+
+    def _give(self, size: int) -> None:
+        self._calls, self._size = self._calls + 1, self._size + size
+        self._wake()
+
+    async def _wait(self, size: int) -> None:
+        """Returns once the call holds its part of the quota."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[future] = size
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self._give(size)  # it got its part in the same instant
+            else:
+                self._waiting.pop(future, None)
+                self._wake()
+            raise
+
+    def _wake(self) -> None:
+        while self._waiting:
+            future, size = next(iter(self._waiting.items()))
+            if not future.done():
+                if not self._fits(size):
+                    return
+                self._take(size)
+                future.set_result(None)
+            del self._waiting[future]
 
 
 @dataclass
 class OpenRollout:
-    """``token`` is its part of the address, ``key`` what its clients authenticate with."""
+    """A rollout and the state of its calls."""
 
     id: str
     policy: str
     token: str
+    """The rollout's part of the address."""
     key: str
+    """Bearer token of its clients."""
     recorder: Recorder
     budget: CallBudget = field(default_factory=CallBudget)
     servers: dict[str, str] = field(default_factory=dict)
     """Policy → name of the server that answered last."""
     failure: str = ""
-    """Why the latest call got no answer, or still waits; empty when it was answered."""
+    """Why the latest call got no answer or still waits; empty if it was answered."""
     control: Callable[[], Awaitable[bool]] | None = None
-    """Checks whether the service answers another request than the failed one; ``None``: it is known not to."""
+    """Checks whether the service answers another request. ``None``: it is known not to."""
     listener: socket.socket | None = None
-    """The one inside the sandbox, where it has a network of its own."""
+    """Listening socket inside the sandbox, if the sandbox has a network of its own."""
     quota: RolloutQuota = field(default_factory=lambda: RolloutQuota(MAX_BODY))
     in_flight: int = 0
     """Calls that have arrived and are not answered."""
     seed: int = -1
     """Seed of the first call; -1 leaves sampling to the engine."""
     suspended: bool = False
-    """Further calls are refused: the rollout goes on in another allocation."""
+    """True if further calls are refused because the rollout continues in another allocation."""
     interrupted: bool = False
-    """A call was refused for that reason."""
+    """True if a call was refused for that reason."""
     ended: bool = False
-    """It was closed: what still comes for it is not recorded."""
+    """True if the rollout was closed. Later answers are not recorded."""
     waiting: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Calls that wait for an engine's answer; nothing of them is recorded yet."""
-    held_calls: int = 0
+    """Calls that wait for an engine's answer, of which nothing is recorded yet."""
+    reserved_calls: int = 0
     """Answers that calls in progress have reserved."""
-    held_tokens: int = 0
+    reserved_tokens: int = 0
     """Tokens that calls in progress have reserved."""
-    returned: asyncio.Condition = field(default_factory=asyncio.Condition)
+    released: asyncio.Condition = field(default_factory=asyncio.Condition)
     """Notified when a call releases its reservation."""
 
     def failed(self, why: str, control: Callable[[], Awaitable[bool]] | None = None) -> None:
@@ -65,18 +152,19 @@ class OpenRollout:
         self.failure, self.control = why, control
 
     def suspend(self, now: bool) -> None:
-        """Refuses further calls; with ``now`` also those that wait for an engine's answer."""
+        """Refuses further calls, and with ``now`` also those that wait for an engine's answer."""
         self.suspended = True
-        for task in self.waiting if now else ():
-            task.cancel()
+        if now:
+            for task in self.waiting:
+                task.cancel()
 
     @property
     def group(self) -> str:
-        """Name shared by the rollouts of one task under one policy, whose prompts begin alike."""
+        """Name shared by the rollouts of one task and policy, whose prompts begin with the same tokens."""
         return self.id.rpartition("/")[0] or self.id
 
     def set_seed(self, asked: dict[str, Any]) -> None:
-        """Sets the seed of the n-th call (from 0) to the rollout's seed + n, unless the agent chose one itself."""
+        """Sets the seed of the n-th call (from 0) to the rollout's seed + n, unless the agent set one."""
         if self.seed >= 0 and asked.get("seed") is None:
             asked["seed"] = (self.seed + self.recorder.calls + self.in_flight - 1) % SEEDS
 
@@ -98,37 +186,40 @@ class OpenRollout:
             OverBudget: The budget is used up, or too small for this call.
         """
         calls = self.budget.calls
-        if calls is not None and self.recorder.calls + self.held_calls + answers > calls:
-            left = max(0, calls - self.recorder.calls - self.held_calls)
-            asks = f", {left} are left, and this call asks for {answers} answers" if answers > 1 else ""
-            raise OverBudget(f"this rollout has made its {calls} model calls{asks}")
+        if calls is not None and self.recorder.calls + self.reserved_calls + answers > calls:
+            left = max(0, calls - self.recorder.calls - self.reserved_calls)
+            detail = f", {left} are left, and this call asks for {answers} answers" if answers > 1 else ""
+            raise OverBudget(f"this rollout has made its {calls} model calls{detail}")
         each, limit = await self._tokens_left(answers), 0
         if each is not None:
             names = [name for name in ("max_tokens", "max_completion_tokens") if name in asked]
             for name in names:
                 asked[name] = min(asked[name], each)
-            # If a request has both, engines use max_completion_tokens.
-            limit, each = (0, asked[names[-1]]) if names else (each, each)
+            if names:
+                each = asked[names[-1]]  # if a request has both, engines use max_completion_tokens
+            else:
+                limit = each
         tokens = (each or 0) * answers
-        self.held_calls += answers
-        self.held_tokens += tokens
+        self.reserved_calls += answers
+        self.reserved_tokens += tokens
         try:
             yield limit
         finally:
-            self.held_calls -= answers
-            self.held_tokens -= tokens
-            async with self.returned:
-                self.returned.notify_all()
+            self.reserved_calls -= answers
+            self.reserved_tokens -= tokens
+            async with self.released:
+                self.released.notify_all()
 
     async def _tokens_left(self, answers: int) -> int | None:
         """Returns the token limit of each answer, at least 1; ``None`` if the budget has no limit."""
         tokens = self.budget.tokens
         if tokens is None:
             return None
-        async with self.returned:
+        async with self.released:
             while True:
                 if tokens - self.recorder.sampled < answers:
                     raise OverBudget(f"this rollout has sampled its {tokens} tokens")
-                if each := max(0, tokens - self.recorder.sampled - self.held_tokens) // answers:
+                each = max(0, tokens - self.recorder.sampled - self.reserved_tokens) // answers
+                if each:
                     return each
-                await self.returned.wait()
+                await self.released.wait()

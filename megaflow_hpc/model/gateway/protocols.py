@@ -26,63 +26,65 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megaflow_hpc.model.api import COMPLETIONS, DERENDER, GENERATE, RENDER
-from megaflow_hpc.model.engine_answer import check, check_size, ids, scores
+from megaflow_hpc.model.engine_answer import check, check_size, log_probabilities, token_ids
 from megaflow_hpc.model.gateway.continuation import continued
-from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, RefusedCall, Reply, multiplied, weight_version
+from megaflow_hpc.model.gateway.engine_call import Call, RefusedCall, Reply, UnusableAnswer, parse_weight_version
 from megaflow_hpc.model.gateway.recorder import SampledTokens
-from megaflow_hpc.model.json_text import TooMuch
-from megaflow_hpc.model.offload import offload
+from megaflow_hpc.model.json_text import TooMuch, offload
 
 T = TypeVar("T")
-_WRONG = (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError)
-"""What reading an answer raises that is none."""
-_SAID = 500
-"""Characters of what is said of one."""
-_MOST_TOKENS = 2**31
-LACKING = frozenset({404, 405, 501})
-"""HTTP statuses of a server that has no such path."""
+_MALFORMED = (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError)
+"""Exceptions from reading a malformed answer."""
+_MAX_MESSAGE = 500
+"""Characters of an error message or a name."""
+_MAX_TOKENS = 2**31
+_NOT_SERVED = frozenset({404, 405, 501})
+"""HTTP statuses of a server that does not have a path."""
 
 
 @dataclass
 class Answer:
-    """An engine's answer, split into what goes back to the agent and what is recorded."""
+    """An engine's answer, split into what the agent gets and what is recorded."""
 
     body: dict[str, Any]
     samples: list[SampledTokens] = field(default_factory=list)
-    """Empty if the engine reports no tokens; see :func:`texts_of`."""
     protocol: str = ""
-    """The protocol in which the engine was asked."""
+    """The protocol in which the engine answered."""
     size: int = 0
     """Bytes that the engine sent."""
+    total_tokens: int = 0
+    """Tokens of prompt and answer together."""
 
 
 async def ask(call: Call) -> Answer:
-    """Makes one call in the server's protocol; raises as :func:`post` does."""
+    """Makes one call in the server's protocol; raises as :meth:`Call.post` does."""
     return await PROTOCOLS[call.server.protocol](call)
 
 
 async def text(call: Call) -> Answer:
-    """Makes a call of which only the text is kept."""
+    """Makes a call of which only the text is recorded."""
     reply = await call.complete()
     return await _read(call, reply, "an answer without a choice", _text, call, reply)
 
 
 def _text(call: Call, reply: Reply) -> Answer:
-    check(reply, call.chat, call.choices)
+    check(reply, call.request.chat, call.request.choices)
     check_size(reply, reply.size)
-    return Answer(reply, protocol="text", size=reply.size)
+    return _text_answer(call, reply)
 
 
 async def plain(call: Call) -> Answer:
     """Calls ``/v1/chat/completions`` or ``/v1/completions`` with ids and log-probabilities switched on."""
-    server, body = call.server, call.body
-    scores = True if call.chat else max(1, int(body.get("logprobs") or 0))
+    server, request = call.server, call.request
+    logprobs = True if request.chat else max(1, int(request.body.get("logprobs") or 0))
     try:
-        reply = await call.complete(return_token_ids=True, logprobs=scores)
+        reply = await call.complete(return_token_ids=True, logprobs=logprobs)
     except RefusedCall as refusal:
-        # It may not know the parameter, or the agent wrote the word.
-        known = b"return_token_ids" not in refusal.body or await _own(call, call.path, return_token_ids=True) < 400
-        if known or await _own(call, call.path) >= 400:
+        # The server may not support the parameter. The agent may also have written the word.
+        if b"return_token_ids" not in refusal.body:
+            raise
+        supported = await _control_status(call, request.path, return_token_ids=True) < 400
+        if supported or await _control_status(call, request.path) >= 400:
             raise
         server.protocol, server.degraded = "text", True
         return await text(call)
@@ -90,61 +92,69 @@ async def plain(call: Call) -> Answer:
 
 
 def _plain(call: Call, reply: Reply) -> Answer:
-    check(reply, call.chat, call.choices)
-    reply["model"] = call.body.get("model") or call.server.model_name
-    text_alone, samples = _text_alone(reply), []
-    if not text_alone:
-        samples = [_sample(reply, choice, call.chat, call.server.name) for choice in reply["choices"]]
-        _strip(reply, call.body, call.chat)
+    request, server = call.request, call.server
+    check(reply, request.chat, request.choices)
+    reply["model"] = request.body.get("model") or server.model_name
+    if reply.get("usage") and not any("token_ids" in choice for choice in reply["choices"]):
+        check_size(reply, reply.size)
+        return _text_answer(call, reply)
+    samples = [_sample(reply, choice, request.chat, server.name) for choice in reply["choices"]]
+    _strip(reply, request.body, request.chat)
     check_size(reply, reply.size)
-    return Answer(reply, samples, protocol="text" if text_alone else "plain", size=reply.size)
+    return _token_answer(reply, samples, "plain")
 
 
 async def split(call: Call) -> Answer:
-    """Makes a chat call in three requests: render, generate, derender; what these cannot express, in ``plain``."""
-    body = call.body
-    if not call.chat or body.get("stop") or call.choices > 1:
-        return await plain(call)  # derender knows nothing of stop strings and sampled alternatives
-    server = call.server
+    """Makes a chat call in three requests: render, generate, derender. Falls back to ``plain`` for other requests."""
+    body, server = call.request.body, call.server
+    if not call.request.chat or body.get("stop") or call.request.choices > 1:
+        return await plain(call)  # derender supports no stop strings and no several answers
     asked = call.asked(logprobs=True)
     try:
         request = await call.post(RENDER, asked)
     except RefusedCall as refusal:
-        if refusal.status not in LACKING or await _own(call, RENDER) not in LACKING:
+        if refusal.status not in _NOT_SERVED or await _control_status(call, RENDER) not in _NOT_SERVED:
             raise
-        server.protocol, server.degraded = "plain", True  # it has no such paths: from now on as one without them
+        server.protocol, server.degraded = "plain", True
         return await plain(call)
     lacking = "an answer of render, generate or derender lacks a part"
     try:
-        rendered, sampling = await offload(request.size, ids, request["token_ids"]), dict(request["sampling_params"])
+        rendered, sampling = (
+            await offload(request.size, token_ids, request["token_ids"]),
+            {**request["sampling_params"]},
+        )
         prompt = rendered if request.get("features") else await continued(call, rendered)
         if prompt is not rendered and not (body.get("max_tokens") or body.get("max_completion_tokens")):
-            sampling["max_tokens"] += len(rendered) - len(prompt)  # it was all the room that the rendered prompt left
-        if call.limit:
-            sampling["max_tokens"] = min(sampling["max_tokens"], call.limit)
+            sampling["max_tokens"] += len(rendered) - len(prompt)  # it was the space left after the rendered prompt
+        if call.request.limit:
+            sampling["max_tokens"] = min(sampling["max_tokens"], call.request.limit)
         sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
-    except _WRONG as error:
-        raise Doubtful(f"{server.name}: {lacking} ({error!r})", again=False) from error
-    told = await offload(len(prompt), prompt.tolist)
-    generate = {**request, "token_ids": told, "sampling_params": sampling, "stream": False}
+    except _MALFORMED as error:
+        raise UnusableAnswer(f"{server.name}: {lacking} ({error!r})", retry=False) from error
+    prompt_ids = await offload(len(prompt), prompt.tolist)
+    generate = {**request, "token_ids": prompt_ids, "sampling_params": sampling, "stream": False}
     generated = await call.post(GENERATE, generate, request.size)
-    choice, tokens, scored, spans = await _read(call, generated, lacking, _generated, generated)
-    about = {"generate_response": generated, "chat_request": asked, "prompt_token_ids": told}
-    derender = {"model": server.model_name, "prompt_tokens": len(prompt), **about}
+    choice, tokens, logprobs, spans = await _read(call, generated, lacking, _generated, generated)
+    derender = {
+        "model": server.model_name,
+        "prompt_tokens": len(prompt),
+        "generate_response": generated,
+        "chat_request": asked,
+        "prompt_token_ids": prompt_ids,
+    }
     reply = await call.post(DERENDER, derender, generated.size)
     reply.size = max(reply.size, generated.size)
     reply["model"] = body.get("model") or server.model_name
 
     def derendered() -> Answer:
         check(reply, True, 1)
-        message = _brief(reply["choices"][0]["message"])
-        finish = reply["choices"][0].get("finish_reason") or _name(choice.get("finish_reason"))
+        message = _without_empty(reply["choices"][0]["message"])
         sample = SampledTokens(
             prompt=prompt,
             tokens=tokens,
-            logprobs=scored,
+            logprobs=logprobs,
             text=message.get("content") or "",
-            finish_reason=finish,
+            finish_reason=reply["choices"][0].get("finish_reason") or _name(choice.get("finish_reason")),
             weight_version=spans[-1][0],
             weight_spans=spans,
             server=server.name,
@@ -155,7 +165,7 @@ async def split(call: Call) -> Answer:
         )
         _strip(reply, body, chat=True)
         check_size(reply, reply.size)
-        return Answer(reply, [sample], protocol="split", size=reply.size)
+        return _token_answer(reply, [sample], "split")
 
     return await _read(call, reply, lacking, derendered)
 
@@ -163,65 +173,69 @@ async def split(call: Call) -> Answer:
 def _generated(generated: Reply) -> tuple[dict[str, Any], array[int], array[float], list[tuple[int, int]]]:
     """Returns the choice of an answer of generate, its ids and log-probabilities, and the versions of its tokens."""
     (choice,) = generated["choices"]
-    tokens = ids(choice["token_ids"])
-    scored = scores([entry["logprob"] for entry in choice["logprobs"]["content"]], len(tokens))
-    return choice, tokens, scored, _spans(choice, len(tokens)) or [(generated.weight_version, len(tokens))]
+    tokens = token_ids(choice["token_ids"])
+    logprobs = log_probabilities([entry["logprob"] for entry in choice["logprobs"]["content"]], len(tokens))
+    return choice, tokens, logprobs, _spans(choice, len(tokens)) or [(generated.weight_version, len(tokens))]
 
 
-async def _read(call: Call, reply: Reply, wrong: str, read: Callable[..., T], *args: Any) -> T:
-    """Returns what is read in an answer, beside the loop if it is large; raises :class:`Doubtful` where it is none."""
+async def _read(call: Call, reply: Reply, problem: str, read: Callable[..., T], *args: Any) -> T:
+    """Calls ``read``, in a worker thread if the reply is large. Raises UnusableAnswer if the reply is malformed."""
     try:
         return await offload(reply.size, read, *args)
-    except _WRONG as error:
-        why, asked = f"{call.server.name}: {wrong} ({error!r})", isinstance(error, TooMuch) and multiplied(call.body)
-        raise Doubtful(why[:_SAID], again=False, by_request=asked) from error
+    except _MALFORMED as error:
+        message = f"{call.server.name}: {problem} ({error!r})"
+        by_request = isinstance(error, TooMuch) and call.request.may_be_large
+        raise UnusableAnswer(message[:_MAX_MESSAGE], retry=False, by_request=by_request) from error
 
 
 async def count(call: Call) -> int:
-    """Returns the number of tokens of the request's prompt; raises as :func:`post` does."""
+    """Returns the number of tokens of the request's prompt; raises as :meth:`Call.post` does."""
     try:
         if call.server.protocol == "split":
             return len((await call.post(RENDER, call.asked()))["token_ids"])
-        reply = await call.post(call.path, call.asked(max_tokens=1))  # the one count that every engine gives
+        reply = await call.post(call.request.path, call.asked(max_tokens=1))  # every engine reports this count
         return int(reply["usage"]["prompt_tokens"])
-    except _WRONG as error:
-        why = f"{call.server.name}: an answer without a count of the prompt's tokens ({error!r})"
-        raise Doubtful(why[:_SAID], again=False) from error
+    except _MALFORMED as error:
+        message = f"{call.server.name}: an answer without a count of the prompt's tokens ({error!r})"
+        raise UnusableAnswer(message[:_MAX_MESSAGE], retry=False) from error
 
 
-def texts_of(answer: Answer) -> list[SampledTokens]:
-    """Returns a sample without tokens for each choice of an answer."""
-    found = []
-    for choice in answer.body["choices"]:
-        message = _brief(choice["message"]) if "message" in choice else None
-        said = choice.get("text") if message is None else message.get("content")
+def _text_answer(call: Call, reply: Reply) -> Answer:
+    """Returns an answer without tokens. The engine's usage, if it reports one, is counted for the first choice."""
+    usage = reply.get("usage") or {}
+    total, sampled = (min(max(0, usage.get(k) or 0), _MAX_TOKENS) for k in ("total_tokens", "completion_tokens"))
+    samples = []
+    for number, choice in enumerate(reply["choices"]):
+        message = _without_empty(choice["message"]) if "message" in choice else None
         sample = SampledTokens(
-            *((), (), ()),
-            text=said or "",
+            prompt=(),
+            tokens=(),
+            logprobs=(),
+            text=(choice.get("text") if message is None else message.get("content")) or "",
             finish_reason=choice.get("finish_reason") or "",
+            server=call.server.name,
             message=message,
-            request_id=_name(answer.body.get("id")),
+            request_id=_name(reply.get("id")),
+            counted=0 if number else sampled,
         )
-        found.append(sample)
-    return found
+        samples.append(sample)
+    return Answer(reply, samples, "text", reply.size, total)
 
 
-def usage(reply: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the tokens of prompt and answer together, and of the answer, as the engine says; 0 where it does not."""
-    told = reply.get("usage") or {}
-    total, sampled = (min(max(0, told.get(name) or 0), _MOST_TOKENS) for name in ("total_tokens", "completion_tokens"))
-    return total, sampled
+def _token_answer(reply: Reply, samples: list[SampledTokens], protocol: str) -> Answer:
+    total = len(samples[0].prompt) + sum(len(sample.tokens) for sample in samples)
+    return Answer(reply, samples, protocol, reply.size, total)
 
 
 def _sample(reply: Reply, choice: Mapping[str, Any], chat: bool, server: str) -> SampledTokens:
-    message = _brief(choice["message"]) if chat else None
-    told = choice["logprobs"]
-    tokens = ids(choice["token_ids"])
-    logprobs = [t["logprob"] for t in told["content"]] if chat else told["token_logprobs"]
+    message = _without_empty(choice["message"]) if chat else None
+    tokens = token_ids(choice["token_ids"])
+    logprobs = choice["logprobs"]
+    values = [entry["logprob"] for entry in logprobs["content"]] if chat else logprobs["token_logprobs"]
     return SampledTokens(
-        prompt=ids(reply["prompt_token_ids"] if chat else choice["prompt_token_ids"]),
+        prompt=token_ids(reply["prompt_token_ids"] if chat else choice["prompt_token_ids"]),
         tokens=tokens,
-        logprobs=scores(logprobs, len(tokens)),
+        logprobs=log_probabilities(values, len(tokens)),
         text=(message.get("content") or "") if message is not None else choice.get("text", ""),
         finish_reason=choice.get("finish_reason") or "",
         weight_version=reply.weight_version,
@@ -232,11 +246,13 @@ def _sample(reply: Reply, choice: Mapping[str, Any], chat: bool, server: str) ->
 
 
 def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
-    """Returns version and end of each run of tokens where the engine tells them: it may sample while weights change."""
-    versions = choice.get("weight_versions") or []
+    """Returns version and end of each run of tokens; empty if the engine does not report them.
+
+    An answer has several versions if the weights changed while it was sampled.
+    """
     spans, last = list[tuple[int, int]](), 0
-    for span in versions:
-        version, end = weight_version(span["version"]), int(span["end"])
+    for span in choice.get("weight_versions") or []:
+        version, end = parse_weight_version(span["version"]), int(span["end"])
         if version is None:
             return []  # the engine was started without a number; the proxy's header has it
         if not last <= end <= tokens:
@@ -249,31 +265,29 @@ def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
 
 
 def _name(value: Any) -> str:
-    """Returns a name that an engine gave; empty where it is none."""
-    return value if isinstance(value, str) and len(value) <= _SAID else ""
+    """Returns a name that an engine gave; empty if it is invalid."""
+    return value if isinstance(value, str) and len(value) <= _MAX_MESSAGE else ""
 
 
-async def _own(call: Call, path: str, **options: Any) -> int:
-    """Asks the server what the gateway itself wrote, and returns the HTTP status.
+async def _control_status(call: Call, path: str, **options: Any) -> int:
+    """Sends a request of the gateway's own to the server, and returns the HTTP status.
 
-    How a server is asked from then on hangs on it, for all rollouts: nothing that an agent wrote may decide that.
+    It decides in which protocol all rollouts use the server, so nothing that an agent wrote may affect it.
     """
-    question: dict[str, Any] = {"messages": [{"role": "user", "content": "."}]}
-    if path == COMPLETIONS:
-        question = {"prompt": "."}
+    body = {"model": call.server.model_name, "max_tokens": 1, **control_prompt(path), **options}
     try:
-        await call.post(path, {"model": call.server.model_name, "max_tokens": 1, **question, **options})
+        await call.post(path, body)
     except RefusedCall as refusal:
         return refusal.status
     return 200
 
 
-def _text_alone(reply: Mapping[str, Any]) -> bool:
-    """Returns whether a valid answer has no token ids."""
-    return bool(reply.get("usage")) and not any("token_ids" in choice for choice in reply["choices"])
+def control_prompt(path: str) -> dict[str, Any]:
+    """Returns the prompt of a short request of the gateway's own."""
+    return {"prompt": "."} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "."}]}
 
 
-def _brief(message: Mapping[str, Any]) -> dict[str, Any]:
+def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the message without its empty fields."""
     return {k: v for k, v in message.items() if v or k in ("role", "content")}
 
@@ -285,8 +299,8 @@ def _strip(reply: dict[str, Any], body: Mapping[str, Any], chat: bool) -> None:
         for choice in reply["choices"]:
             choice.pop("token_ids", None)
             choice.pop("prompt_token_ids", None)
-    asked = body.get("logprobs")
-    if not asked and (chat or asked is None):
+    logprobs = body.get("logprobs")
+    if not logprobs and (chat or logprobs is None):
         for choice in reply["choices"]:
             choice["logprobs"] = None
 

@@ -11,8 +11,8 @@ as for a second conversation of the rollout or an edited history.
     call 3   [ summary ][ sampled 3 ]                              sequence 1, turn 2
 
 Invariants: a sampled token has a log-probability and the engine's weight version; every other token has NaN and -1.
-``loss_mask`` is 1 for exactly the tokens that the policy sampled freely (:attr:`Sample.free`). Tokens are stored as the
-engine reported them; nothing is tokenised again.
+``loss_mask`` is 1 for exactly the tokens that the policy sampled freely (:attr:`SampledTokens.free`). Tokens are stored
+as the engine reported them; nothing is tokenised again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from megaflow_hpc.model.gateway.canonical import conversation_digest, same_message
 from megaflow_hpc.model.gateway.conversations import AskedPrompt, Conversations
-from megaflow_hpc.model.gateway.meaning import digest, same_message
 from megaflow_hpc.trajectory import Recording, TokenSequence, Turn
 
 
@@ -41,7 +41,7 @@ class SampledTokens:
     finish_reason: str = ""
     weight_version: int = 0
     weight_spans: Sequence[tuple[int, int]] = ()
-    """Version and end index of each run of tokens, where they are not all of ``weight_version``."""
+    """Version and end index of each run of tokens, if they are not all of ``weight_version``."""
     server: str = ""
     message: Mapping[str, Any] | None = None
     """The answer as an OpenAI message; ``None`` for plain completions."""
@@ -49,20 +49,23 @@ class SampledTokens:
     rendered: Sequence[int] | None = None
     """The prompt as the engine rendered it from the messages, if known; ``prompt`` is what it sampled from."""
     stopped: bool = False
-    """Whether the last token ended the turn, rather than a limit."""
+    """True if the last token ended the turn, false if a limit did."""
     policy: str = ""
     """Policy that answered; empty: the rollout's own."""
     free: bool = True
     """True if the tokens were sampled under the policy's own settings, with nothing that constrained them."""
+    counted: int | None = None
+    """Number of sampled tokens, if the engine reports no ids; ``None``: ``tokens`` has the ids."""
 
 
 @dataclass
 class Tip:
-    """The end of a sequence, from which a conversation that comes back as text goes on by its sampled ids."""
+    """The end of a sequence. It lets a conversation that comes back as text continue with the sampled ids."""
 
     rendered: array[int]
+    """The prompt of the last turn, as the engine rendered it."""
     messages: int
-    """Number of messages that were sent."""
+    """Number of messages in the prompt."""
     answer: Mapping[str, Any]
     end: int
     """Tokens of the sequence up to the end of the answer."""
@@ -79,37 +82,44 @@ class Recorder:
     policy: str
     recording: Recording = field(default_factory=Recording)
     sampled: int = 0
+    """Tokens sampled so far."""
     calls: int = 0
+    """Answers recorded so far."""
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
+    """Number of a sequence → its end."""
     conversations: Conversations = field(init=False, repr=False)
-    _last_answer: float = field(default=0.0, repr=False)
+    _answered_at: float = field(default=0.0, repr=False)
+    """When the latest answer was recorded; 0 once a request has followed."""
     _operations: int = field(default=0, repr=False)
-    _began: float = field(default=0.0, repr=False)
-    _asked_by: Turn | None = field(default=None, repr=False)
+    """Sandbox operations in progress."""
+    _operations_began: float = field(default=0.0, repr=False)
+    _operating_turn: Turn | None = field(default=None, repr=False)
+    """The turn that started them."""
 
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.recording)
 
     def request_arrived(self) -> None:
-        """Adds the time since the latest answer, but what of it the sandbox took, to that turn's ``agent_s``."""
-        if self.recording.turns and self._last_answer:
+        """Adds the time since the latest answer, without the sandbox's part, to that turn's ``agent_s``."""
+        if self.recording.turns and self._answered_at:
             turn, now = self.recording.turns[-1], time.monotonic()
-            going_on = now - self._began if self._operations and turn is self._asked_by else 0.0
-            turn.agent_s += max(0.0, now - self._last_answer - turn.sandbox_s - going_on)
-            self._last_answer = 0.0
+            in_progress_s = now - self._operations_began if self._operations and turn is self._operating_turn else 0.0
+            turn.agent_s += max(0.0, now - self._answered_at - turn.sandbox_s - in_progress_s)
+            self._answered_at = 0.0
 
     @contextmanager
     def in_sandbox(self) -> Iterator[None]:
-        """Counts the time that this is open as ``sandbox_s`` of the latest turn; what goes on side by side, once."""
+        """Adds the time inside the context to ``sandbox_s`` of the latest turn. Concurrent operations count once."""
         if not self._operations:
-            self._began, self._asked_by = time.monotonic(), self.recording.turns[-1] if self.recording.turns else None
+            self._operations_began = time.monotonic()
+            self._operating_turn = self.recording.turns[-1] if self.recording.turns else None
         self._operations += 1
         try:
             yield
         finally:
             self._operations -= 1
-            if not self._operations and self._asked_by:
-                self._asked_by.sandbox_s += time.monotonic() - self._began
+            if not self._operations and self._operating_turn:
+                self._operating_turn.sandbox_s += time.monotonic() - self._operations_began
 
     def find(self, prompt: Sequence[int], policy: str = "") -> int | None:
         """Returns the index of the policy's longest sequence that ``prompt`` extends."""
@@ -117,7 +127,7 @@ class Recorder:
         best, best_length = None, -1
         for number, sequence in enumerate(self.recording.sequences):
             tokens, length = sequence.tokens, len(sequence.tokens)
-            if not best_length < length <= len(candidate) or sequence.policy != policy:
+            if sequence.policy != policy or not best_length < length <= len(candidate):
                 continue
             if not length or (candidate[length - 1] == tokens[-1] and candidate[:length] == tokens):
                 best, best_length = number, length
@@ -135,7 +145,7 @@ class Recorder:
         """Stores one answer and returns its turn.
 
         Args:
-            sample: The tokens that the engine reported.
+            sample: The answer as the engine reported it. Without token ids (``counted``), its turn is in no sequence.
             messages: The conversation that was sent, in OpenAI form, without the answer. Pass the value that
                 :meth:`restore` returned when the call arrived; otherwise it is computed again.
             asked: Digest of the conversation, if the caller has it.
@@ -147,23 +157,12 @@ class Recorder:
         """
         if len(sample.tokens) != len(sample.logprobs):
             raise ValueError(f"{len(sample.tokens)} sampled tokens, {len(sample.logprobs)} log-probabilities")
-        policy, prompt = sample.policy or self.policy, _as_array(sample.prompt)
-        number = self.find(prompt, policy)
-        if number is None:
-            number = len(self.recording.sequences)
-            self.recording.sequences.append(TokenSequence(policy=policy))
-        sequence = self.recording.sequences[number]
-        known = len(sequence.tokens)
-        _extend(sequence, prompt[known:], None, -1)
-        start = len(sequence.tokens)
-        done = 0
-        for version, end in sample.weight_spans or [(sample.weight_version, len(sample.tokens))]:
-            _extend(sequence, sample.tokens[done:end], sample.logprobs[done:end], version, sample.free)
-            done = end
+        policy = sample.policy or self.policy
+        number, start, end = (-1, 0, 0) if sample.counted is not None else self._add_tokens(sample, policy)
         turn = Turn(
             sequence=number,
             token_start=start,
-            token_end=len(sequence.tokens),
+            token_end=end,
             finish_reason=sample.finish_reason,
             model_s=model_s,
             wait_s=wait_s,
@@ -172,39 +171,34 @@ class Recorder:
         )
         self.recording.turns.append(turn)
         self.calls += 1
-        self.sampled += len(sample.tokens)
+        self.sampled += len(sample.tokens) if sample.counted is None else sample.counted
         if sample.rendered is not None and sample.message is not None:
             stop = sample.tokens[-1] if sample.stopped else None
-            rendered = array("i", sample.rendered)
-            self.tips[number] = Tip(rendered, len(messages), sample.message, turn.token_end, stop, start)
-        self._keep(turn, sample, messages, asked)
+            self.tips[number] = Tip(array("i", sample.rendered), len(messages), sample.message, end, stop, start)
+        conversation = messages if isinstance(messages, AskedPrompt) else self.restore(messages, policy)
+        turn.started_by = conversation.started_by
+        turn.message = self.conversations.add(conversation, sample.message, len(self.recording.turns) - 1)
+        call = {"id": sample.request_id, "asked": conversation_digest(list(messages)) if asked is None else asked}
+        if sample.message is None:
+            call["text"] = sample.text
+        self.recording.calls.append(call)
+        self._answered_at = time.monotonic()
         return turn
 
-    def add_text(
-        self,
-        sample: SampledTokens,
-        messages: Sequence[Mapping[str, Any]] = (),
-        asked: str | None = None,
-        *,
-        counted: int = 0,
-        model_s: float = 0.0,
-        wait_s: float = 0.0,
-    ) -> Turn:
-        """Stores an answer whose engine reports no tokens, and returns its turn, which is in no sequence.
-
-        Args:
-            sample: What the engine reported; its token columns are empty.
-            messages: The conversation that was sent, in OpenAI form, without the answer.
-            counted: Tokens that the engine says it sampled.
-            asked, model_s, wait_s: As of :meth:`add`.
-        """
-        policy = sample.policy or self.policy
-        turn = Turn(-1, 0, 0, sample.finish_reason, model_s, wait_s=wait_s, server=sample.server, policy=policy)
-        self.recording.turns.append(turn)
-        self.calls += 1
-        self.sampled += counted
-        self._keep(turn, sample, messages, asked)
-        return turn
+    def _add_tokens(self, sample: SampledTokens, policy: str) -> tuple[int, int, int]:
+        """Appends prompt and sampled tokens to a sequence. Returns its number, and start and end of the answer."""
+        prompt = _as_array(sample.prompt)
+        number = self.find(prompt, policy)
+        if number is None:
+            number = len(self.recording.sequences)
+            self.recording.sequences.append(TokenSequence(policy=policy))
+        sequence = self.recording.sequences[number]
+        _extend(sequence, prompt[len(sequence.tokens) :], None, -1)
+        start, done = len(sequence.tokens), 0
+        for version, end in sample.weight_spans or [(sample.weight_version, len(sample.tokens))]:
+            _extend(sequence, sample.tokens[done:end], sample.logprobs[done:end], version, sample.free)
+            done = end
+        return number, start, len(sequence.tokens)
 
     def count(self, protocol: str, degraded: bool = False, free: bool = True) -> None:
         """Counts a call by how it was recorded (:attr:`~megaflow_hpc.trajectory.Recording.protocols`).
@@ -212,7 +206,7 @@ class Recorder:
         Args:
             protocol: ``text``, ``plain``, ``split`` or ``replay``.
             degraded: The server reported less than its protocol promises.
-            free: Nothing constrained the call's tokens (:attr:`Sample.free`).
+            free: Nothing constrained the call's tokens (:attr:`SampledTokens.free`).
         """
         self.recording.constrained += not free
         self.recording.protocols[protocol] = self.recording.protocols.get(protocol, 0) + 1
@@ -221,7 +215,7 @@ class Recorder:
     def tip(
         self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]], policy: str = ""
     ) -> tuple[TokenSequence, Tip] | None:
-        """Returns the latest turn that this conversation continues: same prompt, then the sampled answer, unchanged."""
+        """Returns the latest turn that this conversation continues: the same prompt, then the unchanged answer."""
         candidate = _as_array(rendered)
         return next(self._answered(messages, policy, lambda tip: candidate[: len(tip.rendered)] == tip.rendered), None)
 
@@ -235,10 +229,10 @@ class Recorder:
         self, messages: Sequence[Mapping[str, Any]], policy: str, wanted: Callable[[Tip], bool]
     ) -> Iterator[tuple[TokenSequence, Tip]]:
         for number, tip in reversed(self.tips.items()):
-            sequence, place = self.recording.sequences[number], tip.messages
-            if sequence.policy != (policy or self.policy) or len(messages) <= place or not wanted(tip):
+            sequence = self.recording.sequences[number]
+            if sequence.policy != (policy or self.policy) or len(messages) <= tip.messages or not wanted(tip):
                 continue
-            if same_message(messages[place], tip.answer):
+            if same_message(messages[tip.messages], tip.answer):
                 yield sequence, tip
 
     def restore(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> AskedPrompt:
@@ -254,7 +248,7 @@ class Recorder:
         return self.recording
 
     def state(self) -> dict[str, Any]:
-        """Returns the whole state for :meth:`resumed` in another process, as a dict that msgpack takes."""
+        """Returns the state for :meth:`resumed` in another process, as a dict that msgpack can encode."""
         recording = self.finish()
         return {
             "policy": self.policy,
@@ -271,23 +265,12 @@ class Recorder:
     @classmethod
     def resumed(cls, state: Mapping[str, Any]) -> Recorder:
         """Makes a recorder that continues from a :meth:`state`."""
-        kept = state["recording"]
-        sequences = [TokenSequence.from_record(record) for record in kept["sequences"]]
-        turns = [Turn(**turn) for turn in kept["turns"]]
-        recording = Recording(**{**kept, "sequences": sequences, "turns": turns})
+        record = state["recording"]
+        sequences = [TokenSequence.from_record(sequence) for sequence in record["sequences"]]
+        turns = [Turn(**turn) for turn in record["turns"]]
+        recording = Recording(**{**record, "sequences": sequences, "turns": turns})
         tips = {number: Tip(**{**tip, "rendered": array("i", tip["rendered"])}) for number, tip in state["tips"]}
         return cls(state["policy"], recording, state["sampled"], state["calls"], tips)
-
-    def _keep(
-        self, turn: Turn, sample: SampledTokens, messages: Sequence[Mapping[str, Any]], asked: str | None
-    ) -> None:
-        """Stores the messages of the latest turn, and links the turn to its answer."""
-        conversation = messages if isinstance(messages, AskedPrompt) else self.restore(messages, turn.policy)
-        turn.started_by = conversation.started_by
-        turn.message = self.conversations.add(conversation, sample.message, len(self.recording.turns) - 1)
-        call = {"id": sample.request_id, "asked": digest(list(messages)) if asked is None else asked}
-        self.recording.calls.append(call if sample.message is not None else {**call, "text": sample.text})
-        self._last_answer = time.monotonic()
 
 
 def _as_array(tokens: Sequence[int]) -> array[int]:

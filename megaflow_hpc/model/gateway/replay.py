@@ -1,9 +1,9 @@
-"""Answers model calls from a recorded campaign in the place of an engine, token by token.
+"""Answers model calls from a recorded campaign instead of an engine, token by token.
 
-``model: {engine: replay, path: RUN}``. No server is started: the gateway answers by itself. A call is identified by its
-rollout and a digest of its conversation, kept with every recorded call, so calls may come in any order and at once, as
-sub-agents make them. A call that was not recorded ends the rollout with the number of calls that were alike;
-``args: {diverged: answer}`` gives it the next recorded answer instead, to see what follows.
+``model: {engine: replay, path: RUN}`` starts no server: the gateway answers by itself. A call is identified by its
+rollout and the digest of its conversation, which every recorded call has. So calls may come in any order and
+concurrently, as from sub-agents. A call that was not recorded ends the rollout with the number of calls that were
+answered. ``args: {diverged: answer}`` gives it the next recorded answer instead, to see what follows.
 
 The recording of a replayed rollout equals the first: prompts, sampled ids, log-probabilities and weight versions. Times
 are those of the replay.
@@ -24,25 +24,26 @@ from megaflow_hpc.types import Artifact
 ARTIFACT = "calls.jsonl"
 """Name of the artifact with one line of JSON per turn: :attr:`~megaflow_hpc.trajectory.Recording.calls`."""
 _OLD_ARTIFACT = "engine.jsonl"
-"""Its name in older recordings, whose lines also have the sampled ids, and end at 8 MiB."""
+"""Its name in older recordings, whose lines also have the sampled ids. It ends at 8 MiB."""
 
 
 class Recordings(Protocol):
     """A store of earlier rollouts."""
 
     def trajectory(self, rollout_id: str) -> Trajectory | None:
-        """Returns a recorded rollout, if there is one of this id."""
+        """Returns the recorded rollout of this id; ``None`` if it does not exist."""
 
 
 @dataclass
 class _Call:
     asked: str
+    """Digest of the conversation."""
     sample: SampledTokens
     used: bool = False
 
 
 def calls_artifact(recording: Recording) -> Artifact:
-    """The artifact by which a rollout can be replayed; its size is bounded by the tokens that were sampled."""
+    """Returns the artifact from which a rollout can be replayed. The sampled tokens bound its size."""
     lines = (json.dumps(call, ensure_ascii=False, separators=(",", ":")) + "\n" for call in recording.calls)
     return Artifact(ARTIFACT, "".join(lines).encode("utf-8", "backslashreplace"))
 
@@ -54,11 +55,11 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
     the requests from an artifact. Older recordings have the answers in the artifact too.
 
     Raises:
-        ModelServiceError: the artifact lacks calls, as in older recordings of long rollouts.
+        ModelServiceError: The artifact lacks calls, as in older recordings of long rollouts.
     """
-    kept = (ARTIFACT, _OLD_ARTIFACT)
-    lines = [line for a in trajectory.artifacts if a.name in kept for line in a.data.split(b"\n") if line]
-    found = []
+    artifacts = [artifact for artifact in trajectory.artifacts if artifact.name in (ARTIFACT, _OLD_ARTIFACT)]
+    lines = [line for artifact in artifacts for line in artifact.data.split(b"\n") if line]
+    calls = []
     for number, turn in enumerate(trajectory.turns):
         try:
             call = json.loads(lines[number])
@@ -71,9 +72,10 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
             ) from None
         sequence = trajectory.sequences[turn.sequence] if turn.sequence >= 0 else TokenSequence("")
         part = slice(turn.token_start, turn.token_end)
+        prompt, tokens = sequence.tokens[: turn.token_start], list(sequence.tokens[part])
         sample = SampledTokens(
-            prompt=sequence.tokens[: turn.token_start],
-            tokens=list(sequence.tokens[part]),
+            prompt=prompt,
+            tokens=tokens,
             logprobs=list(sequence.logprobs[part]),
             text=message.get("content") or "",
             finish_reason=turn.finish_reason,
@@ -82,17 +84,18 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
             message=message,
             request_id=call.get("id", ""),
             free=all(sequence.loss_mask[part]),
+            counted=None if prompt or tokens else 0,  # its engine reported no tokens
         )
-        found.append(_Call(call.get("asked", ""), sample))
-    return found
+        calls.append(_Call(call.get("asked", ""), sample))
+    return calls
 
 
 def _spans(versions: array[int]) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
-    for place, version in enumerate(versions, 1):
+    for end, version in enumerate(versions, 1):
         if spans and spans[-1][0] == version:
             spans.pop()
-        spans.append((version, place))
+        spans.append((version, end))
     return spans
 
 
@@ -101,22 +104,22 @@ class Replay:
     """The recorded answers of one policy.
 
     Args:
-        recordings: where its rollouts are read.
-        policy: its name in the recorded campaign; empty if it is the same.
-        answer_diverged: whether a call that was not recorded gets the next recorded answer, instead of an error.
+        recordings: Store of its rollouts.
+        policy: Its name in the recorded campaign; empty if it is the same.
+        answer_diverged: Give a call that was not recorded the next recorded answer instead of an error.
     """
 
     recordings: Recordings
     policy: str = ""
     answer_diverged: bool = False
     _open: dict[str, list[_Call]] = field(default_factory=dict)
-    """Calls by session, so that a rollout that is tried again starts anew."""
+    """Session → its calls. A second attempt of a rollout is another session and starts from the beginning."""
 
     def begin(self, token: str, rollout_id: str) -> None:
         """Reads the recorded calls of a rollout for a session.
 
         Raises:
-            ModelServiceError: the rollout, or all of its calls, is not among the recorded.
+            ModelServiceError: The rollout or one of its calls was not recorded.
         """
         task, policy, sample = rollout_id.rsplit("/", 2)
         name = f"{task}/{self.policy or policy}/{sample}"
@@ -130,29 +133,29 @@ class Replay:
         self._open.pop(token, None)
 
     def answer(self, token: str, rollout_id: str, asked: str) -> SampledTokens:
-        """Returns the recorded answer to a conversation, each call's once.
+        """Returns the recorded answer to a conversation. Each recorded call answers once.
 
         Args:
-            token: names the session.
+            token: Name of the session.
             rollout_id: ``<task>/<policy>/<sample>``.
-            asked: the conversation's digest.
+            asked: The conversation's digest.
 
         Raises:
-            ModelServiceError: the rollout is not recorded, or the conversation was not asked in it.
+            ModelServiceError: The rollout or the conversation was not recorded.
         """
         if token not in self._open:
             self.begin(token, rollout_id)
         calls = self._open[token]
-        call = next((c for c in calls if not c.used and c.asked == asked), None)
-        if call is None and self.answer_diverged:
-            call = next((c for c in calls if not c.used), None)
-        if call is None:
-            done = sum(c.used for c in calls)
+        unused = [call for call in calls if not call.used]
+        matching = unused if self.answer_diverged else []
+        matching = [call for call in unused if call.asked == asked] or matching
+        if not matching:
             raise ModelServiceError(
-                f"replay: rollout {rollout_id} asks what was not asked in the recording, after {done} of its "
-                f"{len(calls)} calls: something but the model differs (args: {{diverged: answer}} goes on with the "
-                "next recorded answer)"
+                f"replay: rollout {rollout_id} asks what was not asked in the recording, after "
+                f"{len(calls) - len(unused)} of its {len(calls)} calls: something but the model differs "
+                "(args: {diverged: answer} goes on with the next recorded answer)"
             )
+        call = matching[0]
         call.used = True
         return call.sample
 

@@ -1,15 +1,15 @@
-"""Which server answers a call: the least busy healthy one of the policy, unless another's prefix cache is worth more.
+"""Chooses the server that answers a call: the least busy one, or one whose prefix cache probably holds the prompt.
 
-*Busy* is requests in flight over the server's weight, so that a server of twice the weight takes twice as many. A
-rollout goes back to the server that answered it last, and the first call of a rollout to its group's: the one that a
-hash of the group and the servers' names says, which is the same at every gateway of the campaign and spreads groups by
-weight (rendezvous hashing). Either holds while that server is at most ``AFFINITY`` requests busier than the least busy.
+A server's *load* is its requests in flight divided by its weight, so a server of twice the weight gets twice as many.
+A rollout prefers the server that answered it last. Its first call prefers its group's server, which a hash of the group
+and the servers' names selects (rendezvous hashing). All gateways of a campaign select the same server for a group, and
+groups spread by weight. A preferred server is used while it has at most ``AFFINITY`` requests more than the least busy.
 
-Health is decided by real requests. A server that refused or broke a connection, or answered 502 to 504, rests for half
-a second, doubling up to half a minute with each failure in a row, and longer where it asks for that (``Retry-After``).
-After that one call tries it; its success lets the others in. Failures of calls that were under way at once count as
-one. Where every server of a policy rests, the one whose rest ends first is awaited, so a short outage costs waiting and
-no rollout.
+Health is decided by real requests. A server that refused or broke a connection, or answered 502 to 504, enters a
+backoff of half a second. It doubles up to half a minute with each failure in a row, or lasts as long as the server asks
+for (``Retry-After``). Then one call tries the server, and its success admits the others. Failures of calls that were
+in flight at once count as one. If every server of a policy is in backoff, calls wait for the first one to come back, so
+a short outage costs time and no rollout.
 """
 
 from __future__ import annotations
@@ -19,97 +19,84 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from megaflow_hpc.errors import ModelServiceError
+from megaflow_hpc.rundir.endpoints import Endpoint
 
-REST_S = 0.5
-REST_MAX_S = 30.0
-ASKED_MAX_S = 60.0
-"""Longest rest in seconds that a server may ask for (``Retry-After``): a call waits five minutes in all."""
+BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+MAX_RETRY_AFTER_S = 60.0
+"""Longest backoff in seconds that a server may ask for. A call waits five minutes in total."""
 ALL_FAILED_S = 15.0
-"""Seconds for which a call waits when every server of its policy has given up: one may have been requeued to another
-node. If each gave up for a cause that lasts, calls do not wait."""
+"""Seconds that a call waits when every server of its policy has given up, because one may have been requeued to another
+node. If each gave up for a lasting cause, calls do not wait."""
 AFFINITY = 2
-"""Requests by which the preferred server may be busier than the least busy one: its prefix cache is worth that."""
+"""Requests that a preferred server may have more than the least busy one; its prefix cache saves more time."""
 
 
-@dataclass(eq=False)
-class Server:
-    """One engine server as its endpoint file describes it, and how it has done here."""
+class Server(Endpoint, kw_only=True, eq=False):
+    """An engine server as its endpoint file describes it, and its health as this gateway sees it."""
 
-    name: str
-    policy: str
-    url: str
-    key: str
-    model_name: str
-    weight_version: int = 0
-    fingerprint: str = ""
-    """SHA-256 of the certificate in hexadecimal; empty without TLS."""
-    protocol: str = "plain"
-    """One of :data:`megaflow_hpc.model.gateway.protocols.PROTOCOLS`."""
     degraded: bool = False
-    """It lacked what its protocol needs, and is asked in a lower one."""
-    weight: float = 1.0
-    """Requests it should get for each one of a server of weight 1."""
-    started: str = ""
-    """Identifies one start of a server."""
+    """True if the server lacks what its protocol needs, and gets requests of a lower protocol."""
     outstanding: int = 0
+    """Requests of this gateway in flight."""
     failures: int = 0
+    """Failures in a row."""
     failed_at: float = 0.0
-    rests_until: float = 0.0
-    asked_until: float = 0.0
-    """Until when it asked to be left alone, whatever it answers to calls that were under way."""
-    answered_at: float = 0.0
-    """When it last answered a call (``time.monotonic``)."""
+    backoff_until: float = 0.0
+    retry_after_until: float = 0.0
+    """End of the backoff that the server asked for. Answers to calls that were in flight do not end it."""
 
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Server:
-        """Makes a server of its decoded endpoint file."""
-        return cls(
-            name=str(record["server"]),
-            policy=str(record["policy"]),
-            url=str(record["url"]).rstrip("/"),
-            key=str(record.get("key", "")),
-            model_name=str(record.get("model_name", "")),
-            weight_version=int(record.get("weight_version", 0)),
-            fingerprint=str(record.get("tls_fingerprint") or ""),
-            protocol=str(record.get("protocol", "plain")),
-            weight=max(float(record.get("weight") or 1.0), 1e-3),
-            started=str(record.get("start", "")),
-        )
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+        self.weight = max(self.weight or 1.0, 1e-3)
 
     @property
-    def busy(self) -> float:
-        """Requests in flight over the weight."""
+    def name(self) -> str:
+        """``<policy>.<n>``."""
+        return self.server
+
+    @property
+    def load(self) -> float:
+        """Requests in flight divided by the weight."""
         return self.outstanding / self.weight
 
+    @property
+    def available_at(self) -> float:
+        """When the backoff ends (``time.monotonic``)."""
+        return max(self.backoff_until, self.retry_after_until)
+
     def available(self, now: float) -> bool:
-        """Returns whether a call may be sent there: after a rest, one at a time until one succeeds."""
-        return max(self.rests_until, self.asked_until) <= now and not (self.failures and self.outstanding)
+        """Returns whether a call may be sent to the server: after a backoff, one at a time until one succeeds."""
+        return self.available_at <= now and not (self.failures and self.outstanding)
 
     def failed(self, began: float, now: float, wait_s: float = 0.0) -> None:
-        """Notes that a call which began at ``began`` failed by the server's fault at ``now`` (``time.monotonic``).
+        """Records that a call failed by the server's fault.
 
         Args:
-            wait_s: Seconds for which the server asked to be left alone; at most :data:`ASKED_MAX_S` are.
+            began: When the call began (``time.monotonic``).
+            now: When it failed.
+            wait_s: Seconds for which the server asked not to be called.
         """
-        self.asked_until = max(self.asked_until, now + min(wait_s, ASKED_MAX_S)) if wait_s else self.asked_until
+        if wait_s:
+            self.retry_after_until = max(self.retry_after_until, now + min(wait_s, MAX_RETRY_AFTER_S))
         if began < self.failed_at:
-            return  # one outage, seen by all that were under way
+            return  # the same outage as an earlier failure
         self.failures += 1
         self.failed_at = now
-        self.rests_until = now + min(REST_S * 2 ** (self.failures - 1), REST_MAX_S)
+        self.backoff_until = now + min(BACKOFF_S * 2 ** (self.failures - 1), MAX_BACKOFF_S)
 
     def succeeded(self) -> None:
-        """Notes that a call was answered: the server rests no more."""
+        """Ends the backoff after a successful call."""
         self.failures = 0
-        self.rests_until = 0.0
+        self.backoff_until = 0.0
 
 
 class Router:
-    """Knows the servers there are now and picks one per call. Lives in one event loop, :meth:`update` included.
+    """Keeps the list of servers and picks one for each call. Lives in one event loop.
 
     Args:
         clock: Returns seconds, as ``time.monotonic`` does.
@@ -119,67 +106,73 @@ class Router:
         self._clock = clock
         self._servers: dict[str, Server] = {}
         self._causes: dict[str, str] = {}
+        """Policy → why a server of it gave up."""
         self._all_failed: dict[str, float] = {}
         """Policy whose servers have all given up → seconds for which a call still waits."""
         self._changed = asyncio.Event()
 
     def update(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the records of ``RUN/endpoints/``: live servers, and the causes of those that gave up.
+        """Replaces the list of servers by the records of ``RUN/endpoints/``.
 
-        A record marked ``all_failed`` says that every server of its policy has given up.
+        A record without a ``url`` is that of a server that gave up. ``all_failed`` in a record marks that every server
+        of its policy has given up.
         """
         servers: dict[str, Server] = {}
-        self._all_failed = {}
+        self._causes, self._all_failed = {}, {}
         for record in records:
+            policy = str(record.get("policy", ""))
             if record.get("all_failed"):
-                policy, wait_s = str(record.get("policy", "")), 0.0 if record.get("lasting") else ALL_FAILED_S
+                wait_s = 0.0 if record.get("lasting") else ALL_FAILED_S
                 self._all_failed[policy] = max(wait_s, self._all_failed.get(policy, 0.0))
-        causes: dict[str, str] = {}
-        for record in records:
-            if not record.get("url"):
-                if record.get("cause"):
-                    log = f" (log: {record['log']})" if record.get("log") else ""
-                    causes[str(record.get("policy", ""))] = f"{record.get('server')}: {record['cause']}{log}"
-                continue
-            server = Server.from_record(record)
-            known = self._servers.get(server.name)
-            if known is not None and (known.started, known.url) == (server.started, server.url):
-                known.weight_version, known.weight = server.weight_version, server.weight
-                server = known
-            servers[server.name] = server
-        self._servers, self._causes = servers, causes
+            if record.get("url"):
+                server = self._kept(msgspec.convert(record, Server))
+                servers[server.name] = server
+            elif record.get("cause"):
+                log = f" (log: {record['log']})" if record.get("log") else ""
+                self._causes[policy] = f"{record.get('server')}: {record['cause']}{log}"
+        self._servers = servers
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def all(self) -> list[Server]:
-        """Returns the servers of all policies."""
-        return list(self._servers.values())
+    def _kept(self, server: Server) -> Server:
+        """Returns the server with its health so far, if its record is of the same start."""
+        earlier = self._servers.get(server.name)
+        if earlier is None or (earlier.start, earlier.url) != (server.start, server.url):
+            return server
+        earlier.weight_version, earlier.weight = server.weight_version, server.weight
+        return earlier
 
     def servers(self, policy: str) -> list[Server]:
-        """Returns the servers of one policy, those that rest included."""
+        """Returns the servers of one policy, including those in backoff."""
         return [s for s in self._servers.values() if s.policy == policy]
 
     def pick(self, policy: str, previous: str = "", group: str = "", without: Collection[str] = ()) -> Server | None:
-        """Returns the server to ask now, or ``None`` while all rest; one of ``without`` only if there is no other."""
+        """Returns the server for a call; ``None`` if none is available.
+
+        Args:
+            previous: Server that answered the rollout last.
+            group: The rollout's group.
+            without: Names of servers that are used only if no other is available.
+        """
         now = self._clock()
         available = [s for s in self.servers(policy) if s.available(now)]
         if without:
             available = [s for s in available if s.name not in without] or available
-        if len(available) < 2:
-            return available[0] if available else None
+        if not available:
+            return None
         preferred = self._servers.get(previous)
-        if preferred is None or preferred not in available:
+        if preferred not in available:
             preferred = max(available, key=lambda s: _draw(group, s)) if group else None
-        least = min(available, key=lambda s: s.busy)
-        if preferred is not None and preferred.outstanding <= (least.busy + AFFINITY) * preferred.weight:
+        least_busy = min(available, key=lambda s: s.load)
+        if preferred is not None and preferred.outstanding <= (least_busy.load + AFFINITY) * preferred.weight:
             return preferred
-        return least
+        return least_busy
 
     async def acquire(self, policy: str, deadline: float, previous: str = "", group: str = "") -> Server:
-        """Waits for a server until ``deadline`` (``time.monotonic``).
+        """Waits for an available server until ``deadline`` (``time.monotonic``).
 
         Raises:
-            ModelServiceError: There was none, with what is known of the cause.
+            ModelServiceError: There was none. The message names the cause if it is known.
         """
         began = self._clock()
         while True:
@@ -191,29 +184,24 @@ class Router:
                 deadline = min(deadline, began + self._all_failed[policy])
             if now >= deadline:
                 raise ModelServiceError(self.describe(policy))
-            wakes = [max(s.rests_until, s.asked_until) - now for s in self.servers(policy)]
-            changed = self._changed
+            wake_at = min([deadline, *(s.available_at for s in self.servers(policy))])
             try:
-                await asyncio.wait_for(changed.wait(), timeout=max(0.01, min([deadline - now, *wakes])))
+                await asyncio.wait_for(self._changed.wait(), timeout=max(0.01, wake_at - now))
             except TimeoutError:
                 pass
 
     def describe(self, policy: str) -> str:
         """Returns in one line why no server answers."""
-        known = self.servers(policy)
-        if known:
-            names = ", ".join(s.name for s in known)
-            return f"policy {policy!r}: none of {len(known)} registered servers answers ({names})"
+        servers = self.servers(policy)
+        if servers:
+            names = ", ".join(s.name for s in servers)
+            return f"policy {policy!r}: none of {len(servers)} registered servers answers ({names})"
         cause = self._causes.get(policy)
         return f"policy {policy!r}: no server is registered" + (f"; last start failed: {cause}" if cause else "")
 
 
-def _uniform(group: str, server: str) -> float:
-    """Returns a number in (0, 1) that is the same at every gateway."""
-    digest = hashlib.blake2b(f"{group}\0{server}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") + 0.5) / 2**64
-
-
 def _draw(group: str, server: Server) -> float:
-    """Returns the server's draw for a group; the highest wins, in the long run in proportion to the weights."""
-    return -server.weight / math.log(_uniform(group, server.name))
+    """Returns the server's draw for a group. The highest draw wins, in the long run in proportion to the weights."""
+    digest = hashlib.blake2b(f"{group}\0{server.name}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    uniform = (int.from_bytes(digest, "big") + 0.5) / 2**64
+    return -server.weight / math.log(uniform)

@@ -1,4 +1,4 @@
-"""The gateway: one per worker rank, on loopback; every rollout has an address and a key of its own there.
+"""The gateway: one per worker rank, on loopback. Every rollout has an address and a key of its own.
 
 ::
 
@@ -6,20 +6,25 @@
                                                      │
                                                      └── Recorder of the rollout: ids, log-probabilities, weight version
 
-So a call is attributed without the agent's help, and an agent needs only an address and a key. It may speak any of the
-:mod:`~megaflow_hpc.model.gateway.dialects`; engines are asked in one. An agent inside a sandbox without a network is
-served on a socket that listens in the sandbox. The engine's answer is taken whole and, if the agent asked for a stream,
-streamed from here: until the last token has arrived, a call whose server dies can be repeated at another.
+So the gateway knows whose call it is, and an agent needs only an address and a key. The agent may use any of the
+:mod:`~megaflow_hpc.model.gateway.dialects`; engines get one of them. An agent in a sandbox without a network uses a
+socket that listens in the sandbox. The gateway waits for the complete answer, and streams it if the agent asked for a
+stream. So a call whose server dies can be repeated at another until the last token has arrived.
 
-Errors have the shape of the agent's API. 503 with type ``model_service_error`` means that no engine answered within
-``wait_s``; 429 with type ``rollout_budget_exceeded`` that this rollout has used up its budget; 503 with type
-``rollout_suspended`` that the rollout goes on in another allocation, where the same call will be answered: answered
-calls are recorded, refused ones are not. A client's own retries help in none of these cases; ``x-should-retry`` tells.
+Errors have the shape of the agent's API:
+
+=======================================  ============================================================================
+503 of type ``model_service_error``      no engine answered within ``wait_s``
+429 of type ``rollout_budget_exceeded``  the rollout has used up its budget
+503 of type ``rollout_suspended``        the rollout continues in another allocation, which will answer the same call
+=======================================  ============================================================================
+
+Answered calls are recorded, refused ones are not. These errors have a header
+``x-should-retry: false``.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import secrets
@@ -39,7 +44,7 @@ from megaflow_hpc.model.gateway.http_messages import (
     BUDGET_EXCEEDED,
     MODEL_SERVICE_ERROR,
     SUSPENDED,
-    TOO_MANY,
+    TOO_MANY_CONNECTIONS,
     CallError,
     bearer_key,
     body_size,
@@ -48,14 +53,12 @@ from megaflow_hpc.model.gateway.http_messages import (
     read_object,
 )
 from megaflow_hpc.model.gateway.limits import CallLimits
-from megaflow_hpc.model.gateway.open_rollout import SEEDS, OpenRollout
+from megaflow_hpc.model.gateway.open_rollout import OpenRollout
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.replay import Replay
 from megaflow_hpc.model.http_server import HttpServer
 from megaflow_hpc.trajectory import Recording, path_to
 from megaflow_hpc.types import CallBudget, ModelEndpoint, Sampling
-
-__all__ = ["SEEDS", "ModelGateway"]
 
 LOG = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
@@ -63,12 +66,11 @@ MAX_CONNECTIONS = 256
 
 
 class ModelGateway:
-    """Serves, routes and records the model calls of open rollouts. An async context manager, or start and stop it.
+    """Serves, routes and records the model calls of open rollouts. Use it as an async context manager.
 
     Args:
-        wait_s: Seconds for which a call waits for a server that answers before it fails with 503.
-        request_timeout_s: Seconds one request may take at a server; then it counts as that server's failure.
-        host: Address to listen on; the port is chosen by the kernel.
+        wait_s: Seconds for which a call waits for an available server before it fails with 503.
+        request_timeout_s: Timeout of one request in seconds. Exceeding it counts as the server's failure.
         policies: Model names that select a policy. Every other name selects the rollout's own policy.
         limits: Limits on this gateway's requests to the engines.
         replays: Policies that are answered from a recorded campaign.
@@ -83,7 +85,6 @@ class ModelGateway:
         *,
         wait_s: float = 300.0,
         request_timeout_s: float = 1800.0,
-        host: str = LOOPBACK,
         policies: Sequence[str] = (),
         limits: CallLimits | None = None,
         replays: Mapping[str, Replay] | None = None,
@@ -91,13 +92,14 @@ class ModelGateway:
         keep_thoughts: Collection[str] = (),
         sampling: Mapping[str, Sampling] | None = None,
     ) -> None:
-        self.host, self.port = host, 0
-        self._caller = Caller(wait_s, request_timeout_s, limits, keep_thoughts)
-        self._calls = Calls(self._caller, policies, replays or {}, media_domains or {}, sampling or {})
+        self.port = 0
+        self._caller = Caller(wait_s, request_timeout_s, limits)
+        self._calls = Calls(
+            self._caller, policies, replays or {}, media_domains or {}, sampling or {}, frozenset(keep_thoughts)
+        )
         self._by_id: dict[str, OpenRollout] = {}
         self._by_token: dict[str, OpenRollout] = {}
         self._server: HttpServer | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> ModelGateway:
         await self.start()
@@ -108,14 +110,13 @@ class ModelGateway:
 
     @property
     def tokens(self) -> int:
-        """Tokens that engines have sampled here."""
+        """Tokens that engines have sampled for this gateway."""
         return self._calls.tokens
 
     async def start(self) -> None:
         """Listens; sets ``port``."""
-        self._loop = asyncio.get_running_loop()
         self._server = HttpServer(self._handle, LOG, max_per_owner=MAX_CONNECTIONS)
-        listener = socket.create_server((self.host, 0))
+        listener = socket.create_server((LOOPBACK, 0))
         self.port = listener.getsockname()[1]
         self._server.listen(listener)
 
@@ -123,10 +124,10 @@ class ModelGateway:
         """Closes the listener and all connections."""
         if self._server is not None:
             for token in self._by_token:
-                self._server.release(token)  # nobody waits for what is in flight
+                self._server.release(token)
             await self._server.stop()
         await self._caller.close()
-        self._server = self._loop = None
+        self._server = None
 
     async def open(
         self,
@@ -140,12 +141,12 @@ class ModelGateway:
         """Gives a rollout an address and a key.
 
         Args:
-            rollout_id: Its id, ``task/policy/sample``.
+            rollout_id: ``task/policy/sample``.
             policy: Policy that answers its calls.
-            listener: A further listening socket, taken over and served until :meth:`close`.
-            budget: Calls and sampled tokens that it may use; default unlimited.
+            listener: A further listening socket. The gateway serves it until :meth:`close`.
+            budget: Calls and sampled tokens that it may use. Default: unlimited.
             seed: Call n, from 0, is sampled with ``(seed + n) % 2**31``; -1 leaves the seed to the engine.
-            recorded: State of a suspended rollout (:meth:`suspended`), whose recording is continued.
+            recorded: State of a suspended rollout (:meth:`suspended`), whose recording continues.
 
         Raises:
             MegaflowError: The gateway is not started, or the rollout is open already.
@@ -165,7 +166,7 @@ class ModelGateway:
             self._server.listen(listener)
             sandbox_url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/r/{rollout.token}/v1"
         self._by_id[rollout_id] = self._by_token[rollout.token] = rollout
-        return ModelEndpoint(f"http://{self.host}:{self.port}/r/{rollout.token}/v1", rollout.key, policy, sandbox_url)
+        return ModelEndpoint(f"http://{LOOPBACK}:{self.port}/r/{rollout.token}/v1", rollout.key, policy, sandbox_url)
 
     async def close(self, rollout_id: str) -> Recording:
         """Ends an open rollout and returns what was recorded; later calls with its key are refused.
@@ -185,29 +186,23 @@ class ModelGateway:
         self._calls.end(rollout)
         return rollout.recorder.finish()
 
-    def call_failure(self, rollout_id: str) -> str:
-        """Returns why the latest call of an open rollout failed or still waits; empty if it was answered.
-
-        Use this because some agents' clients swallow the 503. :meth:`outage` finds out if the service is to blame.
-        """
-        return self._by_id[rollout_id].failure
-
     async def outage(self, rollout_id: str) -> str:
         """Returns why the latest call of an open rollout got no answer, if the service fails at other requests too.
 
-        Returns an empty text if a server answers the gateway's own request: then the rollout's request was at fault.
-        Call this after the agent has ended: it cancels the rollout's calls and refuses further ones.
+        Returns an empty text if the call was answered, or if a server answers the gateway's own request: then the
+        rollout's request was at fault. Some agents' clients swallow the 503. Call this after the agent has ended: it
+        cancels the rollout's calls and refuses further ones.
         """
         rollout = self._by_id[rollout_id]
         failure, control = rollout.failure, rollout.control
-        rollout.suspend(now=True)  # so that the control need not wait for the rollout's own calls
+        rollout.suspend(now=True)  # so that the control does not wait for the rollout's own calls
         return "" if failure and control is not None and await control() else failure
 
     def suspend(self, rollout_id: str, now: bool) -> bool:
         """Refuses an open rollout's further calls, and with ``now`` those that no engine has answered yet.
 
         Returns:
-            Whether it is waiting for such a call.
+            True if the agent is waiting for such a call.
         """
         rollout = self._by_id[rollout_id]
         rollout.suspend(now)
@@ -219,12 +214,12 @@ class ModelGateway:
         return rollout.recorder.state() if rollout.interrupted else None
 
     def in_sandbox(self, rollout_id: str) -> AbstractContextManager[None]:
-        """Returns what counts the time that it is open as the sandbox's, for the latest turn of an open rollout."""
+        """Returns a context that adds its duration to the sandbox's time of a rollout's latest turn."""
         rollout = self._by_id.get(rollout_id)
         return rollout.recorder.in_sandbox() if rollout else nullcontext()
 
     def activity(self) -> dict[str, tuple[int, int, bool]]:
-        """Returns of every open rollout its answered calls, its sampled tokens, and whether a call waits."""
+        """Returns each open rollout's number of answered calls and sampled tokens, and whether a call waits."""
         return {
             rollout.id: (rollout.recorder.calls, rollout.recorder.sampled, rollout.in_flight > 0)
             for rollout in self._by_id.values()
@@ -240,27 +235,24 @@ class ModelGateway:
         return [recording.messages[node] for node in path_to(recording.parents, last)]
 
     def update_endpoints(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces the list of engine servers by decoded ``RUN/endpoints/*.json``; callable from any thread."""
-        if self._loop is None or self._loop is _running_loop():
-            self._caller.update(endpoints)
-        else:
-            self._loop.call_soon_threadsafe(self._caller.update, endpoints)
+        """Replaces the list of engine servers by decoded ``RUN/endpoints/*.json``."""
+        self._caller.router.update(endpoints)
 
     # --- HTTP --------------------------------------------------------------------------------------------------------
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers a request that has the key of the rollout in its path; errors take the shape of the agent's API."""
+        """Answers a request to a rollout's address if it has the rollout's key."""
         assert self._server is not None
         rollout: OpenRollout | None = None
         parts = request.path.split("/", 3)
         if request.method == "HEAD" and len(parts) < 4:
-            return web.Response()  # clients probe for a listener without a key
+            return web.Response()  # clients check without a key whether the gateway listens
         try:
             rollout = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
             if rollout is None or not hmac.compare_digest(bearer_key(request), rollout.key.encode()):
                 raise CallError(401, "no such rollout, or not its key", "authentication_error")
             if not self._server.admit(request, rollout.token):
-                raise CallError(429, f"this rollout has {MAX_CONNECTIONS} connections in use", TOO_MANY)
+                raise CallError(429, f"this rollout has {MAX_CONNECTIONS} connections in use", TOO_MANY_CONNECTIONS)
             return await self._dispatch(rollout, request, "/" + parts[3])
         except (CallError, RecursionError) as error:
             failure: Exception = error
@@ -271,7 +263,7 @@ class ModelGateway:
         body = dialect_of(request.path, request.headers).error(status, message, kind)
         do_not_retry = status == 401 or kind in (MODEL_SERVICE_ERROR, BUDGET_EXCEEDED, SUSPENDED)
         answer = json_response(body, status, {"x-should-retry": "false"} if do_not_retry else None)
-        if kind == TOO_MANY:
+        if kind == TOO_MANY_CONNECTIONS:
             answer.force_close()
         return answer
 
@@ -290,10 +282,3 @@ class ModelGateway:
         raise CallError(
             405 if completes or counts or endpoint == "/models" else 404, f"{request.method} {path} is not served here"
         )
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

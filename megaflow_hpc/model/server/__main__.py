@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.descriptors import raise_limit
 from megaflow_hpc.model.server.registration import assignment
-from megaflow_hpc.model.server.server import BACKOFF_S, HEARTBEAT_S, IDLE_S, EngineServer
+from megaflow_hpc.model.server.server import BACKOFF_S, HEARTBEAT_S, IDLE_S, POLL_S, EngineServer
+from megaflow_hpc.model.server.weight_updates import poll_interval_s
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.texts import printable
@@ -22,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.model.server", description="one engine server")
     parser.add_argument("run", help="run directory")
-    parser.add_argument("--policy", help="policy to serve; default: what run.json says of this element")
+    parser.add_argument("--policy", help="policy to serve; default: the policy of this element in run.json")
     parser.add_argument("--index", type=int, help="element; default: SLURM_ARRAY_TASK_ID")
     parser.add_argument("--idle-s", type=float, default=IDLE_S, help="leave after this many seconds without a request")
-    parser.add_argument("--poll-s", type=float, help="seconds between two looks at the run directory; default: 5")
+    parser.add_argument("--poll-s", type=float, help="seconds between two polls of the run directory; default: 5")
     parser.add_argument("--beat-s", type=float, default=HEARTBEAT_S, help="seconds between two heartbeats")
     parser.add_argument(
         "--backoff-s", type=float, default=BACKOFF_S, help="seconds before a failed engine starts again"
@@ -42,10 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         planned = read_run(run)
         what = assignment(planned.servers, index, arguments.policy)
         pool = planned.campaign.get("pool")
-        idle_s = arguments.idle_s if pool is None else math.inf  # its users come and go
+        idle_s = arguments.idle_s if pool is None else math.inf  # a pool's users come and go
 
         async def serve() -> int:
-            times = {"poll_s": arguments.poll_s, "beat_s": arguments.beat_s, "backoff_s": arguments.backoff_s}
+            times = {
+                "poll_s": arguments.poll_s or POLL_S,
+                "weights_poll_s": arguments.poll_s or poll_interval_s(planned, what.policy),
+                "beat_s": arguments.beat_s,
+                "backoff_s": arguments.backoff_s,
+            }
             return await EngineServer(run, what, idle_s=idle_s, **times, caps=pool).run()
 
         return asyncio.run(serve())

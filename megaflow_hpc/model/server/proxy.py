@@ -1,14 +1,12 @@
-"""The only TCP listener before an engine: TLS, two keys, and a list of paths that pass.
+"""The only TCP listener in front of an engine: TLS, two keys, and a list of allowed paths.
 
-The engine itself sits on a Unix socket that other users cannot open. Paths that answer or render pass with the key in
-the endpoint file; paths that change the engine pass with the admin key only; all others are refused, whatever the
-engine serves there.
+The engine itself listens on a Unix socket that other users cannot open. Paths that answer or render need the key of the
+endpoint file. Paths that change the engine need the admin key. All other paths are refused.
 
-A pool's server also answers its members' keys, each user's requests within that user's caps and fair share
-(:mod:`.tenants`).
+A pool's server also accepts its members' keys, within each user's caps and fair share (:mod:`.tenants`).
 
-Every answer carries the version of the weights that sampled it (:data:`~megaflow_hpc.model.api.WEIGHT_VERSION`). While
-the weights change, the proxy holds requests back until each of them is sampled by one version (:meth:`Proxy.hold`).
+Every answer names the version of the weights that sampled it (:data:`~megaflow_hpc.model.api.WEIGHT_VERSION`). While
+the weights change, the proxy holds requests back, so that each is sampled by one version (:meth:`Proxy.hold`).
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import re
 import secrets
 import socket
 import ssl
@@ -31,34 +30,33 @@ from aiohttp import web
 from megaflow_hpc.model.api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS, WEIGHT_VERSION
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.http_server import BadBody, HttpServer, read_body
-from megaflow_hpc.model.json_text import TooMuch, check_bounds, decoded, packed
-from megaflow_hpc.model.offload import offload
+from megaflow_hpc.model.json_text import TooMuch, check_bounds, decoded, offload, packed
+from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.weights import Version
 
 SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS))
 MODEL_PATHS = SAMPLING | {("GET", "/health"), ("GET", "/v1/models")}
 MODEL_PATHS |= {("POST", path) for path in (RENDER, DERENDER, TEXTS)}
-"""What gateways ask for: other APIs of an engine take options that no gateway has looked at."""
-ADMIN_PATHS = frozenset(
-    {("GET", p) for p in ("/metrics", "/weight_info", "/is_paused", "/is_sleeping")}
-    | {
-        ("POST", p)
-        for p in (
-            *("/collective_rpc", "/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache"),
-            *("/update_weight_version", "/start_weight_update", "/update_weights", "/finish_weight_update"),
-        )
-    }
-)
+"""Paths that gateways use. An engine's other APIs accept options that no gateway has checked."""
+ADMIN_PATHS = frozenset(("GET", path) for path in ("/metrics", "/weight_info", "/is_paused", "/is_sleeping"))
+ADMIN_PATHS |= {("POST", path) for path in ("/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache")}
+ADMIN_PATHS |= {("POST", path) for path in ("/collective_rpc", "/update_weight_version", "/update_weights")}
+ADMIN_PATHS |= {("POST", path) for path in ("/start_weight_update", "/finish_weight_update")}
 PASSED = ("accept", "content-type", "x-request-id", "traceparent", "tracestate", "anthropic-version")
-"""Headers of a request that go on to the engine; its length is told anew, from the body as it was read here."""
-HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"})
-"""Headers of an answer that do not come back."""
-DRAINING = 503
+"""Headers of a request that the engine gets."""
+NOT_RETURNED = frozenset(
+    {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
+)
+"""Headers of an answer that the client does not get."""
 MAX_BODY = 256 * 2**20
-"""Bytes of one request's body."""
+"""Largest body of a request in bytes."""
 MAX_TENANT_BODY = 64 * 2**20
 CAMPAIGN = "the campaign"
+QUEUE_METRIC = re.compile(
+    r"^(?:vllm:num_requests_waiting|sglang:num_queue_reqs)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE
+)
+"""Matches the number of waiting requests in the metrics of vLLM and SGLang."""
 LOG = logging.getLogger(__name__)
 
 
@@ -67,30 +65,34 @@ class Serving(NamedTuple):
 
     weights: Version
     adapter_name: str = ""
-    """The engine's name for them where they are a LoRA adapter; requests are renamed to it."""
+    """The engine's name for the weights if they are a LoRA adapter. Requests are renamed to it."""
 
 
 class Proxy:
     """Listens for one engine.
 
     Args:
-        host: Address to listen on; the port is chosen by the kernel.
-        tenants: The users of a pool; ``None`` outside of one.
+        host: Address to listen on. The kernel chooses the port.
+        tenants: The users of a pool; ``None`` if the server is not in a pool.
     """
 
     def __init__(self, host: str = "0.0.0.0", tenants: Tenants | None = None) -> None:
         self.tenants = tenants
         self.key, self.admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self.host, self.port = host, 0
-        self.requests, self.in_flight = 0, 0
-        """POST requests passed on so far, and requests of any kind that wait for the engine now."""
+        self.requests = 0
+        """POST requests passed on so far."""
+        self.in_flight = 0
+        """Requests of any kind that wait for the engine now."""
         self.last_request = time.monotonic()
         self.draining = False
         self.serving = Serving(Version())
         self.opened = True
-        """Whether clients may ask the attached engine; not before the version of its weights is known."""
+        """False until the version of the attached engine's weights is known."""
         self._sampling = {True: 0, False: 0}
-        """Requests that the engine is sampling for: by the generate endpoint (``True``), by others (``False``)."""
+        """Requests being sampled: by the generate endpoint (``True``), and by others (``False``)."""
+        self._measured_requests, self._measured_at = 0, 0.0
+        """Requests answered at the latest :meth:`load`, and its time."""
         self._gate = asyncio.Event()
         self._gate.set()
         self._holds = 0
@@ -99,7 +101,7 @@ class Proxy:
         self._server: HttpServer | None = None
 
     async def start(self, context: ssl.SSLContext | None = None) -> None:
-        """Listens, with TLS where there is a ``context``; sets ``port``."""
+        """Listens, with TLS if there is a ``context``; sets ``port``."""
         self._server = HttpServer(self._handle, LOG, max_per_owner=sys.maxsize)
         listener = socket.create_server((self.host, 0))
         self.port = listener.getsockname()[1]
@@ -112,14 +114,14 @@ class Proxy:
         await self.attach(None)
 
     async def attach(self, engine: Launch | None) -> None:
-        """Sends requests to this engine from now on; ``None`` refuses them with 503."""
-        before, self._engine, self._session = self._session, engine, None
-        if before is not None:
-            await before.close()
+        """Sends requests to this engine from now on. With ``None`` they are refused with 503."""
+        old_session, self._engine, self._session = self._session, engine, None
+        if old_session is not None:
+            await old_session.close()
         if engine is not None:
             connector = aiohttp.UnixConnector(engine.uds, limit=0) if engine.uds else aiohttp.TCPConnector(limit=0)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
-            # An external engine may lie beyond the site's HTTP proxy; a local one never does.
+            # Only an external engine may need the site's HTTP proxy.
             proxied = not engine.command and not engine.uds
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=timeout, trust_env=proxied, auto_decompress=False
@@ -127,14 +129,14 @@ class Proxy:
 
     @property
     def attached(self) -> bool:
-        """Whether there is an engine to ask."""
+        """True if the proxy has an engine."""
         return self._session is not None
 
     async def drain(self, seconds: float) -> bool:
         """Refuses new requests and waits up to ``seconds`` for those in flight.
 
         Returns:
-            Whether all were answered.
+            True if all were answered.
         """
         self.draining = True
         deadline = time.monotonic() + seconds
@@ -144,10 +146,10 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def hold(self, *, continued: bool) -> AsyncIterator[None]:
-        """A context in which nothing new is sampled and, on entry, all that was being sampled has been answered.
+        """Holds back new requests inside the context. Waits first until all requests being sampled are answered.
 
         Args:
-            continued: Do not wait for requests to the generate endpoint, whose answers tell each token's version.
+            continued: Do not wait for requests to the generate endpoint, whose answers report each token's version.
         """
         self._gate.clear()
         self._holds += 1
@@ -157,11 +159,14 @@ class Proxy:
             yield
         finally:
             self._holds -= 1
-            if not self._holds:  # else another one goes on around it
+            if not self._holds:  # no enclosing context
                 self._gate.set()
 
     async def ask(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
-        """Posts a request of the server's own to the engine (without a body it is a GET); returns status and text.
+        """Sends a request of the server's own to the engine. Returns status and text.
+
+        Args:
+            body: JSON body of a POST; ``None``: send a GET.
 
         Raises:
             aiohttp.ClientError, OSError, TimeoutError: No answer within ``timeout_s`` seconds.
@@ -179,23 +184,35 @@ class Proxy:
         ) as response:
             return response.status, await response.text()
 
-    async def metrics(self) -> str:
-        """Returns the text of the engine's ``/metrics``; empty where there is none now."""
-        if self._engine is None or self._session is None:
-            return ""
-        timeout = aiohttp.ClientTimeout(total=10)
+    async def load(self, now: float) -> Load:
+        """Returns the server's load since the previous call.
+
+        Args:
+            now: ``time.monotonic()``.
+        """
+        engine, in_flight = self._engine, self.in_flight
+        waiting = max(0, in_flight - engine.slots) if engine and engine.slots else 0
+        if engine and engine.metrics and (metrics := await self._metrics()):
+            waiting = round(sum(float(value) for value in QUEUE_METRIC.findall(metrics)))
+        if self.tenants is not None:
+            waiting += self.tenants.waiting
+        answered = self.requests - in_flight
+        rate = max(answered - self._measured_requests, 1) / max(now - self._measured_at, 1e-3)
+        self._measured_requests, self._measured_at = answered, now
+        return Load(in_flight, waiting, round(waiting / rate, 1))
+
+    async def _metrics(self) -> str:
+        """Returns the text of the engine's ``/metrics``; empty if it is unavailable."""
         try:
-            async with self._session.get(
-                self._engine.url("/metrics"), headers=self._headers(self._engine), timeout=timeout
-            ) as r:
-                return await r.text() if r.status == 200 else ""
+            status, text = await self.ask("/metrics", None, 10.0)
+            return text if status == 200 else ""
         except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
             return ""
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         assert self._server is not None
         endpoint = (request.method, request.path)
-        # As it came: headers need not be UTF-8.
+        # Headers need not be UTF-8.
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
         is_model = hmac.compare_digest(given, self.key.encode())
         is_admin = hmac.compare_digest(given, self.admin_key.encode())
@@ -219,10 +236,10 @@ class Proxy:
     async def _pass(
         self, request: web.BaseRequest, endpoint: tuple[str, str], tenant: str | None
     ) -> web.StreamResponse:
-        while endpoint in SAMPLING and not self._gate.is_set():  # it may have been closed again meanwhile
+        while endpoint in SAMPLING and not self._gate.is_set():  # it may have closed again meanwhile
             await self._gate.wait()
         if self.draining or not self.opened or self._engine is None or self._session is None:
-            return _refuse(DRAINING, "this server is leaving" if self.draining else "the engine is being restarted")
+            return _refuse(503, "this server is leaving" if self.draining else "the engine is being restarted")
         self.in_flight += 1
         self._sampling[request.path == GENERATE] += endpoint in SAMPLING
         if request.method == "POST":
@@ -264,7 +281,7 @@ class Proxy:
             ) as answer:
                 response = web.StreamResponse(status=answer.status)
                 for name, value in answer.headers.items():
-                    if name.lower() not in HOP:
+                    if name.lower() not in NOT_RETURNED:
                         response.headers[name] = value
                 response.headers[WEIGHT_VERSION] = str(self.serving.weights.version)
                 response.content_length = answer.content_length
@@ -273,11 +290,11 @@ class Proxy:
                     await response.write(chunk)
                 await response.write_eof()
                 return response
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the engine was just given up
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was just closed
             if request.transport is None or request.transport.is_closing():
                 return _refuse(502, "nobody is there to be answered")
             if "response" in locals():
-                raise  # half an answer was sent: break the connection, so that nobody takes it for a whole one
+                raise  # half an answer was sent: break the connection, so that the client sees that it is incomplete
             return _refuse(502, f"the engine does not answer: {type(error).__name__}")
 
     @staticmethod
@@ -286,7 +303,7 @@ class Proxy:
 
 
 def _with_model(body: bytes | bytearray, model: str) -> bytes | bytearray:
-    """Sets the ``model`` of a request; a body that is no JSON object is returned as it is."""
+    """Sets the ``model`` of a request. A body that is not a JSON object is returned unchanged."""
     try:
         request = decoded(body)
         return packed({**request, "model": model}) if isinstance(request, dict) else body

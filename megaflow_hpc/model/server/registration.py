@@ -1,4 +1,4 @@
-"""What a model server publishes under ``RUN/endpoints``, so that others find it, or learn why they cannot."""
+"""The files of an engine server under ``RUN/endpoints``: its address, or why it does not serve."""
 
 from __future__ import annotations
 
@@ -35,14 +35,18 @@ class Assignment(NamedTuple):
 
 
 def assignment(servers: Sequence[ServerRecord], index: int | None, policy: str | None) -> Assignment:
-    """Which entry of ``servers`` this process serves.
+    """Returns the entry of ``servers`` that this process serves.
+
+    Args:
+        servers: ``servers`` of run.json.
+        index: Number of the entry; ``None``: the first one of the policy.
+        policy: Policy to serve; ``None``: that of the entry.
 
     Raises:
         ConfigError: There is no such entry.
     """
     if index is None:
-        named = [n for n, s in enumerate(servers) if policy is None or s.policy == policy]
-        index = named[0] if named else -1
+        index = next((n for n, server in enumerate(servers) if policy in (None, server.policy)), -1)
     if not 0 <= index < len(servers):
         raise ConfigError(f"no model server {index}: the campaign has {len(servers)} (array elements count from 0)")
     entry = servers[index]
@@ -60,11 +64,11 @@ class Registration:
         self.log_file = run.logs / f"{what.name}.engine.log"
         self.start = secrets.token_hex(8)
         self.beats = 0
-        """Heartbeats since the engine's latest start; 0 while it is not registered."""
+        """Heartbeats since the engine's latest start; 0 while the server is not registered."""
         self._endpoint: Endpoint
 
     async def register(self, launch: Launch, proxy: Proxy, fingerprint: str) -> str:
-        """Publishes the server to gateways. Returns its address and its chat template's behaviour, for the log."""
+        """Collects what :meth:`beat` publishes. Returns address and behaviour of the chat template, for the log."""
         template = await probe(proxy.ask, launch, parses_thoughts(self.what.model))
         url = f"{'https' if fingerprint else 'http'}://{address()}:{proxy.port}"
         self._endpoint = Endpoint(
@@ -86,10 +90,12 @@ class Registration:
         return f"{url}; its chat template: {template}" if template else url
 
     def beat(self, weight_version: int, refused: RefusedWeights | None, load: Load) -> None:
-        """Renews the endpoint file with what changes; only after :meth:`register`.
+        """Publishes the endpoint file with a new heartbeat. Call :meth:`register` first.
 
         Args:
-            refused: The latest version of the weights that this server could not load.
+            weight_version: Version of the weights being served.
+            refused: The latest version that this server could not load.
+            load: Load since the previous heartbeat.
         """
         self.beats += 1
         endpoint = self._endpoint
@@ -100,10 +106,10 @@ class Registration:
             self._pool.advertise(endpoint)
 
     def loading(self, version: int) -> None:
-        """Tells the policy's other servers that this one is away to load weights."""
-        what = self.what
+        """Publishes that this server does not serve while it loads weights, for the policy's other servers."""
+        server, policy = self.what.name, self.what.policy
         self._files.publish_loading(
-            LoadingServer(server=what.name, policy=what.policy, start=self.start, weight_version=version)
+            LoadingServer(server=server, policy=policy, start=self.start, weight_version=version)
         )
 
     def unregister(self) -> None:
@@ -122,13 +128,13 @@ class Registration:
         """Publishes that this server gave up.
 
         Args:
-            cause: one line.
-            lasting: whether another start would fail in the same way.
+            cause: One line.
+            lasting: True if another start would fail in the same way.
         """
         self._files.publish_failed(self._failure(cause, lasting))
 
     def starts_again(self, cause: str) -> None:
-        """Publishes why the engine's latest start failed, while the server goes on trying."""
+        """Publishes why the engine's latest start failed. The server tries again."""
         self._files.publish_starting(self._failure(cause, False))
 
     def _failure(self, cause: str, lasting: bool) -> FailedServer:
@@ -144,7 +150,7 @@ class Registration:
 
 
 def in_slurm() -> bool:
-    """Whether this process is an element of a job array."""
+    """Returns whether this process is an element of a job array."""
     return bool(os.environ.get("SLURM_ARRAY_JOB_ID"))
 
 

@@ -2,16 +2,16 @@
 
 ::
 
-    start engine (Unix socket, under a lifeline) ─► a real completion ─► RUN/endpoints/<policy>.<index>.json
-         ▲                                                                │ a counter in it every 30 s
-         ├── engine ended: back-off, three starts in a row at most ◄──────┤
-         └── other weights that it cannot load in place ◄─────────────────┤
-                                                                          ▼
-             SIGTERM, SIGUSR2, campaign finished, idle: unregister, answer what is in flight, leave
+    start engine (Unix socket, under a lifeline) ─► first completion ─► RUN/endpoints/<policy>.<index>.json
+         ▲                                                               │ heartbeat every 30 s
+         ├── engine ended: backoff, at most three starts in a row ◄──────┤
+         └── new weights that it cannot load in place ◄──────────────────┤
+                                                                         ▼
+             SIGTERM, SIGUSR2, campaign finished, idle: unregister, answer requests in flight, leave
 
 A server's model is entry ``SLURM_ARRAY_TASK_ID`` of ``servers`` in run.json:
-``[{"policy": …, "model": {…}}, …]``. A server that gives up leaves ``<policy>.<index>.failed.json`` with one line of
-cause, and its engine's output in ``RUN/logs/<policy>.<index>.engine.log``.
+``[{"policy": …, "model": {…}}, …]``. A server that gives up writes the cause to ``<policy>.<index>.failed.json``. Its
+engine's output is in ``RUN/logs/<policy>.<index>.engine.log``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from megaflow_hpc.ledger.leader import SCALER, Leader
 from megaflow_hpc.model.engines import adapters, failure
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.process import EngineProcess
-from megaflow_hpc.model.server.gauge import Gauge
 from megaflow_hpc.model.server.proxy import Proxy
 from megaflow_hpc.model.server.registration import Assignment, Registration, in_slurm
 from megaflow_hpc.model.server.sleep import Sleeper
 from megaflow_hpc.model.server.tenants import Tenants
-from megaflow_hpc.model.server.weight_updates import WeightUpdater
+from megaflow_hpc.model.server.weight_updates import POLL_INTERVAL_S, WeightUpdater
 from megaflow_hpc.rundir.budget import Meter, gpus_of
 from megaflow_hpc.rundir.endpoints import RefusedWeights
 from megaflow_hpc.rundir.engine_pool import EnginePool
@@ -52,40 +51,40 @@ from megaflow_hpc.texts import printable
 
 HEARTBEAT_S = 30.0
 POLL_S = 5.0
-"""Seconds between two looks at ``RUN/ledger/finished`` and the clock."""
+"""Seconds between two checks of the run directory and of the idle time."""
 IDLE_S = 300.0
-MISSED = 5
-"""Looks in a row at which the run directory is not there, after which it is taken for deleted."""
+MAX_MISSING_POLLS = 5
+"""Polls in a row without a run directory, after which it counts as deleted."""
 DRAIN_S = 25.0
-"""Seconds for requests in flight when the server leaves; preemption gives 30 s before SIGKILL (Slurm's KillWait)."""
-STARTS = 3
+"""Seconds for requests in flight when the server leaves. Slurm sends SIGKILL 30 s after preemption (KillWait)."""
+MAX_STARTS = 3
 """Starts in a row that may fail before the server gives up."""
 BACKOFF_S = 1.0
 """Seconds before the second start; five times as many before the third."""
 STEADY_S = 60.0
 """An engine that served for this many seconds resets the count of failed starts."""
-ANSWER_S = 900.0
-"""Seconds for requests in flight before a working engine is restarted for other weights."""
+RESTART_DRAIN_S = 900.0
+"""Seconds for requests in flight before a working engine is restarted with new weights."""
 IDLE_STATUS = 75
-"""Exit status of an idle server: the batch script puts its array element back into the queue, held."""
+"""Exit status of an idle server: the batch script requeues its array element and holds it."""
 
 
-class _OtherWeights(Exception):
+class _RestartForWeights(Exception):
     """The engine must be restarted with the current version of the weights."""
 
 
 class EngineServer:
-    """Runs one engine behind a proxy until the server is to leave.
+    """Runs one engine behind a proxy until the server leaves.
 
     Args:
         run: The campaign's run directory.
-        what: The model and the name of this server.
-        idle_s: Seconds without a request, after the first one, until it leaves.
-        poll_s: Seconds between two looks at the run directory, the weights' pointer included; by default 5, and
-            what the model section says for the pointer.
+        what: Model and name of this server.
+        idle_s: Seconds without a request, after the first one, until the server leaves.
+        poll_s: Seconds between two polls of the run directory.
+        weights_poll_s: Seconds between two polls of the pointer to the weights.
         beat_s: Seconds between two heartbeats.
         backoff_s: Seconds before the second start in a row; five times as many before the third.
-        caps: The ``pool`` section of a campaign that is a pool; else ``None``.
+        caps: The ``pool`` section of a campaign that is a pool, otherwise ``None``.
     """
 
     def __init__(
@@ -94,20 +93,19 @@ class EngineServer:
         what: Assignment,
         *,
         idle_s: float = IDLE_S,
-        poll_s: float | None = None,
+        poll_s: float = POLL_S,
+        weights_poll_s: float = POLL_INTERVAL_S,
         beat_s: float = HEARTBEAT_S,
         backoff_s: float = BACKOFF_S,
         caps: Mapping[str, Any] | None = None,
     ) -> None:
         self.run_dir, self.what, self.idle_s, self.beat_s = run, what, idle_s, beat_s
-        self.poll_s, self.backoff_s = POLL_S if poll_s is None else poll_s, backoff_s
+        self.poll_s, self.weights_poll_s, self.backoff_s = poll_s, weights_poll_s, backoff_s
         pool = EnginePool(run.path) if caps is not None else None
         self.files = Registration(run, what, pool)
         self._tenants = Tenants(pool, caps) if pool is not None and caps is not None else None
         self._proxy = Proxy(tenants=self._tenants)
-        self._gauge = Gauge(self._proxy)
         self.weights = WeightUpdater(run, what, self._proxy)
-        self.weights_poll_s = self.weights.poll_s if poll_s is None else poll_s
         gpus = int(what.model.get("gpus") or 0) * int(what.model.get("nodes") or 1)
         self._meter = Meter(run, what.name, gpus_of(gpus))
         self._leave = asyncio.Event()
@@ -116,10 +114,9 @@ class EngineServer:
         self._fingerprint = ""
         self._status = 0
         self._scaler, self._consumers = Leader(run, SCALER), Consumers()
-        self._launch: Launch
 
     async def run(self) -> int:
-        """Serves until it is to leave; returns the exit status."""
+        """Serves until the server leaves. Returns the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             loop.add_signal_handler(number, self.leave, f"signal {signal.Signals(number).name}")
@@ -148,7 +145,7 @@ class EngineServer:
             remove_tree(private, ignore_errors=True)
 
     def leave(self, why: str) -> None:
-        """Makes :meth:`run` drain and return; callable more than once."""
+        """Makes :meth:`run` drain and return. May be called more than once."""
         if not self._leave.is_set():
             self._say(f"leaving: {why}")
             self._leave.set()
@@ -166,34 +163,34 @@ class EngineServer:
                 version = self.weights.choose()
                 await self._run_engine(private, version)
                 return self._status
-            except _OtherWeights:
+            except _RestartForWeights:
                 failures = 0
                 continue
             except ModelServiceError as error:
                 served = self.files.beats > 0
-                failures = 1 if time.monotonic() - started > STEADY_S and served else failures + 1
+                steady = served and time.monotonic() - started > STEADY_S
+                failures = 1 if steady else failures + 1
                 self.files.unregister()
-                self._say(f"start {failures} of {STARTS}: {error}")
+                self._say(f"start {failures} of {MAX_STARTS}: {error}")
                 lasting = not served and failure.lasting(str(error))
-                failures = STARTS if lasting else failures
-                if failures >= STARTS and not version.path:
-                    self._give_up(str(error), lasting)
-                    return ConfigError.exit_status if lasting else 1
-                if failures >= STARTS:  # the published version does not run; the one before may
-                    self.weights.refused[version.version] = str(error)
+                if lasting or failures >= MAX_STARTS:
+                    if not version.path:
+                        self._give_up(str(error), lasting)
+                        return ConfigError.exit_status if lasting else 1
+                    self.weights.refused[version.version] = str(error)  # try the previous version
                     failures = 0
                     continue
-                self.files.starts_again(f"start {failures} of {STARTS}: {error}")
+                self.files.starts_again(f"start {failures} of {MAX_STARTS}: {error}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._leave.wait(), self.backoff_s * (1 if failures == 1 else 5))
                 return 0
 
     async def _run_engine(self, private: Path, version: Version) -> None:
-        """Runs the engine from start to end; returns when this server is to leave.
+        """Runs the engine from start to end. Returns when this server leaves.
 
         Raises:
             ModelServiceError: The engine ended, or never answered.
-            _OtherWeights: It cannot load the weights that are to be served.
+            _RestartForWeights: The engine cannot load the current weights in place.
         """
         version = await asyncio.to_thread(self.weights.whole, version)
         launch = adapters.launch(self.weights.model(version), self.what.policy, private, [self.run_dir.weights])
@@ -219,7 +216,6 @@ class EngineServer:
             self._proxy.opened = True
             url = await self.files.register(launch, self._proxy, self._fingerprint)
             self._say(f"serving {_named(version)} at {url}")
-            self._launch = launch
             if launch.command and not launch.uds:
                 self._say(f"WARNING: every user of this node can reach the engine at {launch.base_url}, without a key")
             await self._beat()
@@ -241,7 +237,7 @@ class EngineServer:
             await engine.end()
 
     async def _follow(self, launch: Launch) -> None:
-        """Loads versions as they are published; raises :class:`_OtherWeights` if one needs a restart of the engine."""
+        """Loads new versions in place. Raises :class:`_RestartForWeights` if a version needs a restart."""
         while True:
             await asyncio.sleep(self.weights_poll_s)
             async with self._sleeper.turn(self._proxy) if self._sleeper else contextlib.nullcontext() as slept:
@@ -249,7 +245,7 @@ class EngineServer:
                 if version is not None:
                     await self._load(version, launch)
                 elif slept:
-                    await self._beat()  # it may have woken with other weights
+                    await self._beat()  # the engine may have woken with newer weights
 
     async def _load(self, version: Version, launch: Launch) -> None:
         self._say(f"loading {_named(version)}")
@@ -261,9 +257,9 @@ class EngineServer:
         except ModelServiceError as error:
             self._say(str(error))
             self.files.loading(version.version)
-            self.files.unregister()  # requests go to other servers, or wait at their gateways
-            await self._proxy.drain(DRAIN_S if launch.reload else ANSWER_S)
-            raise _OtherWeights from error
+            self.files.unregister()  # gateways send requests to other servers, or let them wait
+            await self._proxy.drain(DRAIN_S if launch.reload else RESTART_DRAIN_S)
+            raise _RestartForWeights from error
         await self._beat()
         if version.version in self.weights.refused:
             self._say(f"{_named(version)} refused: {self.weights.refused[version.version]}")
@@ -272,23 +268,23 @@ class EngineServer:
 
     async def _beat(self) -> None:
         refused = [RefusedWeights(version, cause) for version, cause in self.weights.refused.items()]
-        load = await self._gauge.read(self._launch, time.monotonic())
+        load = await self._proxy.load(time.monotonic())
         version = self._proxy.serving.weights.version
-        if self._proxy.attached:  # still, after asking the engine
+        if self._proxy.attached:  # it may have been detached during the await
             self.files.beat(version, refused[-1] if refused else None, load)
 
     async def _watch(self) -> None:
         """Renews the heartbeat, and leaves at the end of the campaign or when idle."""
         marks = Marks(self.run_dir)
         next_beat = time.monotonic() + self.beat_s
-        missed = 0
+        missing = 0
         while not self._leave.is_set():
             self._note_gpus()
             await asyncio.sleep(min(self.poll_s, self.idle_s))
             if marks.over:
                 self.leave("the campaign is over")
-            missed = missed + 1 if self._no_run() else 0
-            if missed >= MISSED:
+            missing = missing + 1 if self._no_run() else 0
+            if missing >= MAX_MISSING_POLLS:
                 self.leave("the run directory was deleted or moved away")
             idle = time.monotonic() - self._proxy.last_request
             if self._asked() and not self._proxy.in_flight and idle > self.idle_s and await self._may_idle():
@@ -306,7 +302,7 @@ class EngineServer:
             self.run_dir.run_json.stat()
         except FileNotFoundError:
             return True
-        except OSError:  # a file system that is away for a while
+        except OSError:  # the file system is unreachable for a while
             pass
         return False
 
@@ -317,12 +313,14 @@ class EngineServer:
             self._say(f"GPU time: {error}")
 
     def _asked(self) -> bool:
-        """Returns whether a request ever came, or a requeued element serves again without one."""
+        """Returns whether a request has arrived, or this element was requeued and serves again."""
         return self._proxy.requests > 0 or (self.files.beats > 0 and os.environ.get("SLURM_RESTART_COUNT", "0") != "0")
 
     async def _may_idle(self) -> bool:
-        """Returns whether leaving when idle is safe: a held element needs a scaler that releases it, and nobody may be
-        about to add rollouts, as a trainer whose step takes long."""
+        """Returns whether an idle server may leave.
+
+        A held element needs a scaler that releases it. No trainer may be about to add rollouts after a long step.
+        """
         if in_slurm() and not await asyncio.to_thread(self._scaler.confirmed):
             return False
         await asyncio.to_thread(Files(self.run_dir).carry_out, self._consumers.look())
@@ -342,7 +340,7 @@ def _named(version: Version) -> str:
 
 
 def scratch() -> str | None:
-    """Returns a node-local directory with a path short enough for sockets; ``None``: the system's default."""
+    """Returns a node-local directory with a path short enough for sockets; ``None`` for the system's default."""
     for name in ("MEGAFLOW_SCRATCH", "SLURM_TMPDIR", "TMPDIR"):
         path = os.environ.get(name, "")
         if path and len(path) < adapters.MAX_SOCKET_PATH - 40 and os.access(path, os.W_OK | os.X_OK):

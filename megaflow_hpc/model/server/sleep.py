@@ -1,17 +1,17 @@
-"""The engine of a trained policy leaves its GPUs to the trainer for each step (``slurm.trainer.share: sleep``).
+"""Lends the GPUs of a trained policy's engine to the trainer for each step (``slurm.trainer.share: sleep``).
 
 ::
 
-    trainer   wants the GPUs ────────────────► moves onto them, steps, publishes, moves off ─► wants them no more
-    server        └► holds calls, engine sleeps ─► gives them        engine wakes, loads the version, calls go on ◄┘
+    trainer   requests the GPUs ───────────► moves onto them, steps, publishes, moves off ─► ends its request
+    server      └► holds calls, engine sleeps ─► gives them     engine wakes, loads the version, calls continue ◄┘
 
-Both speak through two files (:class:`~megaflow_hpc.rundir.training.SharedGpu`). Calls that come meanwhile wait at the
-proxy, as they do while weights change; those that the engine is answering are answered first. An engine that does not
-sleep or wake is ended, which frees the GPUs as well, and started anew when they are free: so is one whose server was
-killed, with the newest weights.
+Trainer and server communicate through two files (:class:`~megaflow_hpc.rundir.training.SharedGpu`). The engine first
+answers the calls in flight. Calls that arrive meanwhile wait at the proxy, as they do while weights change. An engine
+that fails to sleep or wake is ended, which also frees the GPUs, and restarted when they are free. An engine whose
+server was killed is restarted in the same way, with the newest weights.
 
 vLLM's endpoints (``vllm/entrypoints/serve/dev/sleep``): level 1 keeps the weights in the host's memory, level 2
-nowhere. After it weights are woken first, loaded from their files, and only then the KV cache is made.
+discards them. After level 2 the server wakes the weights, loads them from their files, and then wakes the KV cache.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from megaflow_hpc.model.server.weight_updates import RELOADERS, WeightUpdater, p
 from megaflow_hpc.rundir.training import GpuGrant, SharedGpu
 
 MOVE_S = 300.0
-"""Timeout in seconds of falling asleep and of waking: some hundred gigabytes to the host's memory and back."""
-LOOK_S = 0.2
-"""Seconds between two looks for the trainer's file while it has the GPUs."""
+"""Timeout in seconds of sleep and of waking, which move up to some hundred gigabytes."""
+POLL_INTERVAL_S = 0.2
+"""Seconds between two polls of the trainer's file while the trainer has the GPUs."""
 
 
 class Sleeper:
     """Puts one server's engine to sleep while the trainer has the GPUs.
 
     Args:
-        gpu: Where trainer and server meet.
+        gpu: The two files.
         level: vLLM's level of sleep, 1 or 2.
-        leave: Set when the server is to leave.
-        say: Gets a line for the server's log.
+        weights: Chooses and loads the weights of a woken engine.
+        leave: Set when the server must leave.
+        say: Writes a line to the server's log.
     """
 
     def __init__(
@@ -48,24 +49,25 @@ class Sleeper:
         self._wake_s = 0.0
 
     async def until_free(self) -> None:
-        """Gives the GPUs to the trainer as long as it wants them; call it while no engine of ours uses them."""
+        """Gives the GPUs to the trainer as long as it requests them. Call it while the engine does not use them."""
         given = ""
         while not self._leave.is_set() and (turn := self._gpu.wanted()):
             if turn != given:
-                with contextlib.suppress(OSError):  # it is tried again
+                with contextlib.suppress(OSError):  # the next round tries again
                     self._gpu.give(GpuGrant(turn, self._wake_s))
                     self._say("the trainer has the GPUs")
                     given, self._wake_s = turn, 0.0
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     @contextlib.asynccontextmanager
     async def turn(self, proxy: Proxy) -> AsyncIterator[bool]:
-        """A context before which the engine sleeps for as long as the trainer wants the GPUs; calls go on behind it.
+        """Lets the engine sleep as long as the trainer requests the GPUs. Held calls continue after the context.
 
-        Yields whether it slept; at level 2 it has woken with the newest weights.
+        Yields:
+            True if the engine slept. At level 2 it has woken with the newest weights.
 
         Raises:
-            ModelServiceError: The engine does not sleep or wake, and must be ended.
+            ModelServiceError: The engine failed to sleep or wake, and must be ended.
         """
         if not self._gpu.wanted():
             yield False
@@ -76,7 +78,7 @@ class Sleeper:
             self._say(f"asleep after {time.monotonic() - began:.1f} s")
             await self.until_free()
             if self._leave.is_set():
-                await asyncio.Event().wait()  # to be cancelled; the trainer may yet have the GPUs
+                await asyncio.Event().wait()  # until cancelled; the trainer may still have the GPUs
             began = time.monotonic()
             await self._wake(proxy)
             yield True

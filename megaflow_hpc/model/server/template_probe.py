@@ -6,8 +6,8 @@
     user → answer with a thought and a tool call → tool → answer → user
 
 If two different thoughts render to the same tokens, the template drops thoughts. If a rendering does not begin with the
-previous rendering, the template rewrites earlier messages. The gateway handles each call on its own
-(:mod:`megaflow_hpc.model.gateway.continuation`); this probe only tells the user in advance where sequences will end.
+previous rendering, the template rewrites earlier messages. The gateway decides for each call
+(:mod:`megaflow_hpc.model.gateway.continuation`). The probe only tells the user in advance where sequences will end.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Message = dict[str, Any]
 
 def parses_thoughts(model: Mapping[str, Any]) -> bool:
     """Returns whether the engine of a ``model`` section reports thoughts in a separate field. vLLM needs an option."""
-    named = {str(name).lstrip("-").replace("_", "-") for name, value in (model.get("args") or {}).items() if value}
-    return model.get("engine", "vllm") != "vllm" or "reasoning-parser" in named
+    options = {str(name).lstrip("-").replace("_", "-") for name, value in (model.get("args") or {}).items() if value}
+    return model.get("engine", "vllm") != "vllm" or "reasoning-parser" in options
 
 
 async def probe(ask: Ask, launch: Launch, parsed: bool) -> str:

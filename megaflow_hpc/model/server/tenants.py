@@ -1,42 +1,142 @@
-"""The users of a pool's server and their caps: requests at once and per second, by user, over all their campaigns.
+"""The users of a pool's server, and the fair queue in which their requests wait for the engine's slots.
 
-No request is refused for exceeding a cap: it waits at the proxy, and those of other users pass it. What the caps let
-through shares the engine fairly (:mod:`.fair_queue`). The engine has no more requests than it answers at once, so that
-none waits inside it behind another user's queue.
+No request is refused for exceeding its user's cap on concurrent requests, which counts all campaigns of the user. The
+request waits at the proxy, and requests of other users overtake it. The engine gets no more requests than it answers at
+once, so that no request waits inside it behind another user's queue.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from megaflow_hpc.model.server.fair_queue import FairQueue
 from megaflow_hpc.rundir.engine_pool import EnginePool, digest_of
 
-LOOK_S = 2.0
+MIN_REFRESH_S = 2.0
 """Seconds between two listings of the members because of unknown keys."""
 REFRESH_S = 30.0
-"""Seconds after which the members are listed anew in any case: removed ones are refused from then on."""
-AT_ONCE = 256
-"""Requests at once at an engine that does not say how many it answers; vLLM's own default on most GPUs."""
+"""Seconds after which the members are listed again. Removed members are refused from then on."""
+DEFAULT_SLOTS = 256
+"""Concurrent requests of an engine that does not report its number; vLLM's default on most GPUs."""
+SMOOTHING = 0.1
+"""Weight of the latest turn in the moving average of a turn's seconds."""
 
 
 @dataclass
-class _Caps:
-    """Caps of one user."""
+class _User:
+    share: float
+    max_slots: int | None
+    used_s: float = 0.0
+    """Slot-seconds used, divided by the share."""
+    held: int = 0
+    accounted_until: float = 0.0
+    """Time up to which ``used_s`` is accounted."""
+    waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
 
-    weight: float
-    in_flight: int | None
+    def account(self, now: float) -> None:
+        """Adds the slot-seconds up to ``now`` to ``used_s``."""
+        self.used_s += self.held * (now - self.accounted_until) / self.share
+        self.accounted_until = now
 
-    @classmethod
-    def of(cls, caps: Mapping[str, Any], name: str) -> _Caps:
-        """Returns the caps of the user ``name``: the user's own where ``caps`` has any, else those of everyone."""
-        own = (caps.get("users") or {}).get(name) or {}
-        merged = {**caps, **{key: value for key, value in own.items() if value is not None}}
-        return cls(float(own.get("weight") or 1.0), merged.get("in_flight"))
+
+class FairQueue:
+    """Admits users to an engine's slots in proportion to their shares (start-time fair queueing).
+
+    The queue shares slot-seconds, so a user with long requests has fewer at once than a user with short ones. Shares
+    also hold if there are more users than slots. A free slot goes to the waiting user with the least
+
+        (slot-seconds used so far + slots held, including this one, x the mean seconds of a turn) / share
+
+    A user who was away or was kept back by a cap gains no credit. Both continue from the virtual time of the user
+    admitted last. Requests of one user are admitted in their order of arrival. Lives in one event loop.
+
+    Args:
+        slots: Slots of all users together; :meth:`resize` changes the number.
+        clock: Returns seconds that never decrease.
+    """
+
+    def __init__(self, slots: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.slots = slots
+        self._clock = clock
+        self._users: dict[str, _User] = {}
+        self._held = 0
+        self._virtual_s = 0.0
+        """``used_s`` of the user admitted last. Never decreases."""
+        self._mean_turn_s = 0.0
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a slot."""
+        return sum(len(user.waiting) for user in self._users.values())
+
+    @contextlib.asynccontextmanager
+    async def turn(self, name: str, share: float = 1.0, max_slots: int | None = None) -> AsyncIterator[None]:
+        """Waits for a slot and holds it inside the context.
+
+        Args:
+            share: Share of this user, relative to the shares of others.
+            max_slots: Slots that this user may hold, even if no other user waits. ``None``: unlimited.
+        """
+        user = self._users.setdefault(name, _User(share, max_slots))
+        user.share, user.max_slots = share, max_slots
+        user.account(self._clock())
+        if not user.held and not user.waiting:
+            user.used_s = max(user.used_s, self._virtual_s)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        user.waiting[future] = None
+        self._grant()
+        try:
+            await future
+        except asyncio.CancelledError:
+            user.waiting.pop(future, None)
+            if future.done() and not future.cancelled():
+                self._release(user)  # it was granted in the same instant
+            raise
+        began = self._clock()
+        try:
+            yield
+        finally:
+            took = self._clock() - began
+            self._mean_turn_s += (took - self._mean_turn_s) * SMOOTHING if self._mean_turn_s else took
+            self._release(user)
+
+    def resize(self, slots: int) -> None:
+        """Sets the number of slots. Slots held beyond it are kept until their turns end."""
+        self.slots = slots
+        self._grant()
+
+    def _release(self, user: _User) -> None:
+        user.account(self._clock())
+        user.held -= 1
+        self._held -= 1
+        self._grant()
+
+    def _grant(self) -> None:
+        now = self._clock()
+        while self._held < self.slots:
+            eligible = []
+            for user in self._users.values():
+                if not user.waiting:
+                    continue
+                user.account(now)
+                if user.max_slots is None or user.held < user.max_slots:
+                    eligible.append(user)
+                else:
+                    user.used_s = max(user.used_s, self._virtual_s)
+            if not eligible:
+                return
+            user = min(eligible, key=lambda u: u.used_s + (u.held + 1) * (self._mean_turn_s or 1.0) / u.share)
+            future = next(iter(user.waiting))
+            del user.waiting[future]
+            if not future.done():
+                self._virtual_s = max(self._virtual_s, user.used_s)
+                user.held += 1
+                self._held += 1
+                future.set_result(None)
 
 
 class Tenants:
@@ -44,39 +144,40 @@ class Tenants:
 
     Args:
         pool: Lists the members' keys.
-        caps: The campaign's ``pool`` section: ``in_flight``, and of single ``users``.
+        settings: The campaign's ``pool`` section: ``in_flight``, and the users' ``weights``.
     """
 
-    def __init__(self, pool: EnginePool, caps: Mapping[str, Any]) -> None:
-        self._pool, self._caps = pool, caps
+    def __init__(self, pool: EnginePool, settings: Mapping[str, Any]) -> None:
+        self._pool = pool
+        self._max_in_flight: int | None = settings.get("in_flight")
+        self._weights: Mapping[str, float] = settings.get("weights") or {}
         self._user_of: dict[str, str] = {}
-        self._caps_of: dict[str, _Caps] = {}
-        self._queue = FairQueue(AT_ONCE)
-        self._listed = -REFRESH_S
+        """Digest of a key → its user."""
+        self._queue = FairQueue(DEFAULT_SLOTS)
+        self._listed_at = -REFRESH_S
 
     def user(self, key: str) -> str | None:
-        """Returns whose key that is; ``None`` for a stranger's."""
+        """Returns the user of a key; ``None`` if the key is unknown."""
         if not key:
             return None
-        digest, age = digest_of(key), time.monotonic() - self._listed
-        if age > REFRESH_S or (digest not in self._user_of and age > LOOK_S):
-            self._listed = time.monotonic()
-            with contextlib.suppress(OSError):  # a file system that is away for a moment
+        digest, age = digest_of(key), time.monotonic() - self._listed_at
+        if age > REFRESH_S or (digest not in self._user_of and age > MIN_REFRESH_S):
+            self._listed_at = time.monotonic()
+            with contextlib.suppress(OSError):  # the file system may be unreachable for a moment
                 self._user_of = self._pool.users()
         return self._user_of.get(digest)
 
-    def set_capacity(self, at_once: int) -> None:
+    def set_capacity(self, slots: int) -> None:
         """Sets how many requests the engine answers at once; 0 if unknown."""
-        self._queue.resize(at_once or AT_ONCE)
+        self._queue.resize(slots or DEFAULT_SLOTS)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait to be admitted."""
+        """Number of requests that wait to be admitted."""
         return self._queue.waiting
 
     @contextlib.asynccontextmanager
     async def admit(self, name: str) -> AsyncIterator[None]:
-        """A context in which a request of this user is made; entered as soon as its caps and the queue allow."""
-        user = self._caps_of.setdefault(name, _Caps.of(self._caps, name))
-        async with self._queue.turn(name, user.weight, user.in_flight):
+        """Waits until the cap and the queue admit a request of this user. The request is made inside the context."""
+        async with self._queue.turn(name, self._weights.get(name, 1.0), self._max_in_flight):
             yield

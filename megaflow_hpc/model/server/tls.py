@@ -1,8 +1,8 @@
-"""Makes a certificate for one start of one server, trusted by its fingerprint alone.
+"""Creates a certificate for one start of one server. Clients trust it by its fingerprint alone.
 
-The fingerprint stands in the endpoint file, which only the campaign's user can read; the gateway compares it after the
-handshake and before it sends a byte. So a process that takes over a dead server's port sees neither key nor prompt, and
-no authority, host name or clock is involved.
+The fingerprint is in the endpoint file, which only the campaign's user can read. The gateway compares it after the
+handshake and before it sends a byte. So a process that takes over a dead server's port sees neither key nor prompt.
+No authority, host name or clock is involved.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-DAYS = 3650
-"""Validity in days. Gateways ignore it; some TLS stacks refuse a certificate that expires soon."""
+VALIDITY_DAYS = 3650
+"""Gateways ignore the validity. Some TLS stacks refuse a certificate that expires soon."""
 
 
 def make_context(private: Path) -> tuple[ssl.SSLContext, str]:
     """Returns a TLS context with a new key, and the SHA-256 of its certificate in hexadecimal.
 
     Args:
-        private: A directory of mode 0700; the key lies there while it is loaded.
+        private: A directory of mode 0700. The key is stored there while it is loaded.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "megaflow-hpc engine")])
@@ -37,7 +37,7 @@ def make_context(private: Path) -> tuple[ssl.SSLContext, str]:
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=DAYS))
+        .not_valid_after(now + datetime.timedelta(days=VALIDITY_DAYS))
         .sign(key, hashes.SHA256())
     )
     der = certificate.public_bytes(serialization.Encoding.DER)

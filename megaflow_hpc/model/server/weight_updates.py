@@ -1,23 +1,23 @@
-"""How an engine server changes from one version of its policy's weights to the next without losing a request.
+"""Changes an engine server from one version of its policy's weights to the next without losing a request.
 
-``RUN/weights/current.<policy>.json`` names the version to serve. A server reads it every ``poll_s`` seconds and loads
-another version in place where its engine can, else by restarting the engine. Meanwhile its proxy holds requests back
-instead of refusing them, so that each is sampled by one version:
+``RUN/weights/current.<policy>.json`` names the version to serve. A server polls it. It loads another version in place
+if its engine supports that, and otherwise restarts the engine. Meanwhile the proxy holds requests back, so that each is
+sampled by one version:
 
 ``running: finish``     requests being sampled are answered by the old version first.
 ``running: continue``   the engine pauses, changes the weights, recomputes the state of its requests and continues them.
-                        Only requests whose answer tells each token's version (vLLM's generate) are continued; others
-                        finish first, so that every token's version is known in either case.
+                        Only requests whose answer reports each token's version (vLLM's generate) are continued. Others
+                        finish first, so every token's version is known in either case.
 
-``update: rolling`` lets a policy's servers load one after the other, ``together`` all at once. A version that a server
-cannot load is *refused*: the server reports it in its endpoint file and serves the one before, and with ``rolling`` the
-servers after it do not try.
+``update: rolling`` lets a policy's servers load one after the other, ``together`` all at once. If a server cannot load
+a version, it *refuses* it: it reports the version in its endpoint file and serves the previous one. With ``rolling``,
+later servers do not try that version.
 
-A version may be a delta to an earlier one (:mod:`megaflow_hpc.rundir.weight_delta`): each server puts it together on
-its node's own disk, so that only what changed is read from the run directory.
+A version may be a delta to an earlier one (:mod:`megaflow_hpc.rundir.weight_delta`). Each server builds the complete
+files on its node's own disk, so only the changes are read from the run directory.
 
-A LoRA adapter is applied to the campaign's own model. vLLM holds it under a name of its own beside the previous one;
-once it is loaded and nothing is being sampled, the proxy renames requests to the new one.
+A LoRA adapter applies to the campaign's own model. vLLM loads it under a new name in addition to the previous adapter.
+Once nothing is being sampled, the proxy renames requests to the new adapter.
 """
 
 from __future__ import annotations
@@ -42,17 +42,31 @@ from megaflow_hpc.model.server.registration import Assignment
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import Version
 
-POLL_S = 5.0
-"""Seconds between two looks at the pointer where the campaign says nothing, as of a policy that it does not train."""
+POLL_INTERVAL_S = 5.0
+"""Seconds between two polls of the pointer, if the campaign does not train the policy."""
+TRAINED_POLL_INTERVAL_S = 0.5
+"""Seconds between two polls, if it does. Half of this interval is part of the delay of a new version."""
+MAX_POLLS_PER_S = 100
+"""Polls per second of all servers of a policy. Each opens a file on the shared file system."""
 STALE_S = 100.0
-"""Seconds without a new heartbeat (three periods) after which a server is not waited for."""
-AWAY_S = 900.0
-"""Seconds for which a server that restarts its engine is waited for."""
-LOAD_S = 1800.0
-"""Timeout in seconds of one step of loading: a large model from a busy file system."""
+"""Seconds without a new heartbeat (three periods) after which other servers do not wait for a server."""
+RESTART_S = 900.0
+"""Seconds for which other servers wait for a server that restarts its engine."""
+LOAD_TIMEOUT_S = 1800.0
+"""Timeout of one step of loading, enough for a large model from a busy file system."""
+
+
+def poll_interval_s(record: RunRecord, policy: str) -> float:
+    """Returns the seconds between two polls of the pointer by each server of ``policy``."""
+    trained = (record.campaign.get("training") or {}).get("policies") or ()
+    if policy not in trained:
+        return POLL_INTERVAL_S
+    servers = sum(server.policy == policy for server in record.servers)
+    return max(TRAINED_POLL_INTERVAL_S, servers / MAX_POLLS_PER_S)
 
 
 class WeightUpdater:
@@ -61,27 +75,26 @@ class WeightUpdater:
     Args:
         run: The campaign's run directory.
         what: The server's policy, number and model section.
-        proxy: The server's proxy; its ``serving`` is the one record of the version served now.
+        proxy: The server's proxy. Its ``serving`` is the version being served.
     """
 
     def __init__(self, run: RunDir, what: Assignment, proxy: Proxy) -> None:
         settings: Mapping[str, Any] = what.model.get("weights") or {}
         self.continues = settings.get("running", "finish") == "continue"
         self._rolling = settings.get("update", "rolling") == "rolling"
-        self.poll_s = float(settings.get("poll_s") or POLL_S)
-        """Seconds between two looks at the pointer."""
         self._run, self._what, self._proxy = run, what, proxy
         self.refused: dict[int, str] = {}
-        """Versions that could not be loaded here → cause."""
+        """Version that this server could not load → cause."""
         self._seen: dict[str, tuple[Any, float]] = {}
+        """Name of another server → its latest state, and when the state changed by our clock."""
         self.scratch = Path()
-        """Directory on the node's own disk, for what is put together of deltas."""
+        """Directory on the node's own disk for files built from deltas."""
 
     def choose(self) -> Version:
-        """Returns the version to start the engine with: the current one, or the latest not refused before it.
+        """Returns the version to start the engine with: the current one, or the latest earlier one not refused.
 
         Raises:
-            ModelServiceError: The run directory does not tell it now.
+            ModelServiceError: The run directory cannot be read.
         """
         try:
             wanted = weights.newest(self._run, self._what.policy)
@@ -102,10 +115,10 @@ class WeightUpdater:
         return {**self._what.model, "path": version.path}
 
     def whole(self, version: Version) -> Version:
-        """Returns the version with whole files: of a delta they are put together on this node, and earlier ones go.
+        """Returns the version with complete files. Builds those of a delta on this node, and deletes earlier ones.
 
         Raises:
-            ModelServiceError: The version it differs from is not there, or what comes out is not what was published.
+            ModelServiceError: The delta's base is missing, or the result differs from what was published.
         """
         if not version.path:
             return version
@@ -113,27 +126,27 @@ class WeightUpdater:
             base = base_of(Path(version.path))
             if base is None:
                 return version
-            from megaflow_hpc.rundir.weight_delta import put_together  # numpy, which few servers need
+            from megaflow_hpc.rundir.weight_delta import put_together  # imports numpy, which few servers need
 
-            place = self.scratch / f"weights-{version.version}"
-            put_together(Path(version.path), self._run.weights / str(base), place)
+            built = self.scratch / f"weights-{version.version}"
+            put_together(Path(version.path), self._run.weights / str(base), built)
         except ConfigError as error:
             raise ModelServiceError(str(error)) from error
         for other in self.scratch.glob("weights-*"):
-            if other not in (place, Path(self._proxy.serving.weights.path)):
+            if other not in (built, Path(self._proxy.serving.weights.path)):
                 remove_tree(other, ignore_errors=True)
-        return replace(version, path=str(place))
+        return replace(version, path=str(built))
 
     def next(self) -> Version | None:
-        """Returns the version to load now; ``None`` if it is served already, or other servers are to load it first."""
-        known = (self._proxy.serving.weights.version, *self.refused)
+        """Returns the version to load now; ``None`` if there is no new one, or other servers must load it first."""
+        handled = (self._proxy.serving.weights.version, *self.refused)
         try:
             wanted = weights.current(self._run, self._what.policy)
-            if wanted.version not in known:  # two publishers, one of whom died, may have left the pointer behind
+            if wanted.version not in handled:  # a publisher that died may have left an old pointer
                 wanted = weights.newest(self._run, self._what.policy)
-        except OSError:  # the run directory is away, which is no reason to serve other weights
+        except OSError:  # the run directory is unreachable
             return None
-        if wanted.version in known:
+        if wanted.version in handled:
             return None
         if self._rolling and not self._my_turn(wanted.version):
             return None
@@ -147,24 +160,26 @@ class WeightUpdater:
             if server.refused is not None and server.refused.version == version:
                 self.refused[version] = f"{server.server} could not load it: {server.refused.cause}"
                 return False
-            behind = server.weight_version != version and int(server.server.rpartition(".")[2]) < self._what.number
-            if behind and self._lives(server.server, (server.start, server.heartbeat), STALE_S):
+            loads_first = server.weight_version != version and int(server.server.rpartition(".")[2]) < self._what.number
+            if loads_first and self._changed_within(STALE_S, server.server, (server.start, server.heartbeat)):
                 return False
-        away = [server for server in files.loading(self._what.policy) if server.server != own]
-        return not any(self._lives(f"{server.server} loading", (server.start, 0), AWAY_S) for server in away)
+        for loading in files.loading(self._what.policy):
+            if loading.server != own and self._changed_within(RESTART_S, f"{loading.server} loading", loading.start):
+                return False
+        return True
 
-    def _lives(self, name: str, mark: tuple[str, int], patience_s: float) -> bool:
-        """Tells whether ``mark`` has changed within ``patience_s`` seconds of our own clock."""
+    def _changed_within(self, seconds: float, name: str, state: Any) -> bool:
+        """Returns whether a server's state has changed within the past ``seconds`` of our own clock."""
         now = time.monotonic()
-        if self._seen.get(name, (None, 0.0))[0] != mark:
-            self._seen[name] = (mark, now)
-        return now - self._seen[name][1] < patience_s
+        if self._seen.get(name, (None, 0.0))[0] != state:
+            self._seen[name] = (state, now)
+        return now - self._seen[name][1] < seconds
 
     async def load(self, version: Version, launch: Launch) -> None:
-        """Loads ``version`` in place, or notes it as refused if the engine still serves the version before.
+        """Loads ``version`` in place, or refuses it if the engine still serves the previous version.
 
         Raises:
-            ModelServiceError: The engine cannot load it, or failed and must be restarted.
+            ModelServiceError: The engine must be restarted for the version, or failed.
         """
         serving, proxy = self._proxy.serving, self._proxy
         try:
@@ -183,13 +198,13 @@ class WeightUpdater:
         reload = RELOADERS.get(launch.reload)
         if reload is None:
             raise ModelServiceError("this engine loads no weights in place")
-        keep_running = self.continues and launch.reload == "vllm" and await _tells_versions(proxy)
+        keep_running = self.continues and launch.reload == "vllm" and await _reports_versions(proxy)
         async with proxy.hold(continued=keep_running):
             await reload(proxy, version, keep_running)
             proxy.serving = Serving(version)
 
     async def complete_start(self, version: Version, launch: Launch) -> None:
-        """Brings an engine that was started for ``version`` and answers to serve it: loads an adapter, sets the number.
+        """Completes the start of an engine for ``version``: loads its adapter and sets the version's number.
 
         Raises:
             ModelServiceError: The engine cannot load the adapter.
@@ -204,7 +219,7 @@ class WeightUpdater:
             try:
                 await post(proxy, "/update_weight_version", {"new_version": str(version.version)})
             except ModelServiceError:
-                pass  # started without its development mode, or an older one: it tells no versions then
+                pass  # an older engine, or one without its development mode, reports no versions
 
     async def _load_adapter(self, version: Version) -> None:
         """Has vLLM load an adapter, switches requests to it and unloads the previous one."""
@@ -215,7 +230,7 @@ class WeightUpdater:
             await post(proxy, "/update_weight_version", {"new_version": str(version.version)})
             proxy.serving = Serving(version, name)
         if before:
-            with contextlib.suppress(ModelServiceError):  # an adapter left behind costs only memory
+            with contextlib.suppress(ModelServiceError):  # an adapter that stays loaded costs only memory
                 await post(proxy, "/v1/unload_lora_adapter", {"lora_name": before})
 
 
@@ -223,7 +238,7 @@ async def _vllm(proxy: Proxy, version: Version, keep_running: bool) -> None:
     await post(proxy, f"/pause?mode={'keep' if keep_running else 'wait'}", {})
     load = {"method": "reload_weights", "kwargs": {"weights_path": version.path or None}}
     await post(proxy, "/collective_rpc", load)
-    # Nothing computed with the old weights is used again, not by the requests that go on either.
+    # Nothing computed with the old weights may be used again, not even by continued requests.
     reply = await post(proxy, f"/reset_prefix_cache?reset_running_requests={'true' if keep_running else 'false'}", {})
     if json.loads(reply or "{}").get("success") is False:
         raise ModelServiceError("the engine could not drop its prefix cache")
@@ -241,8 +256,8 @@ RELOADERS: Mapping[str, Callable[[Proxy, Version, bool], Awaitable[None]]] = {"v
 """:attr:`~megaflow_hpc.model.engines.launch.Launch.reload` → function that loads a version in place."""
 
 
-async def _tells_versions(proxy: Proxy) -> bool:
-    """Returns whether the engine's generate endpoint tells each token's version (vLLM 0.32 does)."""
+async def _reports_versions(proxy: Proxy) -> bool:
+    """Returns whether the engine's generate endpoint reports each token's version, as vLLM 0.32 does."""
     body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}, "stream": False}
     try:
         choice = json.loads(await post(proxy, GENERATE, body))["choices"][0]
@@ -251,11 +266,11 @@ async def _tells_versions(proxy: Proxy) -> bool:
     return bool(choice.get("weight_versions"))
 
 
-async def post(proxy: Proxy, path: str, body: dict[str, Any], timeout_s: float = LOAD_S) -> str:
-    """Posts a request of the server's own to its engine; returns the answer's text.
+async def post(proxy: Proxy, path: str, body: dict[str, Any], timeout_s: float = LOAD_TIMEOUT_S) -> str:
+    """Posts a request of the server's own to its engine. Returns the answer's text.
 
     Raises:
-        ModelServiceError: It was not answered with 200.
+        ModelServiceError: The answer is not 200.
     """
     try:
         status, text = await proxy.ask(path, body, timeout_s)

@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.quotas import slots_of_rank
 from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.process import Identity
@@ -25,8 +24,7 @@ from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.master.loop import Master
-from megaflow_hpc.pod.master.pod import Pod
-from megaflow_hpc.pod.master.walltime import Walltime
+from megaflow_hpc.pod.master.pod import Pod, Walltime
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, STATE
@@ -61,8 +59,7 @@ def identity() -> PodIdentity:
 def slots_per_rank(config: CampaignConfig) -> int:
     """Returns the rollouts that a worker rank runs at once."""
     pods = config.slurm.pods
-    given = pods.slots_per_rank or pods.cpus_per_rank or int(os.environ.get("SLURM_CPUS_PER_TASK") or CPUS_PER_RANK)
-    return slots_of_rank(given, config.quotas, pods)
+    return pods.slots_per_rank or pods.cpus_per_rank or int(os.environ.get("SLURM_CPUS_PER_TASK") or CPUS_PER_RANK)
 
 
 def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:
@@ -74,7 +71,7 @@ def lead(run: RunDir, comm: Comm) -> str:
     """Runs rank 0 from its lease to its last word, which is returned and left for the supervisor.
 
     Raises:
-        MegaflowError: the pod cannot go on.
+        MegaflowError: the pod cannot continue.
     """
     planned = read_run(run)
     check_version(planned, run)
@@ -120,5 +117,5 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
         scheduling=config.scheduling,
         learned=planned.learned,
         room=room_per_rank(config.slurm.pods),
-        walltime=Walltime.of(),
+        walltime=Walltime.of_job(),
     )

@@ -113,8 +113,11 @@ class ClaimedBlocks:
         self._lookahead.claimed(size)
         if not todo:
             self._finish(claim.block)
-        found = {rollout.id: self._histories.take(rollout.id) for rollout in todo}
-        histories = {rollout: history for rollout, history in found.items() if history is not None}
+        histories = {}
+        for rollout in todo:
+            history = self._histories.take(rollout.id)
+            if history is not None:
+                histories[rollout.id] = history
         return ClaimedBlock(claim, todo, histories, tasks, tuple(self._lookahead.tasks))
 
     def _to_run(self, claim: Claim, held: Sequence[StoredBlock]) -> tuple[int, tuple[Rollout, ...]]:
@@ -236,8 +239,8 @@ class BlockLookahead:
         if missing <= 0:
             return []
         name = self._ledger.identity.name if self._ledger.identity else ""
-        place = zlib.crc32(name.encode()) % (len(near) - missing + 1)
-        return near[place : place + missing]
+        start = zlib.crc32(name.encode()) % (len(near) - missing + 1)
+        return near[start : start + missing]
 
 
 def planned(tasks: Mapping[str, PlannedTask], rollouts: Iterable[Rollout]) -> dict[str, PlannedTask]:

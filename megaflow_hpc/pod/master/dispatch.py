@@ -96,7 +96,7 @@ class Dispatch:
             "attempts": [vars(attempt) for attempt in history.attempts] if history else [],
             "epoch": work.epoch,
             "rank": rank,
-            "partial": history.partial if history else "",
+            "checkpoint": history.partial if history else "",
             "job_id": self._pod.job_id,
         }
         self._pod.comm.send(rank, message)
@@ -113,12 +113,11 @@ class Dispatch:
         """Asks for a block for the slots that are free now and for what starts until the block comes. Not for more:
         other pods cannot start what waits here."""
         ahead = int(2 * self._per_s * self._io.claim_s)
-        waiting = self._scheduler.queued - min(
-            self._scheduler.later, MAX_DEFERRED_PER_SLOT * self._scheduler.workers.slots
-        )
-        if waiting >= self._scheduler.workers.free + ahead or self._io.claiming:
+        scheduler = self._scheduler
+        deferred = min(scheduler.deferred, MAX_DEFERRED_PER_SLOT * scheduler.workers.slots)
+        if scheduler.queued - deferred >= scheduler.workers.free + ahead or self._io.claiming:
             return
-        if not self._io.may_commit or self._scheduler.too_long:
+        if not self._io.may_commit or scheduler.too_long:
             return
         if self._looked_at is None or time.monotonic() - self._looked_at >= self._look_s:
             self._io.claim()
@@ -147,13 +146,13 @@ class Dispatch:
         first = rollouts[0]
         expected_s = self._estimates.expect(first.task_id, first.policy) or 0.0
         planned = block.tasks[first.task_id]
-        demand, share = self._pod.demand(planned), first.policy
+        demand = self._pod.demand(planned)
         # The other samples ran or will run in other pods. They count as rewarded.
         elsewhere = max(0, self._pod.planned(first.policy) - len(rollouts))
         ids = [rollout.id for rollout in rollouts]
-        later: set[str] = set()
+        deferred: set[str] = set()
         if first.task_id not in self._pod.held_out:
-            later = self._results.groups.admit(first.group_id, first.policy, ids, elsewhere)
+            deferred = self._results.groups.admit(first.group_id, first.policy, ids, elsewhere)
         for rollout in rollouts:
             history = block.histories.get(rollout.id)
             yield Work(
@@ -164,7 +163,6 @@ class Dispatch:
                 causes=tuple(history.causes) if history else (),
                 expected_s=expected_s,
                 demand=demand,
-                share=share,
-                later=rollout.id in later,
+                deferred=rollout.id in deferred,
                 planned=planned,
             )

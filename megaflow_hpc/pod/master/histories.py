@@ -12,7 +12,8 @@ import json
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+
+import msgspec
 
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import read_regular, remove_tree
@@ -54,16 +55,21 @@ class History:
         return self if other is None or self._weight() >= other._weight() else other
 
 
+class _HistoryFile(msgspec.Struct):
+    rollouts: dict[str, History]
+
+
 class Histories:
     """Histories that earlier pods left. A history that cannot be read is ignored."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._seen: set[str] = set()
-        self._known: dict[str, History] = {}
+        self._written: dict[str, History] = {}
+        """Rollout → its longest history in the files."""
         self._failures: EventReader[Summary] = EventReader(run.events, only="attempt", begin=summary.begin)
         self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
-        """Rollout → attempt → cause, for pods that were killed."""
+        """Rollout → number of the attempt → cause and attempt, in pods that were killed."""
 
     def look(self) -> None:
         """Reads the new files. Costs one listing, and each file is read once."""
@@ -75,59 +81,49 @@ class Histories:
             if name.startswith("."):
                 continue
             try:
-                content = json.loads(read_regular(self._run.partial / name))
-                told = {rollout: _read(said) for rollout, said in content["rollouts"].items()}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                content = json.loads(read_regular(self._run.partial / name))  # errors may hold lone surrogates
+                histories = msgspec.convert(content, _HistoryFile).rollouts
+            except (OSError, ValueError) as error:
                 print(f"pod: {self._run.partial / name}: {error!r}; its rollouts start anew", file=sys.stderr)
-                told = {}
+                histories = {}
             self._seen.add(name)
-            for rollout, history in told.items():
-                self._known[rollout] = history.later(self._known.get(rollout))
+            for rollout, history in histories.items():
+                self._written[rollout] = history.later(self._written.get(rollout))
 
     def look_at_events(self, pods: Collection[str]) -> None:
         """Reads the failed attempts in the events of these starts of pods, which were killed."""
         for _, events in self._failures.read(pods):
-            for told in events:  # the summary of the first has those of rollouts that were not stored
-                for event in told.events if isinstance(told, Summary) else (told,):
-                    if isinstance(event, AttemptEvent):
-                        self._hear(event)
+            for event in events:
+                # A summary holds the failed attempts of rollouts that were not stored.
+                for each in event.events if isinstance(event, Summary) else (event,):
+                    if isinstance(each, AttemptEvent) and each.kind in RULES:
+                        self._add_failure(each)
 
-    def _hear(self, event: AttemptEvent) -> None:
+    def _add_failure(self, event: AttemptEvent) -> None:
         cause, at = event.kind, event.t
-        if cause in RULES:
-            kind = RULES[cause].kind
-            attempt = Attempt(event.attempt, "failed", kind, event.error, started_at=at, finished_at=at)
-            self._failed.setdefault(event.id, {})[event.attempt] = cause, attempt
+        attempt = Attempt(event.attempt, "failed", RULES[cause].kind, event.error, started_at=at, finished_at=at)
+        self._failed.setdefault(event.id, {})[event.attempt] = cause, attempt
 
     def take(self, rollout_id: str) -> History | None:
         """Returns the history of a rollout once. The caller owns it."""
-        told = self._known.pop(rollout_id, None)
-        failed = [said for _, said in sorted(self._failed.pop(rollout_id, {}).items())]
+        written = self._written.pop(rollout_id, None)
+        failed = self._failed.pop(rollout_id, {})
         if not failed:
-            return told
-        heard = History([attempt for _, attempt in failed], [cause for cause, _ in failed])
-        return told.later(heard) if told else heard
+            return written
+        history = History()
+        for _, (cause, attempt) in sorted(failed.items()):
+            history.causes.append(cause)
+            history.attempts.append(attempt)
+        return written.later(history) if written else history
 
 
 def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
     """Writes the histories of a pod, by rollout id, before it gives its blocks back. Raises OSError."""
     if histories:
-        told = {rollout: asdict(history) for rollout, history in histories.items()}
-        content = {"rollouts": told}
+        content = {"rollouts": {rollout: asdict(history) for rollout, history in histories.items()}}
         write_atomic(run.partial / f"{pod}.json", json.dumps(content, default=str).encode("utf-8", "backslashreplace"))
 
 
 def remove_partials(run: RunDir) -> None:
     """Removes everything that was kept of rollouts, because all rollouts are stored."""
     remove_tree(run.partial, ignore_errors=True)
-
-
-def _read(said: Mapping[str, Any]) -> History:
-    return History(
-        [Attempt(**attempt) for attempt in said["attempts"]],
-        [str(cause) for cause in said["causes"]],
-        int(said["cuts"]),
-        int(said.get("too_short", 0)),  # pods of earlier versions did not tell
-        str(said["partial"]),
-        float(said["kept_s"]),
-    )

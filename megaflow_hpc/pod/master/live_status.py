@@ -79,25 +79,24 @@ class LiveStatuses:
         self._showed_at = now
         if len(self._rollouts) > 2 * self._scheduler.workers.running:
             running = {work.rollout.id for work in self._scheduler.workers.running_work()}
-            self._rollouts = {rollout: known for rollout, known in self._rollouts.items() if rollout in running}
+            self._rollouts = {rollout: status for rollout, status in self._rollouts.items() if rollout in running}
         self._io.requests.live = self._status(self._io.state.asked, now)
 
     def _status(self, asked: Asked, now: float) -> PodLiveStatus:
         """Returns what viewers ask for, and asks ranks for the conversations among it."""
         transcripts: dict[str, Transcript] = {}
         for rollout in asked.transcripts:
-            known = self._transcripts.get(rollout)
             rank = self._scheduler.workers.worker_of(rollout)
             if rank is None:
                 continue
-            self._comm.send(rank, {"op": "mirror", "id": rollout, "calls": known.calls if known else -1})
-            if known:
-                transcripts[rollout] = known
+            transcript = self._transcripts.get(rollout)
+            self._comm.send(rank, {"op": "mirror", "id": rollout, "calls": transcript.calls if transcript else -1})
+            if transcript:
+                transcripts[rollout] = transcript
         self._transcripts = transcripts
         statuses: dict[str, LiveStatus] = {}
         for rollout in asked.rollouts:
-            known_status = self._rollouts.get(rollout)
-            if known_status is not None and self._scheduler.workers.worker_of(rollout) is not None:
-                calls, tokens, waits, reported_at = known_status
-                statuses[rollout] = LiveStatus(calls, tokens, waits, round(now - reported_at, 1))
+            status = self._rollouts.get(rollout)
+            if status is not None and self._scheduler.workers.worker_of(rollout) is not None:
+                statuses[rollout] = LiveStatus(status.calls, status.tokens, status.waits, round(now - status.at, 1))
         return PodLiveStatus(statuses, transcripts)

@@ -164,14 +164,14 @@ class Master:
 
     def _receive(self) -> bool:
         """Takes in messages. True if there was one that is not a heartbeat."""
-        poll, heard = self.pod.comm.poll, self._ranks.heard
+        poll, heard_at = self.pod.comm.poll, self._ranks.heard_at
         busy = False
         for _ in range(MAX_MESSAGES_PER_TURN):
             if (received := poll()) is None:
                 break
             rank, message = received
             busy |= message["op"] != "beat"
-            heard[rank] = time.monotonic()
+            heard_at[rank] = time.monotonic()
             getattr(self, f"_on_{message['op']}")(rank, message)
         return busy
 

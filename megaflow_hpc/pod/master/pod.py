@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -14,13 +16,44 @@ from megaflow_hpc.host.wire import Message
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.comm import Comm
-from megaflow_hpc.pod.master.storing import Journal
-from megaflow_hpc.pod.master.walltime import Walltime
 from megaflow_hpc.pod.scheduling.groups import GroupRules
 from megaflow_hpc.pod.scheduling.work import NOTHING, Demand
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.writer import JournalWriter
+
+MARGIN_S = 60.0
+"""The batch script is warned, and the pod drains, this long before the end."""
+
+
+@dataclass(frozen=True)
+class Walltime:
+    """Time that rollouts of this pod may take. Infinite if the job has no limit.
+
+    The batch script asks Slurm once. The monotonic clock counts from then on.
+    """
+
+    whole_s: float = math.inf
+    """Seconds that were left when the pod began."""
+    end: float = math.inf
+    """When rollouts must have ended, by the monotonic clock."""
+
+    @classmethod
+    def of_job(cls) -> Walltime:
+        """Reads ``MEGAFLOW_END`` (seconds UTC; missing or empty: no limit), which ``pods.sh`` sets."""
+        try:
+            left_s = float(os.environ.get("MEGAFLOW_END", "")) - time.time() - MARGIN_S
+        except ValueError:
+            return cls()
+        if left_s <= 0:
+            return cls()  # invalid, or the pod is about to be warned anyway
+        return cls(left_s, time.monotonic() + left_s)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the end."""
+        return self.end - time.monotonic()
 
 
 @dataclass
@@ -30,7 +63,7 @@ class Pod:
     run: RunDir
     comm: Comm
     ledger: Ledger
-    journal: Journal
+    journal: JournalWriter
     events: EventWriter
     init: Message
     tasks: Mapping[str, PlannedTask]

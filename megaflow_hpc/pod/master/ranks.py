@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from megaflow_hpc.host.wire import Message
-from megaflow_hpc.pod.comm import BEAT_S, Comm
-from megaflow_hpc.pod.messages import BEAT, STOP
+from megaflow_hpc.pod.comm import BEAT, BEAT_S, STOP, Comm
 
 LOST_S = 30.0
 JOIN_S = 120.0
@@ -15,17 +14,14 @@ JOIN_S = 120.0
 
 
 class Ranks:
-    """The ranks of rank 0's world.
+    """The ranks of rank 0's world."""
 
-    Args:
-        clock: seconds of a clock that never jumps.
-    """
-
-    def __init__(self, comm: Comm, clock: Callable[[], float] = time.monotonic) -> None:
-        self._comm, self._clock = comm, clock
-        self._began = clock()
-        self._beaten = -BEAT_S
-        self.heard: dict[int, float] = {}
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._began_at = time.monotonic()
+        self._beaten_at = -BEAT_S
+        self.heard_at: dict[int, float] = {}
+        """Rank → time of its last message."""
         self.awaited = set(range(1, comm.size))
         """Ranks that got ``init`` and are not ready."""
         self._engines: set[int] = set()
@@ -70,17 +66,17 @@ class Ranks:
 
     def beat(self) -> None:
         """Sends every rank a heartbeat when that is due."""
-        if self._clock() - self._beaten >= BEAT_S:
-            self._beaten = self._clock()
+        if time.monotonic() - self._beaten_at >= BEAT_S:
+            self._beaten_at = time.monotonic()
             for rank in [*self.all, *self._engines]:
                 self._comm.send(rank, BEAT)
 
     def lost(self) -> Iterator[tuple[int, str]]:
         """Yields the ranks that were silent for too long, and why they are given up."""
-        now = self._clock()
+        now = time.monotonic()
         for rank in list(self.ready):
-            if now - self.heard.get(rank, now) > LOST_S:
+            if now - self.heard_at.get(rank, now) > LOST_S:
                 yield rank, f"no heartbeat for {LOST_S:.0f} s"
-        if now - self._began > JOIN_S:
+        if now - self._began_at > JOIN_S:
             for rank in list(self.awaited):
                 yield rank, f"not ready after {JOIN_S:.0f} s"

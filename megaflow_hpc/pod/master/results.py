@@ -18,7 +18,14 @@ from megaflow_hpc.pod.master.run_io import RunIo
 from megaflow_hpc.pod.master.storing import PendingResult
 from megaflow_hpc.pod.outcome import Outcome, attempt_of
 from megaflow_hpc.pod.scheduling.estimates import Estimates
-from megaflow_hpc.pod.scheduling.failures import SYSTEMATIC_LAST, TOO_SHORT, Blame, Pattern, may_retry
+from megaflow_hpc.pod.scheduling.failures import (
+    MAX_INTERRUPTIONS,
+    SYSTEMATIC_LAST,
+    TOO_SHORT,
+    Blame,
+    Pattern,
+    may_retry,
+)
 from megaflow_hpc.pod.scheduling.groups import Groups, GroupStep
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
@@ -79,7 +86,7 @@ class Results:
     def refuse(self) -> None:
         """Fails the queued rollouts that are too large for every worker."""
         cpus, memory = self._pod.room
-        for work in self._scheduler.impossible():
+        for work in self._scheduler.remove_impossible():
             error = f"the task asks for {work.demand}, a rank has {cpus} cpus and {memory} MB"
             self.settle(-1, work, self.outcome_without_run(work, "user", error))
 
@@ -141,8 +148,15 @@ class Results:
         Args:
             kind: ``error_kind`` of the trajectory.
         """
-        known = {"error_kind": kind, "error": error, "job_id": self._pod.job_id, "epoch": work.epoch}
-        trajectory = Trajectory.begin(work.rollout, work.attempt, status, **known)
+        trajectory = Trajectory.begin(
+            work.rollout,
+            work.attempt,
+            status,
+            error_kind=kind,
+            error=error,
+            job_id=self._pod.job_id,
+            epoch=work.epoch,
+        )
         return Outcome.of(trajectory, self.attempts(work.rollout.id))
 
     # --- consequences ---
@@ -150,7 +164,7 @@ class Results:
     def _carry_out(self, step: GroupStep) -> None:
         """Returns and cancels rollouts as the rules of groups ask."""
         promoted = [self._scheduler.drop(rollout) for rollout in step.promote]
-        self._scheduler.add(replace(work, later=False) for work in promoted if work is not None)
+        self._scheduler.add(replace(work, deferred=False) for work in promoted if work is not None)
         for rollout in step.cancel:
             work = self._scheduler.drop(rollout)
             if work is not None:
@@ -195,8 +209,8 @@ class Results:
             self._store(work, self.outcome_without_run(work, "walltime", why))
             return
         history.attempts.append(attempt_of(outcome))
-        history.partial = outcome.partial
-        history.kept_s = history.kept_s + outcome.seconds if outcome.partial else 0.0
+        history.partial = outcome.checkpoint
+        history.kept_s = history.kept_s + outcome.seconds if outcome.checkpoint else 0.0
 
     def _cut_kind(self, outcome: Outcome) -> str:
         """Returns ``walltime`` or ``preemption``, empty if the user ended the pod."""
@@ -209,24 +223,23 @@ class Results:
 
     def _count_too_short(self, outcome: Outcome, kind: str, history: History) -> None:
         ran_s = time.monotonic() - self.began.get(outcome.id, math.inf)
-        if outcome.partial:
+        if outcome.checkpoint:
             history.too_short = 0
         elif kind == "walltime" and ran_s >= self._pod.walltime.whole_s / 2:
             history.too_short += 1
 
     def _cut_too_often(self, outcome: Outcome, history: History) -> str:
         """Returns why a rollout that was cut short fails, empty while it has another attempt."""
-        most = self._pod.scheduling.cuts
         if history.too_short >= TOO_SHORT:
             return (
                 f"the walltime ended it {history.too_short} times in a row after most of the "
                 f"{self._pod.walltime.whole_s:.0f} s that an allocation leaves it, and it starts anew each time; ask "
                 "for more (megaflow-hpc resume RUN --failed --time D-HH:MM:SS), or bound its agent (timeout_s)"
             )
-        if history.cuts > most:
+        if history.cuts > MAX_INTERRUPTIONS:
             return (
-                f"allocations ended {history.cuts} times before it did (scheduling.cuts: {most}); {outcome.error}; try "
-                "it again in longer ones (megaflow-hpc resume RUN --failed --time D-HH:MM:SS)"
+                f"allocations ended {history.cuts} times before it did; {outcome.error}; try it again in longer ones "
+                "(megaflow-hpc resume RUN --failed --time D-HH:MM:SS)"
             )
         return ""
 

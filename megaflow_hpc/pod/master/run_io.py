@@ -31,13 +31,14 @@ from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock, ClaimedBlocks
 from megaflow_hpc.pod.master.coordination import Coordination
 from megaflow_hpc.pod.master.endpoints import Endpoints, Engines
 from megaflow_hpc.pod.master.histories import History
-from megaflow_hpc.pod.master.storing import Journal, PendingResult, Storing
+from megaflow_hpc.pod.master.storing import PendingResult, Storing
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter, PodEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import Asked, PodLiveStatus, Viewers
 from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
+from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.types import Rollout
 
 POLL_INTERVAL_S = 0.5
@@ -217,7 +218,7 @@ class RunIoThread(threading.Thread):
     def __init__(
         self,
         run: RunDir,
-        journal: Journal,
+        journal: JournalWriter,
         ledger: Ledger,
         blocks: ClaimedBlocks,
         events: EventWriter,

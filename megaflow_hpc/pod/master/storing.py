@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.rundir.events import EventWriter
+from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 
 class PendingResult(NamedTuple):
@@ -34,24 +35,10 @@ class PendingResult(NamedTuple):
     record: bytes
 
 
-class Journal(Protocol):
-    """The part of a :class:`~megaflow_hpc.trajectories.journal.writer.JournalWriter` that is used here."""
-
-    @property
-    def committed(self) -> int:
-        """Bytes that are durable."""
-
-    def append(self, record: bytes) -> int:
-        """Adds a record, and keeps it if the disk refuses. Raises OSError."""
-
-    def commit(self) -> object:
-        """Makes every appended record durable. Raises OSError."""
-
-
 class Storing:
     """Takes results through the stages. Belongs to the I/O thread."""
 
-    def __init__(self, journal: Journal, ledger: Ledger, blocks: ClaimedBlocks, events: EventWriter) -> None:
+    def __init__(self, journal: JournalWriter, ledger: Ledger, blocks: ClaimedBlocks, events: EventWriter) -> None:
         self._journal, self._ledger, self._blocks, self._events = journal, ledger, blocks, events
         self._queued: deque[PendingResult] = deque()
         self._appended: list[PendingResult] = []

@@ -1,5 +1,7 @@
-"""One rollout, and the process that runs many. A worker rank starts ``runner``, which gets rollouts as messages and
-runs each by ``rollout``: sandbox, agent, verdict, trajectory. ``services`` is what they share, ``suspension`` keeps
-those that an allocation's end cuts short in files of the form of ``partial``, ``recordings`` finds what replay agents
-answer from. It knows neither MPI nor Slurm; only the worker rank talks to it, over a socket.
+"""One rollout, and the process that runs many.
+
+A worker rank starts ``runner``, which gets rollouts as messages and runs each with ``rollout``: sandbox, agent,
+verdict, trajectory. ``services`` holds what the rollouts share. ``preemption`` suspends rollouts when an allocation
+ends, and ``checkpoint`` is the form in which they are kept. The room knows neither MPI nor Slurm. Only the worker rank
+talks to it, over a socket.
 """

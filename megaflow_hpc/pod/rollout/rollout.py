@@ -4,7 +4,7 @@ The order is: start the sandbox, run the agent, kill all processes of the agent,
 a task with steps). Every error becomes a status and a cause, never an exception. A failure of the infrastructure gives
 ``failed`` with a kind that says who is to blame. A failed agent gives ``completed`` and is verified as usual. A failed
 verifier gives reward 0. If the allocation ends first, the rollout is ``cancelled`` and continues in another allocation
-from where it was (suspension.py).
+from its checkpoint (preemption.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.pod.rollout.agent_run import AgentRun, timed
-from megaflow_hpc.pod.rollout.partial import CutShort, Partial
+from megaflow_hpc.pod.rollout.checkpoint import Checkpoint, CutShort
 from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
@@ -29,101 +29,95 @@ from megaflow_hpc.tasks.sandboxes import verification_context
 from megaflow_hpc.tasks.steps import prepare, run_steps
 from megaflow_hpc.texts import printable
 from megaflow_hpc.trajectory import Trajectory
-from megaflow_hpc.types import (
-    Artifact,
-    Rollout,
-    Status,
-    Task,
-)
+from megaflow_hpc.types import Artifact, Rollout, Status, Task
 
-MAX_ARTIFACT = 1 << 20
-"""Bytes kept of one artifact."""
+MAX_ARTIFACT_BYTES = 1 << 20
 
 
 def blank(rollout: Rollout, attempt: int) -> Trajectory:
-    """A trajectory that has just begun, ``failed`` until it is known better."""
+    """Returns the trajectory of an attempt that has just begun: ``failed`` until it is known better."""
     return Trajectory.begin(rollout, attempt, "failed", node=node_name())
 
 
-class NoSandbox(SandboxError):
+class NoSandboxError(SandboxError):
     """No sandbox could be started, which may be the node's fault."""
 
 
 @dataclass
 class AttemptResult:
-    """What one attempt left."""
+    """The result of one attempt."""
 
     trajectory: Trajectory
     cause: str = ""
-    """Cause of a failure, one of those of :mod:`megaflow_hpc.pod.scheduling.failures`."""
-    partial: str = ""
-    """File with which an attempt that was cut short goes on."""
+    """Cause of a failure, one of those in :mod:`megaflow_hpc.pod.scheduling.failures`."""
+    checkpoint: str = ""
+    """File from which an attempt that was cut short continues."""
 
 
 async def run_attempt(
-    services: Services, rollout: Rollout, task: Task, attempt: int, partial: str = ""
+    services: Services, rollout: Rollout, task: Task, attempt: int, checkpoint: str = ""
 ) -> AttemptResult:
-    """Runs one attempt; what goes wrong is in its trajectory. Cancelling it yields one with status ``cancelled``.
+    """Runs one attempt. Its trajectory reports any error. If cancelled, it returns one with status ``cancelled``.
 
     Args:
-        partial: file with which an attempt that was cut short goes on.
+        checkpoint: file from which an attempt that was cut short continues.
     """
     began = time.time()
     ended = AttemptResult(blank(rollout, attempt))
     trajectory = ended.trajectory
     try:
-        await _run(services, rollout, task, trajectory, partial)
-        if services.suspension.preempted:
+        await _run(services, rollout, task, trajectory, checkpoint)
+        if services.preemption.preempted:
             raise asyncio.CancelledError
     except CutShort as cut:
-        ended.trajectory = trajectory = blank(rollout, attempt)  # what it was is in the file, or forgotten
-        ended.partial = cut.kept
+        ended.trajectory = trajectory = blank(rollout, attempt)  # the checkpoint holds what it was
+        ended.checkpoint = cut.checkpoint
         _cancel(services, trajectory, str(cut))
     except asyncio.CancelledError:
         _cancel(services, trajectory, "stopped before it ended")
     except SandboxError as error:
-        if services.suspension.preempted:
+        if services.preemption.preempted:
             _cancel(services, trajectory, f"preempted: {error}")
         else:
-            _fail(trajectory, "sandbox", str(error))
-            ended.cause = "sandbox-start" if isinstance(error, NoSandbox) else "sandbox-lost"
+            _end(trajectory, "failed", "sandbox", str(error))
+            ended.cause = "sandbox-start" if isinstance(error, NoSandboxError) else "sandbox-lost"
     except ModelServiceError as error:
-        _fail(trajectory, "model", str(error))
-    except (ConfigError, UserCodeError) as error:  # says itself where
-        _fail(trajectory, "user", str(error))
-    except Exception as error:  # a defect in a scaffold or in a task must cost one rollout, not the runner
-        _fail(trajectory, "user", f"{error!r} at {traceback.extract_tb(error.__traceback__)[-1]}")
+        _end(trajectory, "failed", "model", str(error))
+    except (ConfigError, UserCodeError) as error:  # the message names the place
+        _end(trajectory, "failed", "user", str(error))
+    except Exception as error:  # a defect in a scaffold or a task must cost one rollout, not the runner
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        _end(trajectory, "failed", "user", f"{error!r} at {place}")
     trajectory.started_at = began
     trajectory.finished_at = time.time()
     return ended
 
 
 def _cancel(services: Services, trajectory: Trajectory, error: str) -> None:
-    _end(trajectory, "cancelled", services.suspension.kind, error)
-
-
-def _fail(trajectory: Trajectory, kind: str, error: str) -> None:
-    _end(trajectory, "failed", kind, error)
+    _end(trajectory, "cancelled", services.preemption.kind, error)
 
 
 def _end(trajectory: Trajectory, status: Status, kind: str, error: str) -> None:
-    """Without a verdict, whatever it had until then: a file in which such a rollout has a reward is not valid."""
+    """Ends a trajectory without a verdict. A file in which such a rollout has a reward would be invalid."""
     trajectory.status, trajectory.error_kind, trajectory.error = status, kind, error
     trajectory.reward, trajectory.rewards = None, {}
 
 
-async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory, partial: str) -> None:
+async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory, checkpoint: str) -> None:
     policy = services.policies[rollout.policy]
     if policy.model is not None and services.config.seed is not None:
         trajectory.seed = rollout.seed(services.config.seed, trajectory.attempt)
     await asyncio.to_thread(check_unchanged, task)
     sandboxes = Sandboxes(services.provider)
     with timed(trajectory, "setup_s"):
-        sandbox, resumed = await _sandbox(services, sandboxes, task, policy, partial)
+        sandbox, resumed = await _start_sandbox(services, sandboxes, task, policy, checkpoint)
     try:
         with timed(trajectory, "setup_s"):
-            await _prepare(task, sandbox, resumed)
-        if resumed:
+            if resumed is None:
+                await prepare(task, sandbox)
+            else:
+                checkout.write_note(sandbox, resumed.note)
+        if resumed is not None:
             resumed.carry_over(trajectory)
         agent_run = AgentRun(services, rollout, policy, sandbox, sandboxes, trajectory, resumed)
         verdict = await run_steps(
@@ -135,11 +129,9 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             under_way=resumed is not None,
             verifying=lambda: timed(trajectory, "verify_s"),
         )
-        await asyncio.to_thread(check_unchanged, task)  # nor while it ran
-        trajectory.artifacts += verdict.artifacts
-        trajectory.artifacts.append(
-            Artifact("verifier.log", verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT])
-        )
+        await asyncio.to_thread(check_unchanged, task)  # nor may it change while the rollout runs
+        output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
+        trajectory.artifacts += [*verdict.artifacts, Artifact("verifier.log", output)]
         trajectory.reward, trajectory.rewards = verdict.reward, dict(verdict.rewards)
         if verdict.agent_error or verdict.error:
             trajectory.error_kind = "verifier" if verdict.error else "agent"
@@ -147,36 +139,27 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
     finally:
         try:
             await sandbox.stop()
-        except Exception as error:  # what is left is the janitor's; the verdict is as good as it was
+        except Exception as error:  # the janitor removes the rest; the verdict stays valid
             print(printable(f"{rollout.id}: {error}"), file=sys.stderr)
-        sandboxes.count(trajectory)
+        sandboxes.add_usage(trajectory)
 
 
-async def _sandbox(
-    services: Services, sandboxes: Sandboxes, task: Task, policy: Policy, partial: str
-) -> tuple[ApptainerSandbox, Partial | None]:
-    """A sandbox for a rollout, with the partial rollout that is in it, where there is one to go on with."""
+async def _start_sandbox(
+    services: Services, sandboxes: Sandboxes, task: Task, policy: Policy, checkpoint: str
+) -> tuple[ApptainerSandbox, Checkpoint | None]:
+    """Starts the sandbox of a rollout, with the files of its checkpoint if there is one to continue from."""
     try:
         spec = rollout_spec(task, policy, services.images, services.config.environment)
-        resumed = await services.suspension.read(partial)
+        resumed = await services.preemption.load(checkpoint)
         if resumed is not None:
             try:
-                sandbox = await sandboxes.start(spec, resumed.layer)
-                return sandbox, resumed
+                return await sandboxes.start(spec, resumed.layer), resumed
             except SandboxError as error:
                 print(printable(f"{error}; the rollout starts anew"), file=sys.stderr)
             finally:
-                services.suspension.remove(partial)
+                services.preemption.remove(checkpoint)
         return await sandboxes.start(spec), None
     except SandboxError as error:
-        raise NoSandbox(str(error)) from error
+        raise NoSandboxError(str(error)) from error
     except OSError as error:
-        raise NoSandbox(f"no sandbox could be made: {error}") from error
-
-
-async def _prepare(task: Task, sandbox: ApptainerSandbox, resumed: Partial | None) -> None:
-    """Makes a sandbox ready for the agent."""
-    if resumed is None:
-        await prepare(task, sandbox)
-    else:
-        checkout.write_note(sandbox, resumed.note)
+        raise NoSandboxError(f"no sandbox could be made: {error}") from error

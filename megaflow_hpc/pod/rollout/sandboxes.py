@@ -1,4 +1,4 @@
-"""Makes the sandboxes of a rollout, counts what they used, and recreates one for a person who inspects a rollout."""
+"""Starts the sandboxes of a rollout and counts what they use, and recreates one for a user who inspects a rollout."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ def rollout_spec(task: Task, policy: Policy, images: Mapping[str, str], environm
 
 
 def _binds(policy: Policy) -> tuple[str, ...]:
-    """Returns the binds of the policy's agent."""
     return tuple(getattr(create(policy.agent), "binds", ()))
 
 
 class Sandboxes:
-    """Starts the sandboxes of one attempt, its own and those of its verifiers, and counts what they use."""
+    """Starts the sandboxes of one attempt, including those of its verifiers, and counts what they use."""
 
     def __init__(self, provider: ApptainerProvider) -> None:
         self._provider = provider
@@ -43,9 +42,10 @@ class Sandboxes:
         self._started.append(sandbox)
         return sandbox
 
-    def count(self, trajectory: Trajectory) -> None:
-        """Adds the use of these sandboxes to a trajectory. Call it once, when the attempt ends."""
-        for used in (sandbox.consumption() for sandbox in self._started):
+    def add_usage(self, trajectory: Trajectory) -> None:
+        """Adds the usage of these sandboxes to a trajectory. Call it once, when the attempt ends."""
+        for sandbox in self._started:
+            used = sandbox.consumption()
             trajectory.cpu_s = (trajectory.cpu_s or 0.0) + used.cpu_s
             trajectory.memory_peak_mb = max(trajectory.memory_peak_mb or 0.0, used.memory_peak_mb)
             if used.disk_peak_mb is not None:

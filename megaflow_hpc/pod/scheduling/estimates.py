@@ -1,9 +1,9 @@
-"""How long rollouts take, learned while they finish: pure, no clock.
+"""Expected durations of rollouts, learned as they end. Pure, no clock.
 
-Durations of agents are close to log-normal: many short ones, a long tail. For each task and policy, for each policy
-and for all together, mean and variance of the logarithm are kept (Welford), and a level that has seen little leans on
-the one above it, as if that had been seen ``PRIOR`` times. So the first sample of a new task is guessed from its
-policy, and its eighth from the seven before it. A campaign that names earlier ones begins with what they tell.
+Durations of agents are close to log-normal: many are short, with a long tail. Mean and variance of the logarithm are
+kept (Welford) on three levels: all rollouts, each policy, and each task of a policy. A level with few observations is
+pulled towards the level above it, which counts as ``PRIOR`` observations. So the first sample of a new task is
+estimated from its policy, and the eighth from the seven before it. Earlier campaigns can provide the first estimates.
 """
 
 from __future__ import annotations
@@ -15,38 +15,32 @@ from statistics import NormalDist
 from typing import Any
 
 PRIOR = 2.0
-"""Observations that the level above is worth."""
-WIDE = 1.0
-"""Standard deviation of the logarithm while nothing is known of it: a factor of 2.7 either way."""
-KEPT = 8
-"""Observations that all earlier campaigns together are worth, of a task as of a policy."""
+"""Number of observations that the level above counts for."""
+PRIOR_DEVIATION = 1.0
+"""Standard deviation of the logarithm before anything is known: a factor of 2.7 either way."""
+MAX_LEARNED = 8
+"""Number of observations that all earlier campaigns together count for, for a task or a policy."""
 SHORTEST_S = 1e-3
-TASKS = 16_384
-"""Tasks of which what was seen here is kept, those seen first going first: some 7 MB, however many a pod runs."""
+MAX_TASKS = 16_384
+"""Tasks of this campaign that are remembered, about 7 MB. The oldest are forgotten first."""
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Moments:
     n: int = 0
     mean: float = 0.0
     squares: float = 0.0
+    """Sum of squared deviations from the mean."""
 
-    def add(self, value: float) -> None:
-        """Adds one value."""
-        self.n += 1
-        off = value - self.mean
-        self.mean += off / self.n
-        self.squares += off * (value - self.mean)
-
-    def merge(self, n: int, mean: float, variance: float) -> None:
-        """Adds ``n`` values of which this is known (Chan, Golub and LeVeque 1979)."""
-        off, whole = mean - self.mean, self.n + n
-        self.squares += variance * n + off * off * self.n * n / whole
-        self.mean += off * n / whole
-        self.n = whole
+    def add(self, n: int, mean: float, variance: float) -> None:
+        """Adds ``n`` values with this mean and variance (Chan, Golub and LeVeque 1979)."""
+        off, total = mean - self.mean, self.n + n
+        self.squares += variance * n + off * off * self.n * n / total
+        self.mean += off * n / total
+        self.n = total
 
     def fade(self, most: int) -> None:
-        """Lets what was seen count as ``most`` values at most."""
+        """Makes the values count as at most ``most`` values."""
         if self.n > most:
             self.squares *= most / self.n
             self.n = most
@@ -56,52 +50,49 @@ class Estimates:
     """Expected durations in seconds, by task and policy."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, ...], _Seen] = {}
-        """All, each policy, and each task that earlier campaigns tell of."""
-        self._tasks: dict[tuple[str, ...], _Seen] = {}
-        """Policy and task → what was seen here alone."""
+        self._levels: dict[tuple[str, ...], _Moments] = {}
+        """Moments of all rollouts ``()``, each ``(policy,)``, and each ``(policy, task)`` of earlier campaigns."""
+        self._tasks: dict[tuple[str, ...], _Moments] = {}
+        """Moments of each ``(policy, task)`` that only this pod has seen."""
 
     def observe(self, task: str, policy: str, seconds: float) -> None:
-        """Learns that a rollout of ``task`` under ``policy`` took ``seconds``."""
-        value, of_task = math.log(max(seconds, SHORTEST_S)), (policy, task)
+        """Records that a rollout of ``task`` under ``policy`` took ``seconds``."""
+        value = math.log(max(seconds, SHORTEST_S))
         for key in ((), (policy,)):
-            seen = self._seen.get(key)
-            if seen is None:
-                seen = self._seen[key] = _Seen()
-            seen.add(value)
-        seen = self._of_task(of_task)
-        if seen is None:
-            seen = self._tasks[of_task] = _Seen()
-            if len(self._tasks) > TASKS:
+            self._levels.setdefault(key, _Moments()).add(1, value, 0.0)
+        of_task = self._of_task((policy, task))
+        if of_task is None:
+            of_task = self._tasks[policy, task] = _Moments()
+            if len(self._tasks) > MAX_TASKS:
                 del self._tasks[next(iter(self._tasks))]
-        seen.add(value)
+        of_task.add(1, value, 0.0)
 
     def expect(self, task: str, policy: str, quantile: float = 0.5) -> float | None:
-        """Returns the seconds within which ``quantile`` of such rollouts end; ``None`` before anything has ended."""
-        whole = self._seen.get(())
-        if whole is None:
+        """Returns the seconds within which ``quantile`` of such rollouts end. ``None`` before any rollout ended."""
+        every = self._levels.get(())
+        if every is None:
             return None
-        mean, variance = whole.mean, (whole.squares + PRIOR * WIDE**2) / (whole.n + PRIOR)
-        for seen in (self._seen.get((policy,)), self._of_task((policy, task))):
-            if seen is None:
+        mean = every.mean
+        variance = (every.squares + PRIOR * PRIOR_DEVIATION**2) / (every.n + PRIOR)
+        for level in (self._levels.get((policy,)), self._of_task((policy, task))):
+            if level is None:
                 break
-            weight = seen.n + PRIOR
-            shift = seen.mean - mean
-            variance = (seen.squares + PRIOR * variance + shift**2 * seen.n * PRIOR / weight) / weight
-            mean += shift * seen.n / weight
+            weight = level.n + PRIOR
+            shift = level.mean - mean
+            variance = (level.squares + PRIOR * variance + shift**2 * level.n * PRIOR / weight) / weight
+            mean += shift * level.n / weight
         return math.exp(mean + NormalDist().inv_cdf(quantile) * math.sqrt(variance))
 
-    def _of_task(self, key: tuple[str, str]) -> _Seen | None:
-        return self._seen.get(key) or self._tasks.get(key)
+    def _of_task(self, key: tuple[str, str]) -> _Moments | None:
+        return self._levels.get(key) or self._tasks.get(key)
 
     def learn(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Takes over what earlier campaigns saw: (task, policy, number, mean, variance) of the logarithm of seconds.
+        """Adds durations of earlier campaigns: task, policy, count, and mean and variance of the logarithm of seconds.
 
-        However many there were they count as :data:`KEPT`, so that a model or machine which is faster now is believed.
+        They count as at most :data:`MAX_LEARNED` observations, so that a faster model or machine soon shows.
         """
-        levels = self._seen
         for task, policy, n, mean, variance in rows:
             for key in ((), (policy,), (policy, task)):
-                levels.setdefault(key, _Seen()).merge(n, mean, variance)
-        for seen in levels.values():
-            seen.fade(KEPT)
+                self._levels.setdefault(key, _Moments()).add(n, mean, variance)
+        for level in self._levels.values():
+            level.fade(MAX_LEARNED)

@@ -1,49 +1,47 @@
-"""What goes wrong with rollouts, whose fault it is, and what is done about it: pure.
+"""Causes of failed rollouts: whose fault each is, how often it is retried, and when to stop. Pure.
 
-A *cause* is finer than the ``error_kind`` that is stored: it decides what is done. Each cause has a bound of its own
-and is counted for itself, so that a rollout which met two dead engines has lost none of its retries after a bad node.
+A *cause* is finer than the stored ``error_kind``. Each cause has its own limit of retries, so a rollout that met two
+dead engines can still be retried after a bad node.
 
 =================  ============  =======  ==========================================================================
-cause              stored as     retries  what it is
+cause              stored as     retries  meaning
 =================  ============  =======  ==========================================================================
-``agent``          agent         0        the scaffold failed; such a rollout is completed and verified, not failed
+``agent``          agent         0        the scaffold failed; the rollout is completed and verified, not failed
 ``model``          model         2        no engine answered
-``sandbox-start``  sandbox       3        no sandbox came up; counts against the rank, which is left out in the end
-``sandbox-lost``   sandbox       2        the sandbox went away while it was needed
+``sandbox-start``  sandbox       3        no sandbox started; counts against the rank, which is excluded in the end
+``sandbox-lost``   sandbox       2        the sandbox was lost while it was needed
 ``node``           node          3        the worker rank was lost
 ``user``           user          0        the task, the scaffold's code or the configuration is wrong
-``walltime``       not at all    cuts     the allocation ended first; goes back with its block
-``preemption``     not at all    cuts     Slurm took the allocation back; goes back with its block
+``walltime``       not stored    16       the allocation ended first; the rollout goes back with its block
+``preemption``     not stored    16       Slurm preempted the allocation; the rollout goes back with its block
 =================  ============  =======  ==========================================================================
 
-The last two are nobody's failure: they are kept as attempts and nothing is judged. How often they may happen to a
-rollout is ``scheduling.cuts``, to an element of the array ``slurm.requeues``. One that had most of a walltime
-:data:`TOO_SHORT` times in a row, with nothing kept, takes longer than that and fails at once.
+The last two are not failures. They are kept as attempts. :data:`MAX_INTERRUPTIONS` limits them for a rollout, and
+``slurm.requeues`` for an element of the array. A rollout that had most of a walltime :data:`TOO_SHORT` times in a row,
+without a checkpoint, needs a longer one and fails at once.
 
-*Systematic* failures are those that say more about the campaign than about a rollout: when nearly all of the last
-results failed for one cause, going on would burn the allocation.
+Failures are *systematic* when nearly all of the last results failed for one cause. Then the campaign is to blame, and
+continuing would waste the allocation.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megaflow_hpc.types import ErrorKind
 
-Cause = Literal["agent", "model", "sandbox-start", "sandbox-lost", "node", "walltime", "preemption", "user"]
-
 
 class Rule(NamedTuple):
-    """What follows from one cause."""
+    """The consequences of one cause."""
 
     kind: ErrorKind
-    """As it is stored."""
+    """The stored ``error_kind``."""
     retries: int
-    """Further attempts after the first that ended so."""
+    """Further attempts after the first failure."""
     blames_rank: bool = False
-    """Whether it speaks against the rank on which it happened."""
+    """Whether the failure counts against its rank."""
 
 
 RULES: dict[str, Rule] = {
@@ -55,31 +53,33 @@ RULES: dict[str, Rule] = {
     "user": Rule("user", 0),
 }
 
+MAX_INTERRUPTIONS = 16
+"""Interruptions by the end of an allocation after which a rollout fails."""
 TOO_SHORT = 2
-"""Walltimes in a row that end a rollout, which had most of each, before it fails: it takes longer than that."""
+"""Walltimes in a row that may end a rollout which had most of each. Then it fails: it needs a longer one."""
 MAX_FAILURES = 6
-"""Failures of all causes together after which a rollout is given up."""
+"""Failures for all causes together before a rollout is given up."""
 
 NEARLY_ALL = 0.9
-"""Share of the last results that failed for one cause, from which on failures are systematic."""
+"""Share of the last results with one cause from which failures are systematic."""
 SYSTEMATIC_LAST = 32
-"""Number of latest results of a pod in which systematic failures are looked for."""
+"""Number of latest results in which a pod looks for systematic failures."""
 BAD_STARTS = 4
-"""Sandboxes in a row that did not start on a rank while others had theirs, after which it gets no more work."""
+"""Failed sandbox starts in a row after which a rank gets no more work, if other ranks start theirs."""
 
 
 def may_retry(causes: Sequence[str]) -> bool:
-    """Tells whether a rollout is tried again after attempts that failed for these causes, in order."""
+    """Tells whether a rollout may be retried after attempts that failed for these causes, in order."""
     last = causes[-1]
     rule = RULES.get(last)
     return rule is not None and causes.count(last) <= rule.retries and len(causes) < MAX_FAILURES
 
 
 class Pattern:
-    """Tells systematic failures from bad luck.
+    """Distinguishes systematic failures from bad luck.
 
     Args:
-        last: Number of latest results that are compared.
+        last: number of latest results that are compared.
     """
 
     def __init__(self, last: int) -> None:
@@ -87,12 +87,12 @@ class Pattern:
         self._enough = last
 
     def add(self, cause: str) -> None:
-        """Takes in a final result; ``cause`` is empty where it did not fail."""
+        """Adds a final result. ``cause`` is empty if it did not fail."""
         self._last.append(cause)
 
     @property
     def systematic(self) -> str:
-        """Why to stop; empty while failures are not systematic."""
+        """The reason to stop, empty while failures are not systematic."""
         if len(self._last) < self._enough:
             return ""
         ((cause, count),) = Counter(self._last).most_common(1)
@@ -102,25 +102,26 @@ class Pattern:
 
 
 class Blame:
-    """Finds ranks that cannot start sandboxes although others can; where none can, image or campaign is at fault."""
+    """Finds ranks that cannot start sandboxes although others can. If no rank can, the image or campaign is wrong."""
 
     def __init__(self) -> None:
         self._good = 0
-        """Results, of any rank, that had a sandbox."""
+        """Results of any rank that had a sandbox."""
         self._bad: dict[int, tuple[int, int]] = {}
-        """Rank → (starts in a row that failed, good results before them)."""
+        """Rank → failed starts in a row, and good results of any rank before them."""
         self._named: set[int] = set()
 
     def add(self, rank: int, cause: str) -> bool:
-        """Takes in a result of ``rank``; True for the one failure too many, once for each rank."""
+        """Adds a result of ``rank``. Returns True once for each bad rank."""
         rule = RULES.get(cause)
         if rule is None or not rule.blames_rank:
             self._good += cause != "node"
             self._bad.pop(rank, None)
             return False
-        failed, before = self._bad.get(rank, (0, self._good))
-        self._bad[rank] = failed + 1, before
-        if rank in self._named or failed + 1 < BAD_STARTS or self._good == before:
+        failed, good_before = self._bad.get(rank, (0, self._good))
+        failed += 1
+        self._bad[rank] = failed, good_before
+        if rank in self._named or failed < BAD_STARTS or self._good == good_before:
             return False
         self._named.add(rank)
         return True

@@ -1,11 +1,10 @@
-"""Groups: the samples of one task under one policy, compared with one another. Pure, no clock.
+"""Groups: the samples of one task under one policy, which are compared with one another. Pure, no clock.
 
-*Over-provisioning.* If more samples were planned than are wanted, the group is closed when it has as many rewards as it
-wants. Its other samples are cancelled, so nothing waits for the slowest sample or for one that failed.
+*Over-provisioning.* If a group has more samples than it needs, it is closed once it has enough rewards. Its other
+samples are cancelled, so nothing waits for the slowest sample or for a failed one.
 
-*Groups without signal.* Samples that all get the same reward teach nothing. After ``signal_after`` equal rewards the
-samples that wait are cancelled. So that there is something to cancel, the samples behind the first ``signal_after``
-start only while nothing else can.
+*Groups without signal.* Samples with equal rewards teach nothing. After ``signal_after`` equal rewards, the waiting
+samples are cancelled. Samples after the first ``signal_after`` are deferred, so that some are still waiting then.
 
 A sample is *waiting* (queued), running, or ended.
 """
@@ -18,27 +17,27 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class GroupRules:
-    """What the campaign file says of groups."""
+    """The rules for groups in the campaign file."""
 
     wanted: Mapping[str, int] = field(default_factory=dict)
-    """Rewards a group needs, by policy, where more samples than that are planned."""
+    """Policy → rewards that a group needs, if more samples are planned."""
     signal_after: int = 0
-    """Equal rewards after which a group counts as one without signal; 0: never."""
+    """Equal rewards after which a group counts as one without signal. 0: never."""
 
     @property
     def idle(self) -> bool:
-        """There are no rules."""
+        """Whether no rule is set."""
         return not self.wanted and not self.signal_after
 
 
 @dataclass(frozen=True)
 class GroupStep:
-    """What follows from the end of a sample, by rollout id."""
+    """Consequences of the end of a sample, as rollout ids."""
 
     cancel: Sequence[str] = ()
-    """Samples that are not needed: waiting or running."""
+    """Waiting or running samples that are no longer needed."""
     promote: Sequence[str] = ()
-    """Waiting samples that no longer start behind all others."""
+    """Waiting samples that are no longer deferred."""
     why: str = ""
 
 
@@ -51,23 +50,14 @@ class _Group:
     waiting: list[str] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     rewards: list[float] = field(default_factory=list)
-    elsewhere: bool = False
-    """Some sample of it has ended, or is of another pod."""
+    incomplete: bool = False
+    """Some sample has ended, or belongs to another pod."""
     has_signal: bool = False
-    """Its rewards differ: all of it runs."""
-
-    @property
-    def equal(self) -> bool:
-        """Whether all rewards so far are the same; ``False`` while there are none."""
-        return len(set(self.rewards)) == 1
+    """Its rewards differ, so all of its samples run."""
 
 
 class Groups:
-    """The groups of one pod that have samples to run.
-
-    Args:
-        rules: what the campaign file says; where they are idle no group is kept.
-    """
+    """The groups of one pod that have samples to run. Keeps nothing if no rule is set."""
 
     def __init__(self, rules: GroupRules) -> None:
         self._rules = rules
@@ -76,83 +66,81 @@ class Groups:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def admit(self, group: str, policy: str, rollouts: Sequence[str], ended: int = 0) -> set[str]:
-        """Takes in samples of a group that are about to be queued; returns those that may wait.
+    def admit(self, name: str, policy: str, rollouts: Sequence[str], rewarded: int = 0) -> set[str]:
+        """Adds samples of a group that are about to be queued. Returns those that are deferred.
 
         Args:
-            ended: samples of it that have a reward already, from before this pod had it.
+            rewarded: samples of the group that got a reward before this pod had it.
         """
         if self._rules.idle:
             return set()
-        known = self._groups.setdefault(group, _Group())
-        known.wanted = max(0, self._rules.wanted.get(policy, 0) - ended)
-        known.elsewhere |= ended > 0
-        known.waiting += rollouts
+        group = self._groups.setdefault(name, _Group())
+        group.wanted = max(0, self._rules.wanted.get(policy, 0) - rewarded)
+        group.incomplete |= rewarded > 0
+        group.waiting += rollouts
         first = self._rules.signal_after
-        return set(known.waiting[first:]) & set(rollouts) if first else set()
+        return set(group.waiting[first:]) & set(rollouts) if first else set()
 
-    def started(self, group: str, rollout: str) -> None:
-        """Notes that a waiting sample runs."""
-        known = self._groups.get(group)
-        if known is not None and rollout in known.waiting:
-            known.waiting.remove(rollout)
-            known.running.add(rollout)
+    def started(self, name: str, rollout: str) -> None:
+        """Records that a waiting sample runs."""
+        group = self._groups.get(name)
+        if group is not None and rollout in group.waiting:
+            group.waiting.remove(rollout)
+            group.running.add(rollout)
 
-    def hand_off(self, group: str, rollouts: Collection[str]) -> bool:
-        """Lets go of a group that goes to another pod; False where its rules must still be kept here.
+    def hand_off(self, name: str, rollouts: Collection[str]) -> bool:
+        """Forgets a group that goes to another pod. Returns False if this pod must keep it.
 
         Args:
-            rollouts: those of it that are queued and were not tried. They must be all of it: the other pod counts
-                samples that it did not get as rewarded.
+            rollouts: samples that are queued and were not tried. They must be the whole group, because the other pod
+                counts missing samples as rewarded.
         """
-        known = self._groups.get(group)
-        if known is None:
+        group = self._groups.get(name)
+        if group is None:
             return self._rules.idle
-        if known.running or known.rewards or known.elsewhere or set(known.waiting) != set(rollouts):
+        if group.running or group.rewards or group.incomplete or set(group.waiting) != set(rollouts):
             return False
-        del self._groups[group]
+        del self._groups[name]
         return True
 
-    def requeued(self, group: str, rollout: str) -> None:
-        """Notes that a sample waits for another attempt."""
-        known = self._groups.get(group)
-        if known is not None:
-            known.running.discard(rollout)
-            known.waiting.insert(0, rollout)
+    def requeued(self, name: str, rollout: str) -> None:
+        """Records that a sample waits for another attempt."""
+        group = self._groups.get(name)
+        if group is not None:
+            group.running.discard(rollout)
+            group.waiting.insert(0, rollout)
 
-    def ended(self, group: str, rollout: str, reward: float | None) -> GroupStep:
-        """Notes that a sample has ended for good; returns what follows for the others.
+    def ended(self, name: str, rollout: str, reward: float | None) -> GroupStep:
+        """Records that a sample has ended for good. Returns the consequences for the others.
 
         Args:
-            reward: ``None`` where it has none.
+            reward: ``None`` if it has none.
         """
-        known = self._groups.get(group)
-        if known is None:
+        group = self._groups.get(name)
+        if group is None:
             return NOTHING_TO_DO
-        known.running.discard(rollout)
-        if rollout in known.waiting:
-            known.waiting.remove(rollout)
-        known.elsewhere = True
+        group.running.discard(rollout)
+        if rollout in group.waiting:
+            group.waiting.remove(rollout)
+        group.incomplete = True
         if reward is not None:
-            known.rewards.append(reward)
-        step = self._step(known)
-        if not (known.waiting or known.running):
-            del self._groups[group]
+            group.rewards.append(reward)
+        step = self._step(group)
+        if not (group.waiting or group.running):
+            del self._groups[name]
         return step
 
-    def _step(self, known: _Group) -> GroupStep:
-        if known.wanted and len(known.rewards) >= known.wanted:
-            left = [*known.waiting, *sorted(known.running)]
-            known.waiting, known.running = [], set()
-            return GroupStep(cancel=left, why=f"its group has the {known.wanted} rewards that were asked for")
+    def _step(self, group: _Group) -> GroupStep:
+        rewards = group.rewards
+        if group.wanted and len(rewards) >= group.wanted:
+            unneeded = [*group.waiting, *sorted(group.running)]
+            group.waiting, group.running = [], set()
+            return GroupStep(cancel=unneeded, why=f"its group has the {group.wanted} rewards that were asked for")
         after = self._rules.signal_after
-        if not after or len(known.rewards) < after:
+        if not after or len(rewards) < after or group.has_signal:
             return NOTHING_TO_DO
-        if known.equal:
-            dropped, known.waiting = known.waiting, []
-            why = f"its group has {len(known.rewards)} rewards and all are {known.rewards[0]:g}"
-            return GroupStep(cancel=dropped, why=why)
-        if known.has_signal:
-            return NOTHING_TO_DO
-        known.has_signal = True
-        return GroupStep(promote=list(known.waiting))
+        if len(set(rewards)) > 1:
+            group.has_signal = True
+            return GroupStep(promote=list(group.waiting))
+        unneeded, group.waiting = group.waiting, []
+        return GroupStep(cancel=unneeded, why=f"its group has {len(rewards)} rewards and all are {rewards[0]:g}")

@@ -1,18 +1,17 @@
-"""Which rollout starts where: pure, deterministic, no I/O, no clock of its own.
+"""The scheduler decides which rollout starts where. Pure and deterministic: no I/O, no clock.
 
-Work waits in *lanes*, one for each (policy, share, demand): what is in one lane can start where its head can. A
-decision looks at the heads of the lanes, never through a queue, so it costs the same with ten rollouts waiting as with
-a million.
+Work waits in *lanes*, one for each policy and demand. Everything in a lane can start where its head can. So a decision
+looks at the heads of the lanes only, and costs the same for ten waiting rollouts as for a million.
 
-Orders, chosen by the campaign file:
+The campaign file chooses the order:
 
-``fifo``     as the blocks were claimed.
-``longest``  the longest expected first, which keeps the end of a campaign from waiting for what was started last.
-``fair``     the lane whose share has been given the least (expected seconds over its weight), so that a policy with
-             long rollouts does not take the slots from one with short ones.
+``fifo``     in the order in which the blocks were claimed.
+``longest``  the longest expected rollout first, so that the campaign does not end waiting for a long rollout.
+``fair``     the policy that got the least time first (expected seconds over its weight), so that a policy with long
+             rollouts does not take the slots of a policy with short ones.
 
-Which worker takes a rollout says :mod:`~megaflow_hpc.pod.scheduling.workers`. Failures are retried before anything
-else, elsewhere if there is an elsewhere, a bounded number of times by cause.
+:mod:`~megaflow_hpc.pod.scheduling.workers` chooses the worker. Retries start before anything else, on another worker if
+there is one. Their number is limited for each cause.
 """
 
 from __future__ import annotations
@@ -24,23 +23,22 @@ from itertools import count
 from typing import Any, Literal
 
 from megaflow_hpc.pod.scheduling.failures import may_retry
-from megaflow_hpc.pod.scheduling.queues import Lane
-from megaflow_hpc.pod.scheduling.work import Demand, Work
+from megaflow_hpc.pod.scheduling.work import Demand, Entry, Lane, Work
 from megaflow_hpc.pod.scheduling.workers import Workers
 
 Order = Literal["fifo", "longest", "fair"]
 
-LATER = 1e15
-"""Added to the priority of what starts only while nothing else can; far above any expected duration."""
+DEFERRED_PENALTY = 1e15
+"""Priority offset for rollouts that run only when nothing else is ready. Larger than any expected duration."""
 
 
 class Scheduler:
-    """The queue of one pod, over the slots of its workers.
+    """The queue of one pod, and the slots of its workers.
 
     Args:
         order: see the module.
-        weights: of shares, for ``fair``; 1 where not named.
-        surely_s: seconds within which a rollout very likely ends, by what is known now; 0: nothing is.
+        weights: weights of policies for ``fair``. The default weight is 1.
+        surely_s: returns the seconds within which a rollout very likely ends. 0: unknown.
     """
 
     def __init__(
@@ -52,71 +50,84 @@ class Scheduler:
         self.order = order
         self._weights = dict(weights or {})
         self._surely_s = surely_s
-        self._lanes: dict[tuple[str, str, Demand], Lane] = {}
-        self._places: dict[str, tuple[Lane, int, Work]] = {}
-        """Rollout id → where it is queued."""
+        self._lanes: dict[tuple[str, Demand], Lane] = {}
+        self._queued: dict[str, tuple[Lane, Entry]] = {}
+        """Queued rollouts, by id."""
         self.workers = Workers()
-        self._given: dict[str, float] = {}
+        self._given_s: dict[str, float] = {}
+        """Policy → expected seconds of everything that it has started."""
         self._number = count(1)
         self._too_long: list[Work] = []
-        self.later = 0
-        """Queued rollouts that start only while nothing else can."""
+        self.deferred = 0
+        """Queued rollouts that start only when nothing else is ready."""
         self.waiting: set[str] = set()
-        """Policies whose rollouts are held back, because no engine of theirs answers yet."""
+        """Policies that must wait, because none of their engines answers yet."""
 
-    # --- what there is ---
+    # --- the queue ---
 
     @property
     def queued(self) -> int:
-        """Rollouts that wait."""
-        return len(self._places)
+        """Number of queued rollouts."""
+        return len(self._queued)
 
     @property
     def too_long(self) -> int:
-        """Rollouts put aside because they are not expected to end in time; :meth:`clear` gives them back."""
+        """Number of rollouts that were put aside because they would not end in time. :meth:`clear` returns them."""
         return len(self._too_long)
 
     def waiting_work(self) -> list[Work]:
-        """Returns what is queued, in the order in which it would start if nothing had to wait for anything."""
-        return [entry[2] for entry in sorted(entry for lane in self._lanes.values() for entry in lane.entries())]
+        """Returns the queued work by priority, as if nothing had to wait for a slot or an engine."""
+        return [entry.work for entry in sorted(entry for lane in self._lanes.values() for entry in lane.entries())]
 
     def coming(self, count: int) -> list[Any]:
-        """Returns the planned tasks of what runs, then of about ``count`` rollouts that start next, each once."""
-        waiting = sorted(entry for lane in self._lanes.values() for entry in lane.first(count))[:count]
-        works = [*self.workers.running_work(), *(work for _, _, work in waiting)]
+        """Returns the planned tasks of running rollouts and of the ``count`` rollouts that start next, without
+        duplicates."""
+        works = [*self.workers.running_work(), *self.waiting_work()[:count]]
         return list({work.rollout.task_id: work.planned for work in works}.values())
 
-    def impossible(self) -> list[Work]:
-        """Takes out and returns the work that would not fit on any worker even if it were empty."""
+    def remove_impossible(self) -> list[Work]:
+        """Removes and returns the work that is too large even for an empty worker."""
         if not self.workers:
             return []
-        found: list[Work] = []
-        for key, lane in list(self._lanes.items()):
+        impossible: list[Work] = []
+        for lane in list(self._lanes.values()):
             if not self.workers.could_ever(lane.demand):
-                found += [work for _, _, work in lane.entries()]
-                del self._lanes[key]
-        for work in found:
-            self._unqueue(work)
-        return found
+                impossible += [entry.work for entry in lane.entries()]
+        for work in impossible:
+            self.drop(work.rollout.id)
+        return impossible
 
     # --- events ---
 
-    def add(self, work: Iterable[Work]) -> None:
+    def add(self, works: Iterable[Work]) -> None:
         """Queues work in this order."""
-        for item in work:
-            self._push(item, next(self._number))
+        for work in works:
+            priority = -work.expected_s if self.order == "longest" else 0.0
+            if work.deferred:
+                priority += DEFERRED_PENALTY
+            self._push(Entry(priority, next(self._number), work))
+
+    def retry(self, work: Work, cause: str, worker: int | None) -> bool:
+        """Queues another attempt after a failure for ``cause``. Returns False if no attempt is left."""
+        causes = (*work.causes, cause)
+        if not may_retry(causes):
+            return False
+        again = replace(work, attempt=work.attempt + 1, avoid=worker, causes=causes, deferred=False)
+        self._push(Entry(-math.inf, -next(self._number), again))
+        return True
 
     def next(self, remaining_s: float = math.inf, whole_s: float = math.inf) -> tuple[int, Work] | None:
-        """Starts the next rollout, or ``None`` while nothing that may start is queued or has room.
+        """Starts the next rollout. Returns its worker, or ``None`` if no queued rollout can start now.
 
         Args:
-            remaining_s: until the pod must be empty; what surely takes longer is put aside for another pod,
-            whole_s: unless a fresh pod, which has this long, would be too short for it as well.
+            remaining_s: seconds until the pod must be empty. Rollouts that take longer are left to another pod, unless
+                a fresh pod would be too short for them too.
+            whole_s: seconds that a fresh pod has.
         """
         if not self.workers.free:
             return None
         skipped: list[Lane] = []
-        for lane in self._by_turn():
+        for lane in self._ready_lanes():
             if remaining_s < math.inf:
                 self._put_aside(lane, remaining_s, whole_s)
             if not lane:
@@ -128,98 +139,79 @@ class Scheduler:
             for passed in skipped:
                 passed.overtaken += 1
             lane.overtaken = 0
-            return rank, self._start_head(lane, rank)
+            work = self._pop(lane)
+            self._given_s[lane.policy] += work.expected_s or 1.0
+            self.workers.start(work, rank, lane)
+            return rank, work
         return None
 
-    def retry(self, work: Work, cause: str, worker: int | None) -> bool:
-        """Queues another attempt after one that ended for ``cause``, if there is one left for it."""
-        causes = (*work.causes, cause)
-        if not may_retry(causes):
-            return False
-        again = replace(work, attempt=work.attempt + 1, avoid=worker, causes=causes, later=False)
-        self._push(again, -next(self._number))
-        return True
-
     def drop(self, rollout_id: str) -> Work | None:
-        """Takes a queued rollout out of the queue; ``None`` where it is not queued."""
-        place = self._places.get(rollout_id)
-        if place is None:
+        """Removes a rollout from the queue. ``None`` if it is not queued."""
+        if rollout_id not in self._queued:
             return None
-        lane, number, work = place
-        lane.take(number)
-        self._unqueue(work)
-        self._close(lane)
-        return work
+        lane, entry = self._queued[rollout_id]
+        lane.remove(entry.number)
+        self._forget(lane, entry.work)
+        return entry.work
 
     def clear(self) -> list[Work]:
-        """Empties the queue (draining)."""
-        dropped = [work for lane in self._lanes.values() for _, _, work in lane.entries()] + self._too_long
+        """Empties the queue, because the pod drains. Returns everything that was queued or put aside."""
+        dropped = [entry.work for _, entry in self._queued.values()] + self._too_long
         self._lanes.clear()
-        self.workers.keep_none()
-        self._places.clear()
-        self._too_long, self.later = [], 0
+        self._queued.clear()
+        self.workers.reserve_none()
+        self._too_long, self.deferred = [], 0
         return dropped
 
     # --- the decision ---
 
-    def _push(self, work: Work, number: int) -> None:
-        key = (work.rollout.policy, work.share, work.demand)
-        lane = self._lanes.get(key)
+    def _push(self, entry: Entry) -> None:
+        work = entry.work
+        policy = work.rollout.policy
+        lane = self._lanes.get((policy, work.demand))
         if lane is None:
-            # A share that begins (again) starts level with the others, or it would take every slot to catch up.
-            active = {other.share for other in self._lanes.values()}
-            if work.share not in active:
-                level = min((self._given[share] for share in active), default=0.0)
-                self._given[work.share] = max(level, self._given.get(work.share, 0.0))
-            lane = self._lanes[key] = Lane(*key)
-        priority = -work.expected_s if self.order == "longest" else 0.0
-        if number < 0:  # a retry
-            priority = -math.inf
-        elif work.later:
-            priority = LATER + priority
-        lane.push(priority, number, work)
-        self._places[work.rollout.id] = lane, number, work
-        self.later += work.later
+            self._level(policy)
+            lane = self._lanes[policy, work.demand] = Lane(policy, work.demand)
+        lane.push(entry)
+        self._queued[work.rollout.id] = lane, entry
+        self.deferred += work.deferred
 
-    def _unqueue(self, work: Work) -> None:
-        """Notes that work is no longer queued."""
-        del self._places[work.rollout.id]
-        self.later -= work.later
+    def _level(self, policy: str) -> None:
+        """Lets a policy without queued work start level with the others. Otherwise it would take every slot to catch
+        up."""
+        active = {lane.policy for lane in self._lanes.values()}
+        if policy not in active:
+            least_s = min((self._given_s[other] for other in active), default=0.0)
+            self._given_s[policy] = max(least_s, self._given_s.get(policy, 0.0))
 
-    def _close(self, lane: Lane) -> None:
-        if not lane:
-            self._lanes.pop((lane.policy, lane.share, lane.demand), None)
-
-    def _by_turn(self) -> list[Lane]:
-        """The lanes that may start something, whose turn it is first."""
-        lanes = [lane for lane in self._lanes.values() if lane and lane.policy not in self.waiting]
-        if len(lanes) < 2:
-            return lanes
-        if self.order == "fair":
-            given, weights = self._given, self._weights
-            return sorted(
-                lanes,
-                key=lambda lane: (
-                    lane.head[0] >= LATER / 2,
-                    given[lane.share] / weights.get(lane.share, 1.0),
-                    lane.head[:2],
-                ),
-            )
-        return sorted(lanes, key=lambda lane: lane.head[:2])
-
-    def _put_aside(self, lane: Lane, remaining_s: float, whole_s: float) -> None:
-        while lane and remaining_s < self._surely_s(lane.head[2]) <= whole_s:
-            work = lane.pop()[2]
-            self._unqueue(work)
-            self._too_long.append(work)
-
-    def _start_head(self, lane: Lane, rank: int) -> Work:
-        work = lane.pop()[2]
-        self._unqueue(work)
-        self._charge(work)
-        self.workers.start(work, rank, lane)
-        self._close(lane)
+    def _pop(self, lane: Lane) -> Work:
+        work = lane.pop()
+        self._forget(lane, work)
         return work
 
-    def _charge(self, work: Work) -> None:
-        self._given[work.share] += work.expected_s or 1.0
+    def _forget(self, lane: Lane, work: Work) -> None:
+        """Records that work is no longer queued."""
+        del self._queued[work.rollout.id]
+        self.deferred -= work.deferred
+        if not lane:
+            del self._lanes[lane.policy, lane.demand]
+
+    def _ready_lanes(self) -> list[Lane]:
+        """Returns the lanes that may start something, in their order."""
+        lanes = [lane for lane in self._lanes.values() if lane.policy not in self.waiting]
+        if len(lanes) > 1:
+            lanes.sort(key=self._fair_turn if self.order == "fair" else self._turn)
+        return lanes
+
+    @staticmethod
+    def _turn(lane: Lane) -> tuple[float, ...]:
+        return lane.head[:2]
+
+    def _fair_turn(self, lane: Lane) -> tuple[float, ...]:
+        priority, number, _ = lane.head
+        given = self._given_s[lane.policy] / self._weights.get(lane.policy, 1.0)
+        return priority >= DEFERRED_PENALTY / 2, given, priority, number
+
+    def _put_aside(self, lane: Lane, remaining_s: float, whole_s: float) -> None:
+        while lane and remaining_s < self._surely_s(lane.head.work) <= whole_s:
+            self._too_long.append(self._pop(lane))

@@ -1,7 +1,8 @@
-"""What is scheduled: an attempt at a rollout, and what it needs beside a slot."""
+"""Attempts at rollouts, their demands, and the lanes in which they wait. Pure."""
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from megaflow_hpc.types import Rollout
 
 
 class Demand(NamedTuple):
-    """What a rollout needs beside its slot."""
+    """Resources that a rollout needs in addition to its slot."""
 
     cpus: float = 0.0
     memory_mb: int = 0
@@ -29,12 +30,62 @@ class Work:
     avoid: int | None = None
     """Worker on which the last attempt failed."""
     expected_s: float = 0.0
-    """What is known of its duration; 0: nothing."""
+    """Expected duration. 0: unknown."""
     demand: Demand = NOTHING
-    share: str = ""
     causes: tuple[str, ...] = ()
-    """Why the attempts before this one ended."""
-    later: bool = False
-    """Starts only while nothing else can."""
+    """Causes for which the earlier attempts failed."""
+    deferred: bool = False
+    """Start it only when nothing else is ready."""
     planned: Any = field(default=None, compare=False, repr=False)
-    """The task as whoever starts it needs it; nothing here looks into it. Kept as long as the work is."""
+    """The planned task, for the dispatcher. The scheduler does not look into it."""
+
+
+class Entry(NamedTuple):
+    """Queued work. The smallest entry is next. Numbers are unique."""
+
+    priority: float
+    number: int
+    work: Work
+
+
+class Lane:
+    """A priority queue of work of one policy and demand: if its head cannot start, nothing in it can."""
+
+    def __init__(self, policy: str, demand: Demand) -> None:
+        self.policy, self.demand = policy, demand
+        self._heap: list[Entry] = []
+        self._removed: set[int] = set()
+        """Numbers of removed entries that are still in the heap."""
+        self.overtaken = 0
+        """Starts of other lanes since the head of this lane did not fit."""
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    @property
+    def head(self) -> Entry:
+        """The next entry. The lane must not be empty."""
+        return self._heap[0]
+
+    def push(self, entry: Entry) -> None:
+        """Adds an entry."""
+        heapq.heappush(self._heap, entry)
+
+    def pop(self) -> Work:
+        """Removes the next entry. The lane must not be empty."""
+        entry = heapq.heappop(self._heap)
+        self._pop_removed()
+        return entry.work
+
+    def remove(self, number: int) -> None:
+        """Removes the entry of this number, which must be in the lane."""
+        self._removed.add(number)
+        self._pop_removed()
+
+    def entries(self) -> list[Entry]:
+        """Returns all entries, in no order."""
+        return [entry for entry in self._heap if entry.number not in self._removed]
+
+    def _pop_removed(self) -> None:
+        while self._heap and self._heap[0].number in self._removed:
+            self._removed.discard(heapq.heappop(self._heap).number)

@@ -1,47 +1,45 @@
-"""The workers of one pod: their slots, what runs on them, and which of them takes the next rollout. Pure.
+"""The workers of one pod: their slots, what runs on them, and which worker takes the next rollout. Pure.
 
-A rollout goes to the worker with most free slots among those with room for its cpus and memory. Smaller rollouts
-overtake one that needs more room than is free only so often; then a worker is kept free for it (no starvation).
+A rollout goes to the worker with the most free slots that has enough CPUs and memory. If a rollout does not fit,
+smaller ones may overtake it a limited number of times. Then a worker is reserved for it, so that it does not starve.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 from dataclasses import dataclass, field
 
-from megaflow_hpc.pod.scheduling.queues import Lane
-from megaflow_hpc.pod.scheduling.work import NOTHING, Demand, Work
+from megaflow_hpc.pod.scheduling.work import Demand, Lane, Work
 
-OVERTAKEN = 64
-"""Starts that may overtake a rollout for which there is no room, before a worker is kept for it."""
+MAX_OVERTAKEN = 64
+"""Starts that may overtake a rollout that does not fit, before a worker is reserved for it."""
 
 
 @dataclass(slots=True)
 class _Worker:
     slots: int
-    room: Demand
-    """Its cpus and memory; infinite where it did not say."""
+    cpus: float
+    memory_mb: float
     running: dict[str, Work] = field(default_factory=dict)
-    cpus: float = 0.0
-    memory_mb: int = 0
-    free: int = 0
+    used_cpus: float = 0.0
+    used_memory_mb: int = 0
 
-    def count_free(self) -> int:
-        """Counts free slots anew; by how many there are more."""
-        before, self.free = self.free, max(0, self.slots - len(self.running))
-        return self.free - before
+    @property
+    def free(self) -> int:
+        """Number of free slots."""
+        return max(0, self.slots - len(self.running))
 
     def has_room(self, demand: Demand) -> bool:
-        """Returns whether work of this demand can start there now."""
+        """Tells whether work of this demand can start now."""
         return (
             self.free > 0
-            and self.cpus + demand.cpus <= self.room.cpus
-            and self.memory_mb + demand.memory_mb <= self.room.memory_mb
+            and self.used_cpus + demand.cpus <= self.cpus
+            and self.used_memory_mb + demand.memory_mb <= self.memory_mb
         )
 
     def could_ever(self, demand: Demand) -> bool:
-        """Returns whether work of this demand could start there if nothing else ran."""
-        return demand.cpus <= self.room.cpus and demand.memory_mb <= self.room.memory_mb
+        """Tells whether work of this demand could start if nothing else ran."""
+        return demand.cpus <= self.cpus and demand.memory_mb <= self.memory_mb
 
 
 class Workers:
@@ -49,59 +47,51 @@ class Workers:
 
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
-        self._emptiest: list[tuple[int, int]] = []
-        """(-free slots, worker): a heap in which entries of the past are skipped."""
-        self._kept: dict[int, Lane] = {}
-        """Worker → the lane it is kept free for."""
+        self._reserved: dict[int, Lane] = {}
+        """Worker → the lane for which it is reserved."""
         self.running = 0
-        """Attempts that run."""
+        """Number of running attempts."""
         self.slots = 0
         self.free = 0
-        """Slots in which nothing runs."""
+        """Number of free slots."""
 
     def __len__(self) -> int:
         return len(self._workers)
 
-    # --- what runs ---
-
-    def running_on(self, worker: int) -> dict[str, Work]:
-        """Returns what runs on a worker, by rollout id."""
-        return dict(self._workers[worker].running)
-
     def worker_of(self, rollout_id: str) -> int | None:
-        """Returns the worker that runs a rollout, or ``None`` if none does."""
+        """Returns the worker that runs a rollout, or ``None`` if it does not run."""
         return next((rank for rank, worker in self._workers.items() if rollout_id in worker.running), None)
 
     def running_work(self) -> list[Work]:
-        """Returns every attempt that runs."""
+        """Returns every running attempt."""
         return [work for worker in self._workers.values() for work in worker.running.values()]
 
     def could_ever(self, demand: Demand) -> bool:
-        """Returns whether work of this demand could start somewhere if nothing else ran."""
+        """Tells whether work of this demand could start somewhere if nothing else ran."""
         return any(worker.could_ever(demand) for worker in self._workers.values())
 
-    # --- who comes and goes ---
+    # --- workers come and go ---
 
     def join(self, worker: int, slots: int, cpus: float | None = None, memory_mb: int | None = None) -> None:
-        """Takes in a worker, once.
+        """Adds a worker, once.
 
         Args:
-            cpus: that its rollouts share; ``None``: as many as they like.
-            memory_mb: the same of memory.
+            cpus: CPUs that its rollouts share. ``None``: unlimited.
+            memory_mb: memory that its rollouts share. ``None``: unlimited.
         """
         if worker in self._workers:
             return
-        infinite = 1 << 62
-        room = Demand(infinite if cpus is None else cpus, infinite if memory_mb is None else memory_mb)
-        self._workers[worker] = _Worker(slots, room, free=slots)
+        unlimited = math.inf
+        self._workers[worker] = _Worker(
+            slots, unlimited if cpus is None else cpus, unlimited if memory_mb is None else memory_mb
+        )
         self.slots += slots
         self.free += slots
-        self._note_free(worker)
 
     def leave(self, worker: int) -> list[Work]:
-        """Takes a worker out; returns what ran there, for the caller to fail."""
+        """Removes a worker. Returns what ran there; the caller handles its failure."""
         gone = self._workers.pop(worker, None)
-        self._kept.pop(worker, None)
+        self._reserved.pop(worker, None)
         if gone is None:
             return []
         self.slots -= gone.slots
@@ -110,86 +100,66 @@ class Workers:
         return list(gone.running.values())
 
     def exclude(self, worker: int) -> None:
-        """Starts nothing more on a worker; what runs there goes on."""
-        found = self._workers[worker]
-        self._kept.pop(worker, None)
-        self.slots -= found.slots
-        found.slots = 0
-        self.free += found.count_free()
+        """Starts nothing more on a worker. Its running rollouts continue."""
+        excluded = self._workers[worker]
+        self._reserved.pop(worker, None)
+        self.slots -= excluded.slots
+        self.free -= excluded.free
+        excluded.slots = 0
 
     # --- starts and ends ---
 
     def place(self, lane: Lane) -> int | None:
-        """Returns the worker for a lane's head; one is kept for it when it has been overtaken too often."""
-        work = lane.head[2]
-        avoid = work.avoid
-        if lane.demand is NOTHING and not self._kept and avoid is None:
-            return self._most_free()
-        fits = [
+        """Returns the worker for a lane's head, if possible not the one on which it failed. ``None`` if it does not
+        fit; a worker is reserved for it after :data:`MAX_OVERTAKEN` starts of others."""
+        avoid = lane.head.work.avoid
+        best: tuple[bool, int, int] | None = None
+        best_rank = None
+        for rank, worker in self._workers.items():
+            if worker.has_room(lane.demand) and self._reserved.get(rank, lane) is lane:
+                score = rank != avoid, worker.free, -rank
+                if best is None or score > best:
+                    best, best_rank = score, rank
+        if best_rank is None and lane.overtaken >= MAX_OVERTAKEN:
+            self._reserve(lane)
+        return best_rank
+
+    def _reserve(self, lane: Lane) -> None:
+        if lane in self._reserved.values():
+            return
+        able = [
             (worker.free, -rank)
             for rank, worker in self._workers.items()
-            if worker.has_room(lane.demand) and self._kept.get(rank, lane) is lane
+            if worker.could_ever(lane.demand) and rank not in self._reserved and worker.slots
         ]
-        if fits:
-            return -max([pair for pair in fits if -pair[1] != avoid] or fits)[1]
-        if lane.overtaken >= OVERTAKEN and lane not in self._kept.values():
-            able = [
-                (worker.free, -rank)
-                for rank, worker in self._workers.items()
-                if worker.could_ever(lane.demand) and rank not in self._kept and worker.slots
-            ]
-            if able:
-                self._kept[-max(able)[1]] = lane
-        return None
+        if able:
+            _, negative_rank = max(able)
+            self._reserved[-negative_rank] = lane
 
-    def start(self, work: Work, rank: int, lane: Lane | None = None) -> None:
-        """Fills a slot of a worker.
-
-        Args:
-            lane: that the work comes from; the worker is not kept for it any more.
-        """
+    def start(self, work: Work, rank: int, lane: Lane) -> None:
+        """Fills a slot of a worker with work of a lane, and ends a reservation for the lane."""
         worker = self._workers[rank]
         worker.running[work.rollout.id] = work
-        worker.cpus += work.demand.cpus
-        worker.memory_mb += work.demand.memory_mb
+        worker.used_cpus += work.demand.cpus
+        worker.used_memory_mb += work.demand.memory_mb
         self.running += 1
-        worker.free -= 1
         self.free -= 1
-        self._note_free(rank)
-        if lane is not None and self._kept.get(rank) is lane:
-            del self._kept[rank]
+        if self._reserved.get(rank) is lane:
+            del self._reserved[rank]
 
-    def finish(self, worker: int, rollout_id: str) -> Work | None:
-        """Frees the slot; ``None`` if this worker is not known to run it (a late message: ignore it)."""
-        found = self._workers.get(worker)
-        work = found.running.get(rollout_id) if found else None
-        if found is None or work is None:
+    def finish(self, rank: int, rollout_id: str) -> Work | None:
+        """Frees the slot of a rollout. ``None`` if the worker does not run it, as with a late message."""
+        worker = self._workers.get(rank)
+        if worker is None or rollout_id not in worker.running:
             return None
-        del found.running[rollout_id]
-        found.cpus -= work.demand.cpus
-        found.memory_mb -= work.demand.memory_mb
+        free = worker.free
+        work = worker.running.pop(rollout_id)
+        worker.used_cpus -= work.demand.cpus
+        worker.used_memory_mb -= work.demand.memory_mb
         self.running -= 1
-        self.free += found.count_free()
-        self._note_free(worker)
+        self.free += worker.free - free
         return work
 
-    def keep_none(self) -> None:
-        """Keeps no worker free for a lane any more: there is none."""
-        self._kept.clear()
-
-    def _most_free(self) -> int | None:
-        while self._emptiest:
-            free, rank = self._emptiest[0]
-            worker = self._workers.get(rank)
-            if free and worker is not None and worker.free == -free:
-                return rank
-            heapq.heappop(self._emptiest)
-        return None
-
-    def _note_free(self, rank: int) -> None:
-        free = self._workers[rank].free
-        if len(self._emptiest) > 64 + 4 * len(self._workers):
-            self._emptiest = [(-worker.free, other) for other, worker in self._workers.items() if worker.free]
-            heapq.heapify(self._emptiest)
-        elif free:
-            heapq.heappush(self._emptiest, (-free, rank))
+    def reserve_none(self) -> None:
+        """Ends all reservations, because the queue is empty."""
+        self._reserved.clear()

@@ -1,5 +1,5 @@
-"""Charts of figures as Vega-Lite specifications, and their PNGs.
+"""Charts of figures as Vega-Lite specifications.
 
-``every.charts_of`` turns figures into plain dictionaries. The page passes them to Vega in the browser, and ``pictures``
-to the same Vega without a browser. Charts compute nothing that is not among the figures.
+A chart is a plain dictionary. The page passes it to Vega in the browser, and ``report.files`` to the same Vega without
+a browser. Charts compute nothing that is not among the figures.
 """

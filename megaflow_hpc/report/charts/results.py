@@ -7,23 +7,28 @@ from typing import Any
 
 import msgspec
 
-from megaflow_hpc.report.charts.specs import Chart, Named, Spec, by_series, channel, height_of, series_name, spec_of
+from megaflow_hpc.report.charts.specs import (
+    Chart,
+    Data,
+    Named,
+    Spec,
+    by_series,
+    channel,
+    height_of,
+    series_name,
+    spec_of,
+    tooltip,
+)
 from megaflow_hpc.report.comparison import Difference
-from megaflow_hpc.report.series import Bin
 
 
 def pass_at(runs: Named) -> Chart | None:
     """Returns pass@k over k, or pass@1 of each policy if no task has two samples."""
-    values = [
-        {"series": series_name(label, policy.policy, runs), **msgspec.to_builtins(point)}
-        for label, run in runs
-        for policy in run.policies
-        for point in policy.pass_at
-    ]
+    values = _of_policies(runs, "pass_at")
     if not values:
         return None
     scale = {"domain": [0, 1]}
-    tip = [channel("series", "N"), channel("k"), *(channel(name, format=".3f") for name in ("value", "low", "high"))]
+    tip = tooltip(series="N", k="", value=".3f", low=".3f", high=".3f")
     if max(value["k"] for value in values) == 1:  # a curve needs two points
         spec = _intervals(values, channel("low", title="pass@1", scale=scale), "value", tip)
     else:
@@ -43,25 +48,25 @@ def pass_at(runs: Named) -> Chart | None:
     return Chart(name="pass-at-k", title="pass@k", note=note, spec=spec)
 
 
-def differences(found: Sequence[Difference]) -> Chart | None:
+def differences(of_runs: Sequence[Difference]) -> Chart | None:
     """Returns the differences of runs from the first, with their intervals."""
-    values = [
-        {"series": f"{d.run}: {d.policy}", "difference": d.difference, "low": d.low, "high": d.high, "tasks": d.tasks}
-        for d in found
-        if d.difference is not None
-    ]
+    values = []
+    for one in of_runs:
+        if one.difference is not None:
+            numbers = {"difference": one.difference, "low": one.low, "high": one.high, "tasks": one.tasks}
+            values.append({"series": f"{one.run}: {one.policy}", **numbers})
     if not values:
         return None
-    numbers = [channel(name, format="+.3f") for name in ("difference", "low", "high")]
-    x = channel("low", title=f"difference of mean reward from {found[0].against_run}")
-    spec = _intervals(values, x, "difference", [channel("series", "N"), *numbers, channel("tasks")])
+    x = channel("low", title=f"difference of mean reward from {of_runs[0].against_run}")
+    tip = tooltip(series="N", difference="+.3f", low="+.3f", high="+.3f", tasks="")
+    spec = _intervals(values, x, "difference", tip)
     zero = {"mark": {"type": "rule", "strokeDash": [4, 4], "opacity": 0.5}, "encoding": {"x": {"datum": 0}}}
     spec["layer"].insert(0, zero)
     note = "Paired by task, with the 95 % interval of the mean difference over tasks."
     return Chart(name="difference", title="Difference", note=note, spec=spec)
 
 
-def _intervals(values: Sequence[dict[str, Any]], x: Spec, value: str, tip: Sequence[Spec]) -> Spec:
+def _intervals(values: Data, x: Spec, value: str, tip: Sequence[Spec]) -> Spec:
     """Returns a point on a line from ``low`` to ``high`` for each series."""
     encoding = {"y": channel("series", "N", None), "color": {**by_series(), "legend": None}, "tooltip": list(tip)}
     return spec_of(
@@ -74,30 +79,39 @@ def _intervals(values: Sequence[dict[str, Any]], x: Spec, value: str, tip: Seque
     )
 
 
-def _bins(runs: Named, name: str) -> list[dict[str, Any]]:
-    found = []
+def _of_policies(runs: Named, name: str) -> Data:
+    """Returns the items of a field of every policy's figures as rows of data."""
+    rows = []
     for label, run in runs:
         for policy in run.policies:
-            bins: list[Bin] = getattr(policy, name)
-            found += [{"series": series_name(label, policy.policy, runs), **msgspec.to_builtins(one)} for one in bins]
-    return found
+            series = series_name(label, policy.policy, runs)
+            rows += [{"series": series, **msgspec.to_builtins(item)} for item in getattr(policy, name)]
+    return rows
 
 
 def _histogram(
-    name: str, title: str, note: str, values: Sequence[dict[str, Any]], runs: Named, scale: dict[str, Any] | None = None
+    name: str, title: str, note: str, values: Data, runs: Named, scale: dict[str, Any] | None = None
 ) -> Chart | None:
     if not values:
         return None
-    tip = [channel("series", "N"), channel("low", title="from"), channel("high", title="to"), channel("count")]
-    whole = sorted({(value["low"] + value["high"]) / 2 for value in values if value["high"] - value["low"] == 1})
-    axis = {"values": whole, "format": "d"} if len(whole) == len({value["low"] for value in values}) <= 16 else {}
+    axis = {}
+    lows = {value["low"] for value in values}
+    bars_of_one = [value for value in values if value["high"] - value["low"] == 1]
+    whole_numbers = {(value["low"] + value["high"]) / 2 for value in bars_of_one}
+    if len(whole_numbers) == len(lows) <= 16:
+        axis = {"values": sorted(whole_numbers), "format": "d"}
     encoding = {
         "x": channel("low", title=name, bin={"binned": True}, axis=axis, scale=scale or {}),
         "x2": channel("high"),
         # Bars of different runs have different edges and cannot be stacked.
         "y": channel("count", title="rollouts", stack=None if len(runs) > 1 else "zero"),
         "color": by_series(),
-        "tooltip": tip,
+        "tooltip": [
+            channel("series", "N"),
+            channel("low", title="from"),
+            channel("high", title="to"),
+            channel("count"),
+        ],
     }
     mark = {"type": "bar", "opacity": 0.65 if len(runs) > 1 else 1.0, "binSpacing": 1}
     return Chart(name=title.lower(), title=title, note=note, spec=spec_of(values, mark=mark, encoding=encoding))
@@ -106,10 +120,10 @@ def _histogram(
 def rewards(runs: Named) -> Chart | None:
     """Returns the distribution of rewards."""
     note = "Rollouts by reward, those without a verdict left out."
-    values = _bins(runs, "rewards")
-    for domain in ((0.0, 1.0), (-0.5, 1.5)):  # shares, and bars of only 0 and 1: both ends are shown even if all passed
-        if all(domain[0] <= value["low"] and value["high"] <= domain[1] for value in values):
-            return _histogram("reward", "Rewards", note, values, runs, {"domain": list(domain)})
+    values = _of_policies(runs, "rewards")
+    for low, high in ((0.0, 1.0), (-0.5, 1.5)):  # shares, or bars of only 0 and 1: show both ends even if all passed
+        if all(low <= value["low"] and value["high"] <= high for value in values):
+            return _histogram("reward", "Rewards", note, values, runs, {"domain": [low, high]})
     return _histogram("reward", "Rewards", note, values, runs)
 
 
@@ -117,17 +131,17 @@ def tokens(runs: Named) -> Iterator[Chart | None]:
     """Yields the distributions of tokens and model calls; nothing if no policy calls a model."""
     if any(policy.turns.max for _, run in runs for policy in run.policies):
         note = "Of each rollout that was carried out, prompts included."
-        yield _histogram("tokens", "Tokens", note, _bins(runs, "token_bins"), runs)
+        yield _histogram("tokens", "Tokens", note, _of_policies(runs, "token_bins"), runs)
         note = "Model calls of each rollout that was carried out."
-        yield _histogram("model calls", "Turns", note, _bins(runs, "turn_bins"), runs)
+        yield _histogram("model calls", "Turns", note, _of_policies(runs, "turn_bins"), runs)
 
 
 def use(runs: Named) -> Iterator[Chart | None]:
     """Yields the distributions of CPU time and memory of rollouts."""
     note = "CPU seconds of the sandboxes of each rollout that was carried out, the verifier's included."
-    yield _histogram("CPU seconds", "CPU of rollouts", note, _bins(runs, "cpu_bins"), runs)
+    yield _histogram("CPU seconds", "CPU of rollouts", note, _of_policies(runs, "cpu_bins"), runs)
     note = "The most memory that the sandboxes of each rollout were seen to hold."
-    yield _histogram("MB", "Memory of rollouts", note, _bins(runs, "memory_bins"), runs)
+    yield _histogram("MB", "Memory of rollouts", note, _of_policies(runs, "memory_bins"), runs)
 
 
 def training(runs: Named) -> Iterator[Chart]:
@@ -135,17 +149,20 @@ def training(runs: Named) -> Iterator[Chart]:
     titles = {"reward": "Reward", "passed": "Share that passed", "staleness": "Staleness", "entropy": "Entropy"}
     titles |= {"clipped": "Share clipped", "mismatch": "Mismatch", "tokens_per_s": "Tokens per second"}
     for metric, title in titles.items():
-        values = [
-            {"series": series_name(label, curve.policy, runs), "step": step, "value": value}
-            for label, run in runs
-            for curve in run.training
-            if curve.metric == metric
-            for step, value in zip(curve.steps, curve.values, strict=True)
-        ]
+        values = []
+        for label, run in runs:
+            for curve in run.training:
+                if curve.metric == metric:
+                    series = series_name(label, curve.policy, runs)
+                    for step, value in zip(curve.steps, curve.values, strict=True):
+                        values.append({"series": series, "step": step, "value": value})
         if values:
-            tip = [channel("series", "N"), channel("step"), channel("value", format=".4g")]
-            encoding = {"x": channel("step"), "y": channel("value", title=metric), "color": by_series(), "tooltip": tip}
+            encoding = {
+                "x": channel("step"),
+                "y": channel("value", title=metric),
+                "color": by_series(),
+                "tooltip": tooltip(series="N", step="", value=".4g"),
+            }
             spec = spec_of(values, mark={"type": "line"}, encoding=encoding, height=180)
-            yield Chart(
-                name=f"training-{metric}", title=f"{title} over steps", note="As the trainer committed it.", spec=spec
-            )
+            note = "As the trainer committed it."
+            yield Chart(name=f"training-{metric}", title=f"{title} over steps", note=note, spec=spec)

@@ -1,4 +1,4 @@
-"""Building blocks of charts: colours, the two themes, and parts of Vega-Lite specifications.
+"""Defines the colours of charts, their two themes, and parts of Vega-Lite specifications.
 
 A specification holds data and no colours. Colours come from :data:`PALETTE`, which people with any colour vision can
 distinguish (Okabe and Ito 2008), and from the themes. Texts of tasks and agents appear only in the data, which Vega
@@ -17,6 +17,8 @@ from megaflow_hpc.report.policies import STAGES
 from megaflow_hpc.report.rollouts import PHASES
 
 Spec = dict[str, Any]
+Data = list[dict[str, Any]]
+"""Rows of data of a chart."""
 Named = Sequence[tuple[str, RunFigures]]
 """Runs, each with its label in charts."""
 
@@ -68,12 +70,12 @@ def theme(dark: bool) -> Spec:
     }
 
 
-def spec_of(values: Sequence[dict[str, Any]], **more: Any) -> Spec:
+def spec_of(values: Data, **more: Any) -> Spec:
     """Returns a specification over rows of data that fills the width of its place."""
-    return {"$schema": SCHEMA, "data": {"values": list(values)}, "width": "container", "height": 240, **more}
+    return {"$schema": SCHEMA, "data": {"values": values}, "width": "container", "height": 240, **more}
 
 
-def height_of(values: Sequence[dict[str, Any]], field: str, each: int) -> int:
+def height_of(values: Data, field: str, each: int) -> int:
     """Returns the height in pixels of a chart with ``each`` pixels for every distinct value of a field."""
     return each * len({value[field] for value in values})
 
@@ -81,7 +83,21 @@ def height_of(values: Sequence[dict[str, Any]], field: str, each: int) -> int:
 def channel(field: str, kind: str = "Q", title: str | None = "", **more: Any) -> Spec:
     """Returns a channel: a field, its kind (Q quantity, N name, O ordinal) and its title, or ``None`` for no title."""
     kinds = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
-    return {"field": field, "type": kinds[kind], **({"title": title} if title != "" else {}), **more}
+    spec: Spec = {"field": field, "type": kinds[kind]}
+    if title != "":
+        spec["title"] = title
+    return spec | more
+
+
+def tooltip(**fields: str) -> list[Spec]:
+    """Returns the channels of a tooltip: ``N`` for a name; for a number its format, which may be empty."""
+    channels = []
+    for field, kind in fields.items():
+        if kind == "N":
+            channels.append(channel(field, "N"))
+        else:
+            channels.append(channel(field, format=kind) if kind else channel(field))
+    return channels
 
 
 def series_name(label: str, policy: str, runs: Named) -> str:

@@ -79,7 +79,7 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
         image = Path(scratch) / "image.sif"
         builder, images = Builder(), ImageStore(Path(scratch) / "store")
         images.prepare(str(target))
-        layered = builder.build(Dockerfile.read(dockerfile), {"base": str(base)}, images.layers, BUILD_S)
+        layered = builder.build(Dockerfile(dockerfile), {"base": str(base)}, images.layers, BUILD_S)
         builder.export(images.add_layered(layered, str(target)).path, image)
         stamp_file.unlink(missing_ok=True)
         os.replace(image, target)

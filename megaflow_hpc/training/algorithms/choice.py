@@ -2,7 +2,7 @@
 
 A step settles ``want`` groups, whether it trains on them or drops them. This is also the number of groups requested
 for each step. So dropped groups make a step smaller, but no later step waits for groups that nobody requested. With
-``batch.refill``, the planner settles more groups until the step is full.
+``refill``, the planner settles more groups until the step is full.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from megaflow_hpc.config.data_algorithms import ReplayConfig
 from megaflow_hpc.config.objective import AdvantageConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.training.algorithms import filters, rewards
 from megaflow_hpc.training.algorithms.samples import SampleGroup
+
+REPLAYED_STEPS = 2
+"""Number of the latest full steps whose groups may be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ def choose(
         groups: complete groups in any order, each once.
         version: ordinal of the policy's newest weights; staleness counts from here.
         want: maximum number of groups to settle.
-        replayed: groups that earlier steps trained on, the latest last. The last ``size`` of ``replay`` are enough.
+        replayed: groups that earlier steps trained on, the latest last. Those of the last
+            :data:`REPLAYED_STEPS` steps are enough.
         state: the state that the last call returned; ``None`` at first.
         random: generator for ``shuffle``.
         advantage: the policy's advantage; says which rewards must be present and must differ.
@@ -66,7 +69,7 @@ def choose(
     """
     compared = advantage or AdvantageConfig()
     staleness = next((step.staleness for step in config.data if step.staleness is not None), None)
-    repeat = next((step.replay for step in config.data if step.replay), None)
+    share = next((step.replay for step in config.data if step.replay), None)
     queue = ordered(groups)
     drops: filters.Drops = {}
     taken = filters.survivors(rewards.plain(queue[:want]), compared, drops)
@@ -83,13 +86,13 @@ def choose(
             taken = rewards.shaped(taken, step)
     again: list[SampleGroup] = []
     times = dict((state or {}).get("times", {}))
-    if repeat is not None:
-        candidates = filters.survivors(rewards.plain(replayable(replayed, repeat, times)), compared, {})
+    if share is not None:
+        candidates = filters.survivors(rewards.plain(replayable(replayed, config.batch, times)), compared, {})
         for step in config.data:
             candidates = rewards.shaped(candidates, step)
         if staleness is not None:
             candidates = filters.fresh(candidates, staleness, version, {})
-        again = replay(candidates, len(taken), repeat)
+        again = replay(candidates, len(taken), share)
         replayed_ids = {group.id for group in replayed}
         times = {group: count for group, count in times.items() if group in replayed_ids}
         times |= {group.id: times.get(group.id, 0) + 1 for group in again}
@@ -101,13 +104,17 @@ def ordered(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
     return sorted(groups, key=lambda group: (group.oldest, group.time_ns, group.id))
 
 
-def replayable(replayed: Sequence[SampleGroup], config: ReplayConfig, times: Mapping[str, int]) -> list[SampleGroup]:
-    """Returns the groups of ``replayed`` (the latest last) that may be replayed again."""
-    latest = replayed[max(len(replayed) - config.size, 0) :]
-    return [group for group in latest if not times.get(group.id, 0)]
+def replayable(replayed: Sequence[SampleGroup], batch: int, times: Mapping[str, int]) -> list[SampleGroup]:
+    """Returns the groups of ``replayed`` (the latest last) that may be replayed again.
+
+    Args:
+        batch: groups of a full step.
+        times: group → number of replays.
+    """
+    return [group for group in replayed[-REPLAYED_STEPS * batch :] if not times.get(group.id, 0)]
 
 
-def replay(candidates: Sequence[SampleGroup], fresh: int, config: ReplayConfig) -> list[SampleGroup]:
-    """Returns the latest groups to add to ``fresh`` new ones, so that their share of the step is at most ``ratio``."""
-    count = min(int(fresh * config.ratio / (1 - config.ratio) + 1e-9), len(candidates))
+def replay(candidates: Sequence[SampleGroup], fresh: int, share: float) -> list[SampleGroup]:
+    """Returns the latest groups to add to ``fresh`` new ones, at most ``share`` of the step's groups."""
+    count = min(int(fresh * share / (1 - share) + 1e-9), len(candidates))
     return list(candidates[len(candidates) - count :])

@@ -236,7 +236,7 @@ class PrimeBridge:
         if loss.epochs != 1 or loss.minibatch is not None:
             raise ConfigError(
                 f"{flow.run}: training.policies.{flow.policy}.loss: prime-rl makes one optimizer step of each step; "
-                "leave out epochs and minibatch, and set batch.tasks to the size of one optimizer step"
+                "leave out epochs and minibatch, and set batch to the size of one optimizer step"
             )
         if (last := flow.restore()) is not None:
             self._check(flow.checkpoint(last) / NOTE_FILE)

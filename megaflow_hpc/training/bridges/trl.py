@@ -87,7 +87,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
     if loss.kind not in LOSSES:
         raise ConfigError(f"training: TRL has no loss {loss.kind!r}; it has {', '.join(sorted(LOSSES))}")
     if "max_steps" not in others:
-        each = 1 if loss.minibatch is None else math.ceil(config.batch.tasks / loss.minibatch)
+        each = 1 if loss.minibatch is None else math.ceil(config.batch / loss.minibatch)
         others["max_steps"] = config.steps * loss.epochs * each
     name, level = LOSSES[loss.kind]
     low, high = loss.band
@@ -164,9 +164,7 @@ class DataflowTrainer(GRPOTrainer):
             )
         self.current_gradient_accumulation_steps = 1  # normally set by ``train``
         self._flow = flow
-        self._correction = Loss(
-            "dapo", importance=flow.settings.importance.level, truncate=flow.settings.importance.truncate
-        )
+        self._correction = Loss("dapo", importance=flow.settings.importance, truncate=flow.settings.truncate)
         self._proximal: dict[tuple[int, bytes], Any] = {}
         self._stream = self._minibatches()
         self.add_callback(_AfterStep(self))

@@ -84,8 +84,8 @@ class TrainingLoop:
         self.policy.temperature = flow.temperature
         options = settings.optimizer.model_dump(include={"lr", "weight_decay", "clip_norm"})
         self.optimizer = Optimizer(self.policy, **options)
-        loss, weights = settings.loss, settings.importance
-        self.loss = losses.Loss(loss.kind, loss.band, loss.entropy, weights.level, weights.truncate)
+        loss = settings.loss
+        self.loss = losses.Loss(loss.kind, loss.band, loss.entropy, settings.importance, settings.truncate)
         self.stopping = self._waiting = False
         self._compared = False
         self._moved = True  # since the last published version; an earlier start may have updated it

@@ -1,8 +1,8 @@
-"""Write trajectories in other programs' formats, one module per format, and read JSON lines back into a campaign file.
+"""Writes trajectories in other programs' formats, one module per format, and imports JSON lines.
 
-The input is an open store, the output are files. Every format's module offers ``HELP`` (one line) and ``write(job) ->
-list[Path]``. It takes rows from ``job.rows()`` in order, holds a bounded number of them in memory, and publishes its
-files by rename. The verbs ``export`` and ``import`` call this room, and users may.
+Every format's module offers ``HELP`` (one line) and ``write(job) -> list[Path]``. It takes rows from ``job.rows()`` in
+order, holds a bounded number of them in memory, and publishes its files by rename. The verbs ``export`` and ``import``
+call this room, and users may.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import without_links
+from megaflow_hpc.trajectories.hdf5.columns import Integers
 from megaflow_hpc.trajectories.reading.row import Row
-from megaflow_hpc.trajectories.reading.sources import Flat
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 
 FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds")
 
 GROUP_TOKENS = 1 << 20
-"""Maximum number of tokens of rows held in memory at once: some tens of MB."""
+"""Maximum number of tokens held in memory at once, some tens of MB."""
 GROUP_ROWS = 1024
 
 COMPRESSIONS = ("none", "gz", "zst")
@@ -37,13 +37,13 @@ class ExportJob:
     """One export: the chosen rows of a store, and the target directory."""
 
     store: TrajectoryStore
-    numbers: NDArray[np.int64]
+    numbers: Integers
     directory: Path
-    compress: str = "none"
+    compress: str
     """Compression of JSON lines, one of :data:`COMPRESSIONS`. Parquet is always compressed."""
-    progress: Callable[[int, int], None] = lambda done, total: None
+    progress: Callable[[int, int], None]
     """Called with the number of finished rows and of all rows."""
-    warn: Callable[[str], None] = lambda text: None
+    warn: Callable[[str], None]
     """Called with the id of each trajectory that the format cannot store completely, and the reason."""
 
     def rows(self) -> Iterator[Row]:
@@ -52,7 +52,7 @@ class ExportJob:
             yield row
             self.progress(done + 1, len(self.numbers))
 
-    def groups(self) -> Iterator[NDArray[np.int64]]:
+    def groups(self) -> Iterator[Integers]:
         """Yields groups of row numbers that fit in memory together."""
         lengths = self.store.lengths()[self.numbers]
         start = tokens = 0
@@ -66,10 +66,6 @@ class ExportJob:
             yield self.numbers[start:]
         self.progress(len(self.numbers), len(self.numbers))
 
-    def flat(self, numbers: NDArray[np.int64]) -> Flat:
-        """Returns the token sequences of rows, concatenated."""
-        return self.store.flat(numbers)
-
 
 def export(
     store: TrajectoryStore,
@@ -77,7 +73,7 @@ def export(
     directory: Path,
     where: str | None = None,
     compress: str = "none",
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> dict[str, list[Path]]:
     """Writes trajectories in other formats.
@@ -107,15 +103,10 @@ def export(
     directory.parent.mkdir(parents=True, exist_ok=True)
     written = {}
     try:
-        with without_links(directory) as place:
+        with without_links(directory) as opened:
             for name, module in modules.items():
-
-                def tell(done: int, total: int, name: str = name) -> None:
-                    if progress is not None:
-                        progress(name, done, total)
-
-                made = module.write(ExportJob(store, numbers, place, compress, tell, warn))
-                written[name] = [directory / path.relative_to(place) for path in made]
+                job = ExportJob(store, numbers, opened, compress, partial(progress, name), warn)
+                written[name] = [directory / path.relative_to(opened) for path in module.write(job)]
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.exports.parquet import pyarrow
-from megaflow_hpc.trajectories.hdf5.columns import text
+from megaflow_hpc.trajectories.hdf5.columns import Array
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.reading.batch import padded_lines
 
@@ -25,46 +24,48 @@ if TYPE_CHECKING:
 
 HELP = "Parquet, one row per token sequence, with the keys of AReaL's rollout workflows"
 
-KEYS = {"input_ids": np.int32, "loss_mask": np.int32, "logprobs": np.float32, "versions": np.int32}
-_FILL = {"input_ids": 0, "loss_mask": 0, "logprobs": 0.0, "versions": -1, "attention_mask": False}
+COLUMNS: dict[str, tuple[Any, Any]] = {
+    "input_ids": (np.int32, 0),
+    "loss_mask": (np.int32, 0),
+    "logprobs": (np.float32, 0.0),
+    "versions": (np.int32, -1),
+    "attention_mask": (np.bool_, False),
+}
+"""Token columns: type and padding."""
 
 
 def write(job: ExportJob) -> list[Path]:
     """Writes ``areal.parquet``."""
     pa = pyarrow()
     path = job.directory / "areal.parquet"
-    schema = pa.schema(
-        [
-            *((name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in KEYS.items()),
-            ("attention_mask", pa.list_(pa.bool_())),
-            ("rewards", pa.float32()),
-            ("trajectory", pa.string()),
-            ("group", pa.string()),
-            ("policy", pa.string()),
-        ]
-    )
+    fields = {name: pa.list_(pa.from_numpy_dtype(dtype)) for name, (dtype, _) in COLUMNS.items()}
+    fields["rewards"] = pa.float32()
+    fields |= dict.fromkeys(("trajectory", "group", "policy"), pa.string())
+    schema = pa.schema(fields)
     with published(path) as temporary, pa.parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
         for numbers in job.groups():
-            flat = job.flat(numbers)
+            flat = job.store.flat(numbers)
             offsets = pa.array(flat.offsets, pa.int32())
-            values = {
+            tokens = {
                 "input_ids": flat.tokens,
                 "loss_mask": flat.loss_mask.astype(np.int32),
                 "logprobs": np.nan_to_num(flat.logprobs, nan=0.0),
                 "versions": flat.weight_versions,
                 "attention_mask": np.ones(len(flat.tokens), np.bool_),
             }
-            arrays = [pa.ListArray.from_arrays(offsets, pa.array(column)) for column in values.values()]
-            arrays.append(pa.array(job.store.column("reward")[flat.row], pa.float32()))
-            arrays += [pa.array(job.store.column(name)[flat.row], pa.string()) for name in ("id", "group")]
-            writer.write_table(pa.Table.from_arrays([*arrays, pa.array(text(flat.policy), pa.string())], schema=schema))
+            columns = {name: pa.ListArray.from_arrays(offsets, pa.array(values)) for name, values in tokens.items()}
+            columns["rewards"] = job.store.column("reward")[flat.row]
+            columns["trajectory"] = job.store.column("id")[flat.row]
+            columns["group"] = job.store.column("group")[flat.row]
+            columns["policy"] = flat.policy
+            writer.write_table(pa.Table.from_pydict(columns, schema=schema))
     return [path]
 
 
-def tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
+def tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
     """Pads rows of this format to the right. Returns (rows, longest) by name, and ``rewards`` (rows)."""
-    found: dict[str, NDArray[Any]] = {}
-    for name, dtype in {**KEYS, "attention_mask": np.bool_}.items():
-        found[name] = padded_lines([row[name] for row in rows], dtype, _FILL[name])
-    found["rewards"] = np.array([row["rewards"] for row in rows], np.float32)
-    return found
+    padded: dict[str, Array] = {}
+    for name, (dtype, fill) in COLUMNS.items():
+        padded[name] = padded_lines([row[name] for row in rows], dtype, fill)
+    padded["rewards"] = np.array([row["rewards"] for row in rows], np.float32)
+    return padded

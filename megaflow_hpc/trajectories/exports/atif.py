@@ -46,49 +46,57 @@ def write(job: ExportJob) -> list[Path]:
         for row in job.rows():
             folder = temporary / safe_name(row.task_id) / safe_name(row.policy)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            round_number = round_of(row.task_id, row.group_id)
+            suffix = f"@{round_number}" if round_number else ""
             text = json.dumps(document(row, job.store.campaign), allow_nan=False)
-            again = round_of(row.task_id, row.group_id)
-            name = f"{row.sample_index}@{again}.json" if again else f"{row.sample_index}.json"
-            (folder / name).write_text(text, encoding="utf-8")
+            (folder / f"{row.sample_index}{suffix}.json").write_text(text, encoding="utf-8")
     return [directory]
 
 
 def document(row: Row, campaign: str) -> dict[str, Any]:
     """Returns one trajectory as an ATIF document."""
-    turns, views, found = row.turns, row.sequences, row.conversations
-    metrics = [_metrics(turn, views) for turn in turns]
-    first = main(found, row.policy) if found else -1
-    order = sorted(range(len(found)), key=lambda number: number != first)
-    answers: dict[int, dict[str, Any]] = {}
-    """Call → its step."""
-    seen: set[int] = set()
-    documents = [_document(row, found[number], f"{row.id}#{number}", metrics, answers, seen) for number in order]
-    for number, started in zip(order, documents, strict=True):
-        started_by = found[number].started_by
-        if started_by is not None and (step := answers.get(started_by)) is not None:
+    conversations = row.conversations
+    order = list(range(len(conversations)))
+    if conversations:
+        first = main(conversations, row.policy)
+        order = [first, *(number for number in order if number != first)]
+    documents = _Documents(row)
+    made = [documents.add(conversations[number], f"{row.id}#{number}") for number in order]
+    for number, started in zip(order, made, strict=True):
+        step = documents.step_of_call.get(conversations[number].started_by)
+        if step is not None:
             results = step.setdefault("observation", {"results": []})["results"]
             results.append({"subagent_trajectory_ref": [{"trajectory_id": started["trajectory_id"]}]})
-    said = row.error or f"no conversation was recorded ({row.status})"
-    root = documents[0] if documents else {"steps": _numbered([{"source": "system", "message": said}])}
-    root["steps"][0]["timestamp"] = _iso(row.started_at)
-    extra: dict[str, Any] = {
-        "trajectory": row.id,
-        "task_id": row.task_id,
-        "group_id": row.group_id,
-        "policy": row.policy,
-        "status": row.status,
-        "error_kind": row.error_kind,
-        "error": row.error,
-        "reward": None if math.isnan(row.reward) else row.reward,
-        "rewards": row.rewards,
-        "finished_at": _iso(row.finished_at),
-        "campaign": campaign,
-        "calls_without_a_step": sum(turn.message < 0 for turn in turns),
+    if made:
+        steps = made[0]["steps"]
+    else:
+        reason = row.error or f"no conversation was recorded ({row.status})"
+        steps = _numbered([{"source": "system", "message": reason}])
+    steps[0]["timestamp"] = _iso(row.started_at)
+    whole: dict[str, Any] = {
+        **_head(row),
+        "session_id": row.id,
+        "trajectory_id": row.id,
+        "steps": steps,
+        "final_metrics": {**_totals(documents.metrics), "total_steps": len(steps)},
+        "extra": {
+            "trajectory": row.id,
+            "task_id": row.task_id,
+            "group_id": row.group_id,
+            "policy": row.policy,
+            "status": row.status,
+            "error_kind": row.error_kind,
+            "error": row.error,
+            "reward": None if math.isnan(row.reward) else row.reward,
+            "rewards": row.rewards,
+            "finished_at": _iso(row.finished_at),
+            "campaign": campaign,
+            "calls_without_a_step": sum(turn.message < 0 for turn in row.turns),
+        },
     }
-    final = {**_final(metrics), "total_steps": len(root["steps"])}
-    whole = {**_head(row), "session_id": row.id, "trajectory_id": row.id, "steps": root["steps"]}
-    subagents = {"subagent_trajectories": documents[1:]} if documents[1:] else {}
-    return {**whole, "final_metrics": final, "extra": extra, **subagents}
+    if made[1:]:
+        whole["subagent_trajectories"] = made[1:]
+    return whole
 
 
 def _head(row: Row) -> dict[str, Any]:
@@ -98,75 +106,77 @@ def _head(row: Row) -> dict[str, Any]:
     }
 
 
-def _document(
-    row: Row,
-    conversation: Conversation,
-    name: str,
-    metrics: list[dict[str, Any]],
-    answers: dict[int, dict[str, Any]],
-    seen: set[int],
-) -> dict[str, Any]:
-    """Returns one conversation as a document.
-
-    Args:
-        row: Its trajectory.
-        conversation: The conversation.
-        name: The document's ``trajectory_id``.
-        metrics: Metrics of the trajectory's calls.
-        answers: Call → its step. Steps of this conversation are added.
-        seen: Messages that earlier documents have. Those of this document are added.
-    """
-    again = [node in seen for node in conversation.nodes]
-    seen.update(conversation.nodes)
-    steps = _steps(conversation, again, metrics, answers)
-    own = [
-        metrics[call] for call, known in zip(conversation.turns, again, strict=True) if call is not None and not known
-    ]
-    return {
-        **_head(row),
-        "trajectory_id": name,
-        "steps": steps,
-        "final_metrics": {**_final(own), "total_steps": len(steps)},
-        "extra": {"policy": conversation.policy, "started_by_call": conversation.started_by},
-    }
+def _totals(metrics: list[dict[str, Any]]) -> dict[str, int]:
+    totals = {}
+    for name in ("prompt_tokens", "completion_tokens"):
+        totals[f"total_{name}"] = sum(item.get(name, 0) for item in metrics)
+    return totals
 
 
-def _final(metrics: list[dict[str, Any]]) -> dict[str, int]:
-    return {
-        f"total_{name}": sum(item.get(name, 0) for item in metrics) for name in ("prompt_tokens", "completion_tokens")
-    }
+class _Documents:
+    """Turns the conversations of a trajectory into documents."""
+
+    def __init__(self, row: Row) -> None:
+        views = row.sequences
+        self._row = row
+        self.metrics = [_metrics(turn, views) for turn in row.turns]
+        """Metrics of each call."""
+        self.step_of_call: dict[int | None, dict[str, Any]] = {}
+        """The step of each call in the documents so far."""
+        self._seen: set[int] = set()
+        """Messages of the documents so far."""
+
+    def add(self, conversation: Conversation, name: str) -> dict[str, Any]:
+        """Returns one conversation as a document.
+
+        Args:
+            conversation: The conversation.
+            name: The document's ``trajectory_id``.
+        """
+        is_copied = [node in self._seen for node in conversation.nodes]
+        self._seen.update(conversation.nodes)
+        own: list[dict[str, Any]] = []
+        steps: list[dict[str, Any]] = []
+        for message, call, copied in zip(conversation.messages, conversation.turns, is_copied, strict=True):
+            metrics = None
+            if call is not None and not copied:
+                metrics = self.metrics[call]
+                own.append(metrics)
+            role = str(message.get("role", "user"))
+            if role in ("tool", "function"):
+                _observe(steps, message)
+                continue
+            step = _step(role, message)
+            if step["source"] == "agent" and metrics is not None:
+                self.step_of_call[call] = step
+                step |= {"metrics": metrics, "llm_call_count": 1}
+            if copied and conversation.shared:
+                step["is_copied_context"] = True
+            steps.append(step)
+        return {
+            **_head(self._row),
+            "trajectory_id": name,
+            "steps": _numbered(steps),
+            "final_metrics": {**_totals(own), "total_steps": len(steps)},
+            "extra": {"policy": conversation.policy, "started_by_call": conversation.started_by},
+        }
 
 
-def _steps(
-    conversation: Conversation, again: list[bool], metrics: list[dict[str, Any]], answers: dict[int, dict[str, Any]]
-) -> list[dict[str, Any]]:
-    steps: list[dict[str, Any]] = []
-    told = conversation.shared > 0
-    for message, call, known in zip(conversation.messages, conversation.turns, again, strict=True):
-        role = str(message.get("role", "user"))
-        if role in ("tool", "function"):
-            _observe(steps, message)
-            continue
-        step: dict[str, Any] = {"source": _SOURCES.get(role, "user"), "message": _text(message.get("content"))}
-        if step["source"] == "agent":
-            reasoning = message.get("reasoning_content") or message.get("reasoning")
-            if reasoning:
-                step["reasoning_content"] = _text(reasoning)
-            tool_calls = [_tool_call(each, i) for i, each in enumerate(message.get("tool_calls") or ())]
-            if tool_calls:
-                step["tool_calls"] = tool_calls
-            if call is not None and not known:
-                answers[call] = step
-                step |= {"metrics": metrics[call], "llm_call_count": 1}
-        if known and told:
-            step["is_copied_context"] = True
-        steps.append(step)
-    return _numbered(steps)
+def _step(role: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    step: dict[str, Any] = {"source": _SOURCES.get(role, "user"), "message": _text(message.get("content"))}
+    if step["source"] == "agent":
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if reasoning:
+            step["reasoning_content"] = _text(reasoning)
+        tool_calls = [_tool_call(call, number) for number, call in enumerate(message.get("tool_calls") or ())]
+        if tool_calls:
+            step["tool_calls"] = tool_calls
+    return step
 
 
 def _numbered(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    for number, step in enumerate(steps):
-        step["step_id"] = number + 1
+    for number, step in enumerate(steps, 1):
+        step["step_id"] = number
     return steps
 
 
@@ -174,59 +184,67 @@ def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
     """Adds a tool's answer to the latest step of the agent that called it."""
     result: dict[str, Any] = {"content": _text(message.get("content"))}
     wanted = _text(message.get("tool_call_id"))
-    owner = next(
-        (s for s in reversed(steps) if any(c["tool_call_id"] == wanted for c in s.get("tool_calls", ()))), None
-    )
-    if owner is not None:
-        result["source_call_id"] = wanted
-    elif steps:
-        owner = next((s for s in reversed(steps) if s["source"] == "agent"), steps[-1])
-    else:
-        owner = {"source": "system", "message": ""}
-        steps.append(owner)
+    if not steps:
+        steps.append({"source": "system", "message": ""})
+    owner = next((step for step in reversed(steps) if step["source"] == "agent"), steps[-1])
+    for step in steps:
+        if any(call["tool_call_id"] == wanted for call in step.get("tool_calls", ())):
+            owner = step
+            result["source_call_id"] = wanted
     owner.setdefault("observation", {"results": []})["results"].append(result)
 
 
 def _tool_call(call: Any, number: int) -> dict[str, Any]:
     call = call if isinstance(call, dict) else {}
-    function = call.get("function") if isinstance(call.get("function"), dict) else {}
+    function = call.get("function")
+    if not isinstance(function, dict):
+        function = {}
     given = function.get("arguments")
     try:
         arguments = json.loads(given) if isinstance(given, str) else given
     except ValueError:
         arguments = None
-    found = {
+    result = {
         "tool_call_id": _text(call.get("id") or f"call_{number}"),
         "function_name": _text(function.get("name") or "unknown"),
         "arguments": _plain(arguments) if isinstance(arguments, dict) else {},
     }
     if not isinstance(arguments, dict) and given:
-        found["extra"] = {"arguments": _text(given)}  # not the JSON object it should be: kept as it came
-    return found
+        result["extra"] = {"arguments": _text(given)}  # not a JSON object: kept as it is
+    return result
 
 
 def _metrics(turn: Turn, views: list[SequenceView]) -> dict[str, Any]:
-    times = {name: round(getattr(turn, name), 6) for name in ("model_s", "sandbox_s", "agent_s", "wait_s")}
-    extra = {**times, "finish_reason": turn.finish_reason, "server": turn.server}
+    extra: dict[str, Any] = {}
+    for name in ("model_s", "sandbox_s", "agent_s", "wait_s"):
+        extra[name] = round(getattr(turn, name), 6)
+    extra |= {"finish_reason": turn.finish_reason, "server": turn.server}
     if not 0 <= turn.sequence < len(views):
         return {"extra": extra}
     view = views[turn.sequence]
     span = slice(turn.token_start, turn.token_end)
+    logprobs = view.logprobs[span].tolist()
+    extra["weight_versions"] = sorted(set(view.weight_versions[span].tolist()))
     return {
         "prompt_tokens": turn.token_start,
         "completion_tokens": turn.token_end - turn.token_start,
         "completion_token_ids": view.tokens[span].tolist(),
-        "logprobs": [float(f"{value:.9g}") if math.isfinite(value) else 0.0 for value in view.logprobs[span].tolist()],
-        "extra": {**extra, "weight_versions": sorted(set(view.weight_versions[span].tolist()))},
+        "logprobs": [float(f"{value:.9g}") if math.isfinite(value) else 0.0 for value in logprobs],
+        "extra": extra,
     }
 
 
 def _text(content: Any) -> str:
     """Returns any content as text that is valid Unicode."""
     if isinstance(content, list):
-        parts = [part.get("text", f"({part.get('type', '?')})") if isinstance(part, dict) else part for part in content]
-        content = "\n".join(str(part) for part in parts)
-    return ("" if content is None else str(content)).encode("utf-8", "backslashreplace").decode()
+        parts = []
+        for part in content:
+            if isinstance(part, dict):
+                part = part.get("text", f"({part.get('type', '?')})")
+            parts.append(str(part))
+        content = "\n".join(parts)
+    text = "" if content is None else str(content)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Publish whole directories, compress streams of lines, and make names safe for paths."""
+"""Publishes whole directories, compresses streams of lines, and makes names safe for paths."""
 
 from __future__ import annotations
 

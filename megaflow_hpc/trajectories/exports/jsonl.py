@@ -1,4 +1,4 @@
-"""JSON lines: one line with all data of a rollout. The format is lossless: ``import`` restores the same columns.
+"""JSON lines: one line with all data of a rollout. The format is lossless: an import restores the same columns.
 
 ``messages`` is the main conversation. ``conversations`` lists all conversations, with the indices of their messages and
 the calls that answered. If there is more than the main conversation, the indices refer to ``tree``.
@@ -13,16 +13,18 @@ import base64
 import json
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from megaflow_hpc.trajectories.exports.files import writing
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.texts import parse_object
+from megaflow_hpc.trajectories.exports.files import lines, writing
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.schema import UNKNOWN_AS_NAN
+from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
+from megaflow_hpc.trajectories.journal.checks import checked
 from megaflow_hpc.trajectories.reading.sources import SequenceView
 from megaflow_hpc.trajectory import Trajectory
 
@@ -47,41 +49,48 @@ def write(job: ExportJob) -> list[Path]:
 
 def line(row: Row) -> bytes:
     """Returns one trajectory as a line of strict JSON in UTF-8, newline included."""
-    head: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     for name in Trajectory.__dataclass_fields__:
         if name not in _RAGGED:
             value = getattr(row, name)
-            head[name] = None if name in UNKNOWN_AS_NAN and math.isnan(value) else value
-    head["rewards"] = row.rewards
-    head |= row.conversation_record()
-    head["turns"] = [asdict(turn) for turn in row.turns]
-    head["attempts"] = [asdict(attempt) for attempt in row.attempts]
-    head["artifacts"] = [
+            record[name] = None if name in UNKNOWN_AS_NAN and math.isnan(value) else value
+    record["rewards"] = row.rewards
+    record |= row.conversation_record()
+    record["turns"] = [asdict(turn) for turn in row.turns]
+    record["attempts"] = [asdict(attempt) for attempt in row.attempts]
+    record["artifacts"] = [
         {"name": artifact.name, "data": base64.b64encode(artifact.data).decode()} for artifact in row.artifacts
     ]
-    text = json.dumps(head, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     sequences = ",".join(_sequence(view) for view in row.sequences)
     return f'{text[:-1]},"sequences":[{sequences}]}}\n'.encode("utf-8", "backslashreplace")
 
 
 def _sequence(view: SequenceView) -> str:
-    def integers(values: Any) -> str:
-        return ",".join(map(str, values.tolist()))
+    columns = {
+        "tokens": _integers(view.tokens),
+        "logprobs": _floats(view.logprobs),
+        "loss_mask": _integers(view.loss_mask),
+        "weight_versions": _integers(view.weight_versions),
+    }
+    lists = ",".join(f'"{name}":[{numbers}]' for name, numbers in columns.items())
+    return f'{{"policy":{json.dumps(view.policy)},{lists}}}'
 
-    return (
-        f'{{"policy":{json.dumps(view.policy)},"tokens":[{integers(view.tokens)}],'
-        f'"logprobs":[{_floats(view.logprobs)}],"loss_mask":[{integers(view.loss_mask)}],'
-        f'"weight_versions":[{integers(view.weight_versions)}]}}'
-    )
+
+def _integers(values: Any) -> str:
+    return ",".join(map(str, values.tolist()))
 
 
 def _floats(values: Any) -> str:
-    cells = np.full(len(values), "null", object)
-    number = np.isfinite(values)
-    finite = values[number].tolist()
-    cells[number] = ("%.9g," * len(finite) % tuple(finite)).split(",")[:-1] if finite else []
-    cells[number & (values == 0) & np.signbit(values)] = "-0.0"  # JSON's -0 would be read back as an integer
-    return ",".join(cells)
+    texts = []
+    for value in values.tolist():
+        if not math.isfinite(value):
+            texts.append("null")
+        elif value == 0:
+            texts.append("-0.0" if math.copysign(1, value) < 0 else "0")  # JSON's -0 would be read as an integer
+        else:
+            texts.append(f"{value:.9g}")
+    return ",".join(texts)
 
 
 def parse(data: Mapping[str, Any]) -> Trajectory:
@@ -106,3 +115,56 @@ def parse(data: Mapping[str, Any]) -> Trajectory:
         for artifact in data.get("artifacts", ())
     ]
     return Trajectory.from_record(record)
+
+
+def import_jsonl(
+    source: Path,
+    target: Path,
+    campaign: str | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Writes a ``trajectories.h5`` from JSON lines, plain or compressed with gzip or Zstandard.
+
+    Args:
+        source: The file of lines.
+        target: The file to write. An existing file is replaced at the end.
+        campaign: Name of the campaign. Default: the name of ``source`` up to its first dot.
+        progress: Called with the number of finished trajectories.
+
+    Returns:
+        The number of trajectories.
+
+    Raises:
+        ConfigError: There is no line, or a line is not a trajectory or repeats an id. The message names the line, and
+            ``target`` is unchanged.
+    """
+    if not source.is_file():
+        raise ConfigError(f"{source}: cannot be read; expected JSON lines of megaflow-hpc export")
+    ids: set[str] = set()
+    with published(target) as temporary:
+        name = campaign or source.name.split(".")[0]
+        with TrajectoryWriter(temporary, name) as writer:
+            for number, line in lines(source):
+                if not line.strip():
+                    continue
+                try:
+                    trajectory = checked(parse(parse_object(line)))
+                except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+                    raise ConfigError(f"{source}:{number}: no trajectory of ours ({_fault(error)})") from None
+                if trajectory.id in ids:
+                    raise ConfigError(f"{source}:{number}: {trajectory.id} was there before; ids are unique")
+                ids.add(trajectory.id)
+                writer.append(trajectory)
+                if progress is not None:
+                    progress(len(ids))
+        if not ids:
+            raise ConfigError(f"{source}: holds no trajectory; expected JSON lines of megaflow-hpc export")
+    return len(ids)
+
+
+def _fault(error: Exception) -> str:
+    if isinstance(error, TypeError):  # Trajectory() missing 2 required positional arguments: …
+        names = str(error).partition("missing ")[2].partition(": ")[2]
+        if names:
+            return f"it lacks {names}"
+    return f"{error!r:.300}"

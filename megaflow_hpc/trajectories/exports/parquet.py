@@ -17,17 +17,15 @@ import numpy as np
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories.hdf5.publishing import published
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT
+from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS, STRING, TEXT
 from megaflow_hpc.trajectories.reading.sources import Flat
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
-    from megaflow_hpc.trajectories.reading.row import Row
 
 HELP = "Parquet, one row per trajectory, for pandas, Polars, DuckDB and Hugging Face datasets"
 
-_TOLD = ("messages", "conversations", "tree")
-SCALARS = tuple(c for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n")
+_JSON = ("messages", "conversations", "tree")
 
 
 def pyarrow() -> Any:
@@ -53,31 +51,21 @@ def write(job: ExportJob) -> list[Path]:
     with published(path) as temporary, pa.parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
         for numbers in job.groups():
             rows = list(job.store.rows(numbers))
-            columns: dict[str, Any] = {c.name: job.store.column(c.name)[numbers] for c in SCALARS}
+            columns: dict[str, Any] = {}
+            for column in ROW_COLUMNS:
+                columns[column.name] = job.store.column(column.name)[numbers]
             if names:
-                columns["rewards"] = pa.StructArray.from_arrays(
-                    [pa.array(job.store.column(f"rewards/{name}")[numbers], pa.float32()) for name in names],
-                    list(names),
-                )
-            told = [row.conversation_record() for row in rows]
-            for name in _TOLD:
-                columns[name] = [json.dumps(record.get(name)) for record in told]
-            columns["sequences"] = sequences(pa, job.flat(numbers), numbers)
-            for name in ("turn_list", "attempt_list", "artifacts"):
-                columns[name] = [_records(row, name) for row in rows]
-            arrays = [
-                columns[field.name]
-                if isinstance(columns[field.name], pa.Array)
-                else pa.array(columns[field.name], field.type)
-                for field in schema
-            ]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+                rewards = [pa.array(job.store.column(f"rewards/{name}")[numbers], pa.float32()) for name in names]
+                columns["rewards"] = pa.StructArray.from_arrays(rewards, list(names))
+            records = [row.conversation_record() for row in rows]
+            for name in _JSON:
+                columns[name] = [json.dumps(record.get(name)) for record in records]
+            columns["sequences"] = sequences(pa, job.store.flat(numbers), numbers)
+            columns["turn_list"] = [[asdict(turn) for turn in row.turns] for row in rows]
+            columns["attempt_list"] = [[asdict(attempt) for attempt in row.attempts] for row in rows]
+            columns["artifacts"] = [[asdict(artifact) for artifact in row.artifacts] for row in rows]
+            writer.write_table(pa.Table.from_pydict(columns, schema=schema))
     return [path]
-
-
-def _records(row: Row, name: str) -> list[dict[str, Any]]:
-    items: dict[str, list[Any]] = {"turn_list": row.turns, "attempt_list": row.attempts, "artifacts": row.artifacts}
-    return [asdict(item) for item in items[name]]
 
 
 def sequences(pa: Any, flat: Flat, numbers: Any) -> Any:
@@ -101,42 +89,32 @@ def sequences(pa: Any, flat: Flat, numbers: Any) -> Any:
         "weight_versions": tokens(flat.weight_versions),
     }
     # Rows are distinct and in the requested order, so the sequences of a row are adjacent.
-    ends = np.searchsorted(np.searchsorted(numbers, flat.row), np.arange(len(numbers) + 1))
+    bounds = np.searchsorted(np.searchsorted(numbers, flat.row), np.arange(len(numbers) + 1))
     items = pa.StructArray.from_arrays(list(fields.values()), list(fields))
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), items)
+    return pa.ListArray.from_arrays(pa.array(bounds, pa.int32()), items)
 
 
 def _schema(pa: Any, rewards: tuple[str, ...]) -> Any:
-    def of(names: dict[str, Any]) -> Any:
-        return pa.list_(pa.struct(list(names.items())))
-
-    fields = [pa.field(c.name, pa.string() if c.dtype in (STRING, TEXT) else getattr(pa, c.dtype)()) for c in SCALARS]
-    if rewards:
-        fields.append(pa.field("rewards", pa.struct([(name, pa.float32()) for name in rewards])))
-    fields += [pa.field(name, pa.string()) for name in _TOLD]
-    integers, reals = pa.list_(pa.int32()), pa.list_(pa.float32())
-    fields.append(
-        pa.field(
-            "sequences",
-            of(
-                {
-                    "policy": pa.string(),
-                    "tokens": integers,
-                    "logprobs": reals,
-                    "loss_mask": pa.list_(pa.uint8()),
-                    "weight_versions": integers,
-                }
-            ),
-        )
-    )
+    text, integers, reals = pa.string(), pa.list_(pa.int32()), pa.list_(pa.float32())
+    sequence = {"policy": text, "tokens": integers, "logprobs": reals}
+    sequence |= {"loss_mask": pa.list_(pa.uint8()), "weight_versions": integers}
     turn = {name: pa.int64() for name in ("sequence", "token_start", "token_end")}
-    turn |= {"finish_reason": pa.string(), "policy": pa.string()}
+    turn |= {"finish_reason": text, "policy": text}
     turn |= {name: pa.int64() for name in ("message", "started_by")}
     turn |= {name: pa.float32() for name in ("model_s", "sandbox_s", "agent_s", "wait_s")}
-    fields.append(pa.field("turn_list", of({**turn, "server": pa.string()})))
+    turn |= {"server": text}
     attempt = {"attempt": pa.int32()}
-    attempt |= {name: pa.string() for name in ("status", "error_kind", "error", "node", "job_id")}
+    attempt |= {name: text for name in ("status", "error_kind", "error", "node", "job_id")}
     attempt |= {name: pa.float64() for name in ("started_at", "finished_at")}
-    fields.append(pa.field("attempt_list", of(attempt)))
-    fields.append(pa.field("artifacts", of({"name": pa.string(), "data": pa.binary()})))
+    artifact = {"name": text, "data": pa.binary()}
+
+    fields = {}
+    for column in ROW_COLUMNS:
+        fields[column.name] = text if column.dtype in (STRING, TEXT) else getattr(pa, column.dtype)()
+    if rewards:
+        fields["rewards"] = pa.struct(dict.fromkeys(rewards, pa.float32()))
+    fields |= dict.fromkeys(_JSON, text)
+    records = {"sequences": sequence, "turn_list": turn, "attempt_list": attempt, "artifacts": artifact}
+    for name, record in records.items():
+        fields[name] = pa.list_(pa.struct(record))
     return pa.schema(fields)

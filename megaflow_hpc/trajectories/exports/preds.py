@@ -32,42 +32,43 @@ NAMES = ("model.patch", "patch.diff", "patch")
 
 def write(job: ExportJob) -> list[Path]:
     """Writes ``preds.json``, or one file per policy and sample."""
-    runs: dict[tuple[str, int, int], list[int]] = {}
-    columns = (
-        job.store.column(name)[job.numbers].tolist() for name in ("task_id", "group_id", "policy", "sample_index")
-    )
+    by_file: dict[tuple[str, int, int], list[int]] = {}
+    names = ("task_id", "group_id", "policy", "sample_index")
+    columns = (job.store.column(name)[job.numbers].tolist() for name in names)
     for row, task, group, policy, sample in zip(job.numbers.tolist(), *columns, strict=True):
-        runs.setdefault((policy, sample, round_of(task, group)), []).append(row)
+        by_file.setdefault((policy, sample, round_of(task, group)), []).append(row)
     paths = []
     done = 0
-    for (name, number, again), chosen in sorted(runs.items()):
-        which = f"{safe_name(name)}-{number}@{again}" if again else f"{safe_name(name)}-{number}"
-        file = "preds.json" if len(runs) == 1 else f"preds-{which}.json"
-        with published(job.directory / file) as temporary, open(temporary, "x", encoding="utf-8") as out:
-            for place, row in enumerate(job.store.rows(chosen)):
-                patch, lacking = patch_of(row)
-                if lacking:
-                    job.warn(f"{row.id}: {lacking}")
+    for (policy, sample, round_number), rows in sorted(by_file.items()):
+        suffix = f"@{round_number}" if round_number else ""
+        file = f"preds-{safe_name(policy)}-{sample}{suffix}.json" if len(by_file) > 1 else "preds.json"
+        paths.append(job.directory / file)
+        with published(paths[-1]) as temporary, open(temporary, "x", encoding="utf-8") as out:
+            separator = "{"
+            for row in job.store.rows(rows):
+                patch, warning = patch_of(row)
+                if warning:
+                    job.warn(f"{row.id}: {warning}")
                 prediction = {
                     "instance_id": row.task_id,
                     "model_name_or_path": row.policy,
                     "model_patch": patch,
                 }
-                out.write(f"{',' if place else '{'}\n{json.dumps(row.task_id)}: {json.dumps(prediction)}")
+                out.write(f"{separator}\n{json.dumps(row.task_id)}: {json.dumps(prediction)}")
+                separator = ","
                 done += 1
                 job.progress(done, len(job.numbers))
             out.write("\n}\n")
-        paths.append(job.directory / file)
     return paths
 
 
 def patch_of(row: Row) -> tuple[str, str]:
     """Returns the patch among a rollout's artifacts, empty if there is no patch, and a warning if it is incomplete."""
     artifacts = {artifact.name: artifact.data for artifact in row.artifacts}
-    found = [name for name in NAMES if name in artifacts]
-    found += [name for name in reversed(artifacts) if name.rpartition("/")[2] in NAMES]
-    found += [name for name in artifacts if name.endswith((".patch", ".diff"))]
-    name = found[0] if found else NAMES[-1]
+    candidates = [name for name in NAMES if name in artifacts]
+    candidates += [name for name in reversed(artifacts) if name.rpartition("/")[2] in NAMES]
+    candidates += [name for name in artifacts if name.endswith((".patch", ".diff"))]
+    name = candidates[0] if candidates else NAMES[-1]
     try:
         text = artifacts.get(name, b"").decode()
     except UnicodeDecodeError as error:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.exports.parquet import pyarrow
+from megaflow_hpc.trajectories.hdf5.columns import Array
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.reading.batch import padded_lines
-from megaflow_hpc.trajectories.reading.sources import Flat, offsets_of
+from megaflow_hpc.trajectories.reading.sources import Flat
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
@@ -39,54 +39,61 @@ def write(job: ExportJob) -> list[Path]:
     schema = _schema(pa)
     with published(path) as temporary, pa.parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
         for numbers in job.groups():
-            rows = list(_rows(job, job.flat(numbers)))
+            rows = list(_rows(job, job.store.flat(numbers)))
             if rows:
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
     return [path]
 
 
 def _rows(job: ExportJob, flat: Flat) -> Iterator[dict[str, Any]]:
-    sampled = offsets_of(flat.loss_mask)
-    place, before = 0, -1
-    for s, number in enumerate(flat.row.tolist()):
-        place, before = (place + 1 if number == before else 0), number
-        first, last = int(flat.offsets[s]), int(flat.offsets[s + 1])
-        if sampled[last] == sampled[first]:
+    sequence_number, row_before = 0, -1
+    for i, row_number in enumerate(flat.row.tolist()):
+        sequence_number = sequence_number + 1 if row_number == row_before else 0
+        row_before = row_number
+        tokens = slice(flat.offsets[i], flat.offsets[i + 1])
+        mask = flat.loss_mask[tokens]
+        if not mask.any():
             continue  # no sampled tokens, so nothing to train on
-        mask = flat.loss_mask[first:last]
-        begin = first + int(mask.argmax())
-        versions = flat.weight_versions[first:last][mask == 1]
-        row = job.store[number]
+        begin = tokens.start + int(mask.argmax())
+        response = slice(begin, tokens.stop)
+        versions = flat.weight_versions[tokens][mask == 1]
+        row = job.store[row_number]
         yield {
             "data_source": job.store.campaign,
-            "prompt": _prompt(_asked(row, place)),
+            "prompt": _prompt(_messages_of(row, sequence_number)),
             "ability": "agent",
             "reward_model": {"style": "rule", "ground_truth": row.task_id},
-            "extra_info": {"index": number, "sequence": place, "task_id": row.task_id, "trajectory": row.id},
+            "extra_info": {
+                "index": row_number,
+                "sequence": sequence_number,
+                "task_id": row.task_id,
+                "trajectory": row.id,
+            },
             "uid": row.group_id,
-            "prompts": flat.tokens[first:begin],
-            "responses": flat.tokens[begin:last],
-            "response_mask": flat.loss_mask[begin:last],
-            "rollout_log_probs": np.nan_to_num(flat.logprobs[begin:last], nan=0.0),
+            "prompts": flat.tokens[tokens.start : begin],
+            "responses": flat.tokens[response],
+            "response_mask": flat.loss_mask[response],
+            "rollout_log_probs": np.nan_to_num(flat.logprobs[response], nan=0.0),
             "reward_score": row.reward,
             "__num_turns__": len(row.turns),
             "min_global_steps": int(versions.min()),
             "max_global_steps": int(versions.max()),
-            "policy": str(flat.policy[s]),
+            "policy": str(flat.policy[i]),
             "agent_name": row.agent,
         }
 
 
-def _asked(row: Row, sequence: int) -> list[dict[str, Any]]:
-    """Return the messages of a sequence's first call, or the main conversation if that call is unknown."""
-    linked = (n for n, turn in enumerate(row.turns) if turn.sequence == sequence and turn.message >= 0)
-    number = next(linked, None)
-    return row.messages if number is None else row.call(number).messages
+def _messages_of(row: Row, sequence: int) -> list[dict[str, Any]]:
+    """Returns the messages of a sequence's first call, or the main conversation if that call is unknown."""
+    for number, turn in enumerate(row.turns):
+        if turn.sequence == sequence and turn.message >= 0:
+            return row.call(number).messages
+    return row.messages
 
 
 def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return the messages before the first answer, with their content as text."""
-    found = []
+    """Returns the messages before the first answer, with their content as text."""
+    prompt = []
     for message in messages:
         if message.get("role") == "assistant":
             break
@@ -94,8 +101,8 @@ def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
         if isinstance(content, list):
             content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
         text = str(content or "").encode("utf-8", "backslashreplace").decode()
-        found.append({"role": str(message.get("role", "user")), "content": text})
-    return found
+        prompt.append({"role": str(message.get("role", "user")), "content": text})
+    return prompt
 
 
 def _schema(pa: Any) -> Any:
@@ -103,10 +110,10 @@ def _schema(pa: Any) -> Any:
     return pa.schema(
         [
             ("data_source", text),
-            ("prompt", pa.list_(pa.struct([("role", text), ("content", text)]))),
+            ("prompt", pa.list_(pa.struct({"role": text, "content": text}))),
             ("ability", text),
-            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
-            ("extra_info", pa.struct([("index", whole), ("sequence", whole), ("task_id", text), ("trajectory", text)])),
+            ("reward_model", pa.struct({"style": text, "ground_truth": text})),
+            ("extra_info", pa.struct({"index": whole, "sequence": whole, "task_id": text, "trajectory": text})),
             ("uid", text),
             ("prompts", pa.list_(pa.int32())),
             ("responses", pa.list_(pa.int32())),
@@ -122,7 +129,7 @@ def _schema(pa: Any) -> Any:
     )
 
 
-def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str, NDArray[Any]]:
+def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str, Array]:
     """Pads rows of this format in the same way as verl's agent loop: prompts to the left, responses to the right.
 
     Args:
@@ -135,16 +142,18 @@ def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str,
         ``__num_turns__`` (B). The first eight are tensors of a ``DataProto``, the last two its ``non_tensor_batch``.
     """
 
-    def lines(name: str, dtype: Any, fill: Any, left: bool = False) -> NDArray[Any]:
+    def lines(name: str, dtype: Any, fill: Any, left: bool = False) -> Array:
         return padded_lines([row[name] for row in rows], dtype, fill, left=left)
 
-    prompts, responses = lines("prompts", np.int64, pad_token_id, left=True), lines("responses", np.int64, pad_token_id)
-    lengths = [(len(row["prompts"]), len(row["responses"])) for row in rows]
-    attention = np.zeros((len(rows), prompts.shape[1] + responses.shape[1]), np.int64)
+    prompts = lines("prompts", np.int64, pad_token_id, left=True)
+    responses = lines("responses", np.int64, pad_token_id)
+    width = prompts.shape[1]
+    attention = np.zeros((len(rows), width + responses.shape[1]), np.int64)
     scores = np.zeros(responses.shape, np.float32)
-    for line, (prompt, response) in enumerate(lengths):
-        attention[line, prompts.shape[1] - prompt : prompts.shape[1] + response] = 1
-        scores[line, response - 1] = rows[line]["reward_score"]
+    for line, row in enumerate(rows):
+        end = len(row["responses"])
+        attention[line, width - len(row["prompts"]) : width + end] = 1
+        scores[line, end - 1] = row["reward_score"]
     return {
         "prompts": prompts,
         "responses": responses,

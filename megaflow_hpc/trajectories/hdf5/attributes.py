@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 import re
@@ -10,30 +9,30 @@ from contextlib import suppress
 from typing import Any
 
 import h5py
+import numpy as np
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger.tasks import image_files, planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, read_run
+from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.version import __version__
 
 
 def root_attributes(run: RunDir) -> dict[str, str]:
-    """Returns the attributes ``config`` (the resolved campaign, without its keys) and ``versions`` of a run as JSON."""
+    """Returns the attributes ``config`` (the resolved campaign, without its secrets) and ``versions`` as JSON."""
     planned = read_run(run) if run.run_json.exists() else RunRecord()
-    versions = dict(planned.versions)
-    versions |= {
+    versions = planned.versions | {
         "megaflow-hpc": __version__,
         "python": platform.python_version(),
         "hdf5": h5py.version.hdf5_version,
+        "h5py": h5py.version.version,
+        "numpy": np.version.version,
     }
-    versions |= {name: importlib.metadata.version(name) for name in ("h5py", "numpy")}
     if planned.version:
         versions["planned by megaflow-hpc"] = planned.version
-    if "models" not in versions and planned.policies:
-        versions["models"] = {name: _model(policy) for name, policy in planned.policies.items()}
-    with suppress(ConfigError):  # a purge took the file of tasks: what was stored is gathered all the same
-        if images := image_files(planned_tasks(run, planned)):
+    with suppress(ConfigError):  # the file of tasks may have been purged; its images are then unknown
+        images = image_files(planned_tasks(run, planned))
+        if images:
             versions["images"] = images
     return {
         "config": json.dumps(without_secrets(planned.campaign), sort_keys=True, default=str),
@@ -41,12 +40,8 @@ def root_attributes(run: RunDir) -> dict[str, str]:
     }
 
 
-def _model(policy: PolicyRecord) -> dict[str, Any] | None:
-    return {key: policy.model[key] for key in ("engine", "path") if key in policy.model} if policy.model else None
-
-
 def campaign_name(run: RunDir) -> str:
-    """Returns the name in ``run.json``; the directory's name where there is none."""
+    """Returns the name in ``run.json``, or the directory's name without one."""
     return (read_run(run).name if run.run_json.exists() else "") or run.path.name
 
 
@@ -62,16 +57,13 @@ _SECRET_TEXT = (
 
 
 def without_secrets(value: Any) -> Any:
-    """Returns a JSON value in which ``***`` stands for what goes by the name of a key, token, secret or password, in a
-    mapping, a shell's assignment, an option or an address.
+    """Returns a JSON value with ``***`` for every value that is named like a key, token, secret or password.
 
-    A campaign file may hold such things; what is read by whoever is given the results must not.
+    The name may be a key of a mapping, a shell variable, an option, or part of an address. A campaign file may hold
+    secrets; results, which are given away, must not.
     """
     if isinstance(value, dict):
-        return {
-            name: "***" if _SECRET_NAME.fullmatch(str(name)) and _written(item) else without_secrets(item)
-            for name, item in value.items()
-        }
+        return {name: "***" if _is_secret(name, item) else without_secrets(item) for name, item in value.items()}
     if isinstance(value, list):
         return [without_secrets(item) for item in value]
     if isinstance(value, str):
@@ -80,5 +72,5 @@ def without_secrets(value: Any) -> Any:
     return value
 
 
-def _written(item: Any) -> bool:
-    return item is not None and not isinstance(item, bool)
+def _is_secret(name: Any, value: Any) -> bool:
+    return _SECRET_NAME.fullmatch(str(name)) is not None and value is not None and not isinstance(value, bool)

@@ -1,21 +1,44 @@
-"""Reads columns of a campaign file, or parts of them. Everything except :func:`read_slices` is plain h5py."""
+"""Reads columns of a campaign file, or parts of them. Everything except :func:`read_slices` is plain h5py.
+
+HDF5 holds a lock of the whole process while it decodes, and its deflate takes twice as long as isal's. Random batches
+touch most chunks of the token columns, so :func:`read_slices` decodes stored chunks itself, in threads. It decodes only
+chunks with the filters that this package writes. HDF5 reads all other chunks, and reports what is damaged.
+"""
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
 import h5py
 import numpy as np
+from h5py import h5z
 from numpy.typing import NDArray
 
-from megaflow_hpc.trajectories.hdf5.chunks import ChunkDecoder
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OFFSETS, OPTIONAL, STRING, TEXT, text_offset
 
+try:
+    from isal import isal_zlib
+except ImportError:  # no wheel for this processor
+    inflater: Callable[[], Any] = zlib.decompressobj
+    InflateError: Any = zlib.error
+else:
+    inflater = isal_zlib.decompressobj
+    InflateError = isal_zlib.error
+
+Array = NDArray[Any]
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_PIPELINE = (h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32)
+_CHECKSUM_BYTES = 4
+_OVERHEAD_BYTES = 64
+"""Upper bound of the headers and checksums of a short chunk. No deflate doubles the size of its input."""
 _MAX_THREADS = 4
 _MIN_CHUNK = 256
 """Entries of the smallest chunk that :func:`read_slices` decodes. No file that this package wrote has a smaller one."""
@@ -23,7 +46,7 @@ _CHUNKS_PER_TASK = 16
 """Chunks that a thread decodes one after another, since a task for each chunk costs more than a short chunk does."""
 
 
-def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> NDArray[Any]:
+def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array:
     """Returns entries ``[start, end)`` of a dataset: numbers, ``S`` bytes, or ``str`` objects.
 
     Raises:
@@ -35,15 +58,15 @@ def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> NDArr
         return _entries(dataset, start, end)
     except (OSError, RuntimeError) as error:
         first, last = _damaged_chunk(dataset, start, end)
-        place = f"{dataset.file.filename}: {dataset.name}: entries {first} to {last - 1}"
-        raise OSError(f"{place} cannot be read ({error}); the file is damaged") from error
+        entries = f"{dataset.file.filename}: {dataset.name}: entries {first} to {last - 1}"
+        raise OSError(f"{entries} cannot be read ({error}); the file is damaged") from error
 
 
-def _entries(dataset: h5py.Dataset, start: int, end: int) -> NDArray[Any]:
+def _entries(dataset: h5py.Dataset, start: int, end: int) -> Array:
     text = h5py.check_string_dtype(dataset.dtype)
     if text is not None and text.length is None:  # of variable length, in files of versions 1 and 2
         dataset = dataset.asstr("utf-8", "replace")
-    values: NDArray[Any] = dataset[start:end]
+    values: Array = dataset[start:end]
     return values
 
 
@@ -59,7 +82,7 @@ def _damaged_chunk(dataset: h5py.Dataset, start: int, end: int) -> tuple[int, in
     return start, end
 
 
-def read_column(file: h5py.File, path: str, start: int = 0, end: int | None = None) -> NDArray[Any]:
+def read_column(file: h5py.File, path: str, start: int = 0, end: int | None = None) -> Array:
     """Returns entries ``[start, end)`` of a column of the schema, of a file of any version, as :func:`read` does.
 
     Columns that a file of an earlier version lacks have their default values.
@@ -72,43 +95,44 @@ def read_column(file: h5py.File, path: str, start: int = 0, end: int | None = No
     start, end, _ = slice(start, end).indices(len(offset) - 1)
     bounds = read(offset, start, max(start, end) + 1).tolist()
     data = read(file[path], bounds[0], bounds[-1]).tobytes()
-    found = np.empty(len(bounds) - 1, object)
+    values = np.empty(len(bounds) - 1, object)
     for row, (first, last) in enumerate(pairwise(bounds)):
-        found[row] = data[first - bounds[0] : last - bounds[0]].decode("utf-8", "replace")
-    return found
+        values[row] = data[first - bounds[0] : last - bounds[0]].decode("utf-8", "replace")
+    return values
 
 
-def _defaults(file: h5py.File, path: str, start: int, end: int | None) -> NDArray[Any]:
+def _defaults(file: h5py.File, path: str, start: int, end: int | None) -> Array:
     if path == "messages/parent":  # each row's messages form one conversation
         bounds = read(file["trajectories/message_offset"])
         first = np.repeat(bounds[:-1], np.diff(bounds))
-        parents: NDArray[Any] = np.arange(len(first)) - first - 1
+        parents: Array = np.arange(len(first)) - first - 1
         return parents[start:end]
     column = COLUMNS[path]
     like = next(other for other in COLUMNS.values() if other.extent == column.extent and other.path in file)
-    count = len(range(*slice(start, end).indices(len(file[like.path]))))
-    return np.full(count, OPTIONAL[path], "S1" if column.dtype == STRING else column.dtype)
+    start, end, _ = slice(start, end).indices(len(file[like.path]))
+    dtype = "S1" if column.dtype == STRING else column.dtype
+    return np.full(max(0, end - start), OPTIONAL[path], dtype)
 
 
-def texts(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> NDArray[Any]:
+def texts(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array:
     """Returns entries ``[start, end)`` of a dataset of strings as objects of ``str``."""
     return text(read(dataset, start, end))
 
 
-def text(values: NDArray[Any]) -> NDArray[Any]:
+def text(values: Array) -> Array:
     """Returns a column of text as an object array of ``str``."""
     if values.dtype.kind != "S":
         return values.astype(object, copy=False)
-    known: dict[bytes, str] = {}  # equal texts share one object
-    found = np.empty(len(values), object)
+    decoded: dict[bytes, str] = {}  # equal texts share one object
+    result = np.empty(len(values), object)
     for row, value in enumerate(values.tolist()):
-        if value not in known:
-            known[value] = value.decode("utf-8", "replace")
-        found[row] = known[value]
-    return found
+        if value not in decoded:
+            decoded[value] = value.decode("utf-8", "replace")
+        result[row] = decoded[value]
+    return result
 
 
-def read_slices(dataset: h5py.Dataset, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[Any]:
+def read_slices(dataset: h5py.Dataset, starts: Integers, ends: Integers) -> Array:
     """Returns the slices ``[starts[i], ends[i])`` end to end, in the given order.
 
     Decodes each chunk once, in file order. A few threads decode, since inflating releases Python's lock.
@@ -141,10 +165,9 @@ def read_slices(dataset: h5py.Dataset, starts: NDArray[np.int64], ends: NDArray[
                 result[target : target + end - start] = values[start - first : end - first]
 
     numbers = sorted(pieces)
-    tasks = [numbers[place : place + _CHUNKS_PER_TASK] for place in range(0, len(numbers), _CHUNKS_PER_TASK)]
+    tasks = [numbers[i : i + _CHUNKS_PER_TASK] for i in range(0, len(numbers), _CHUNKS_PER_TASK)]
     with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
-        for _ in pool.map(copy_chunks, tasks):
-            pass
+        list(pool.map(copy_chunks, tasks))  # raises what a thread raised
     return result
 
 
@@ -152,9 +175,7 @@ Piece = tuple[int, int, int]
 """(start, end, target): entries ``[start, end)``, all in one chunk, go to position ``target`` of the result."""
 
 
-def _pieces_by_chunk(
-    starts: NDArray[np.int64], ends: NDArray[np.int64], targets: NDArray[np.int64], chunk_size: int
-) -> dict[int, list[Piece]]:
+def _pieces_by_chunk(starts: Integers, ends: Integers, targets: Integers, chunk_size: int) -> dict[int, list[Piece]]:
     """Returns the slices, divided at the bounds of chunks, by number of the chunk."""
     pieces: dict[int, list[Piece]] = defaultdict(list)
     for start, end, target in zip(starts.tolist(), ends.tolist(), targets.tolist(), strict=True):
@@ -173,8 +194,88 @@ def offset_faults(file: h5py.File) -> Iterator[str]:
         if path not in file:
             continue
         values = read(file[path])
-        end = len(file[target]) - (path == "trajectories/message_offset")
+        end = offset_end(path, len(file[target]))
         if not len(values) or values[0] != 0 or values[-1] != end:
             yield f"/{path}: runs from {values[:1]} to {values[-1:]}, expected 0 to {end}"
-        elif len(bad := np.flatnonzero(np.diff(values) < 0)):
-            yield f"/{path}: decreases at row {bad[0] + 1}"
+            continue
+        decreasing = np.flatnonzero(np.diff(values) < 0)
+        if len(decreasing):
+            yield f"/{path}: decreases at row {decreasing[0] + 1}"
+
+
+def offset_end(path: str, target_length: int) -> int:
+    """Returns the last value of an offset column, given the length of the column that it points into."""
+    is_messages = path == "trajectories/message_offset"  # points to messages, one less than entries of messages/offset
+    return target_length - 1 if is_messages else target_length
+
+
+# --- chunks as they are stored ----------------------------------------------------------------------------------------
+
+
+def filters_of(dataset: h5py.Dataset) -> list[int]:
+    """Returns the numbers of a dataset's filters, in the order in which they are applied."""
+    options = dataset.id.get_create_plist()
+    return [options.get_filter(index)[0] for index in range(options.get_nfilters())]
+
+
+class ChunkDecoder:
+    """Decodes chunks of a one-dimensional chunked dataset of numbers. Threads may share a decoder."""
+
+    def __init__(self, dataset: h5py.Dataset) -> None:
+        filters = filters_of(dataset)
+        in_order = [number for number in _PIPELINE if number in filters]
+        self._dataset = dataset
+        self._dtype = dataset.dtype
+        self._is_shuffled = h5z.FILTER_SHUFFLE in filters
+        self._has_checksum = h5z.FILTER_FLETCHER32 in filters
+        self._is_decodable = filters == in_order and h5z.FILTER_DEFLATE in filters
+
+    def decode(self, number: int) -> Array | None:
+        """Returns a whole chunk, counted from 0; ``None`` if HDF5 must read it."""
+        if not self._is_decodable:
+            return None
+        size = self._dataset.chunks[0]
+        size_bytes = size * self._dtype.itemsize
+        buffer = np.empty(2 * size_bytes + _OVERHEAD_BYTES, np.uint8)
+        try:
+            skipped_filters, stored = self._dataset.id.read_direct_chunk((number * size,), out=buffer)
+        except (OSError, RuntimeError, ValueError):  # never written, damaged, or larger than the buffer
+            return None
+        data = bytes(stored)
+        if skipped_filters:
+            return None
+        if self._has_checksum:
+            data, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+            if not _matches_fletcher32(data, checksum):
+                return None
+        stream = inflater()
+        try:
+            inflated = stream.decompress(data, size_bytes + 1)  # with room left it also reads deflate's own checksum
+        except InflateError:
+            return None
+        if not stream.eof or len(inflated) != size_bytes:
+            return None
+        entries = np.frombuffer(inflated, np.uint8)
+        if self._is_shuffled:
+            entries = _unshuffled(entries, self._dtype.itemsize)
+        return entries.view(self._dtype)
+
+
+def _matches_fletcher32(data: bytes, stored: bytes) -> bool:
+    """Returns whether ``stored`` is HDF5's checksum of ``data``: two sums of 16-bit words, modulo 65535."""
+    padded = data + b"\0" * (len(data) % 2)
+    words = np.frombuffer(padded, ">u2").astype(np.int64)
+    weights = np.arange(len(words), 0, -1)
+    checksum = int.from_bytes(stored, "little")
+    sum_matches = (int(words.sum()) - (checksum & 0xFFFF)) % 65535 == 0
+    weighted_sum_matches = (int(words @ weights) - (checksum >> 16)) % 65535 == 0
+    return sum_matches and weighted_sum_matches
+
+
+def _unshuffled(data: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
+    """Returns entries of ``width`` bytes from their first bytes, their second bytes and so on."""
+    planes = data.reshape(width, -1)
+    entries = np.empty((planes.shape[1], width), np.uint8)
+    for position, plane in enumerate(planes):  # several times as fast as a copy of the transposed matrix
+        entries[:, position] = plane
+    return entries.reshape(-1)

@@ -1,8 +1,7 @@
 """Encodes text so that a campaign file can hold it.
 
-HDF5 strings hold neither NUL nor lone surrogates (bytes of a program that were not UTF-8). In string columns they are
-written as the escapes ``\\x00`` and ``\\udc80``. Messages lose nothing: there the same escapes are JSON's own, and
-parsing the JSON gives the original string back.
+HDF5 strings can hold neither NUL nor lone surrogates (bytes of a program that were not UTF-8). String columns hold the
+escapes ``\\x00`` and ``\\udc80`` instead. Messages lose nothing, because JSON has the same escapes.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import orjson
 
 
 def escape(text: str) -> str:
-    """Returns the text as an HDF5 string can hold it."""
+    """Returns the text with escapes for NUL and lone surrogates."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def message_json(message: Mapping[str, Any]) -> bytes:
-    """Returns a message as strict JSON in UTF-8; numbers that JSON lacks become null, other values strings."""
+    """Returns a message as strict JSON in UTF-8. NaN and infinities become null; unknown types become strings."""
     try:
         return orjson.dumps(message, default=_text)  # several times as fast; refuses lone surrogates and large integers
     except TypeError:
@@ -30,7 +29,7 @@ def message_json(message: Mapping[str, Any]) -> bytes:
 
 
 def reward_name(name: str) -> str:
-    """Returns a verifier's name for a reward as the name of a dataset: never a path, never empty."""
+    """Returns a dataset name for a verifier's reward. It is never a path and never empty."""
     plain = escape(name).replace("/", "_")
     return plain if plain.strip(".") else f"_{plain}"
 
@@ -39,14 +38,14 @@ def _text(value: Any) -> str:
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
 
 
-DEEPEST = 200
-"""Levels of a message; what lies deeper is left out, since few readers of JSON would take it."""
+MAX_DEPTH = 200
+"""Maximum nesting of a message. Deeper values are left out, since few JSON parsers accept them."""
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if depth >= DEEPEST and isinstance(value, Mapping | list | tuple):
+    if depth >= MAX_DEPTH and isinstance(value, Mapping | list | tuple):
         return None
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else _text(key): _plain(item, depth + 1) for key, item in value.items()}

@@ -7,6 +7,7 @@ for an unknown filter.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -20,8 +21,8 @@ from h5py import h5d, h5z
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import open_regular
-from megaflow_hpc.texts import parse_json
-from megaflow_hpc.trajectories.hdf5.backing_file import BackingFile
+from megaflow_hpc.texts import parse_object
+from megaflow_hpc.trajectories.hdf5.columns import filters_of
 from megaflow_hpc.trajectories.hdf5.encoding import escape
 from megaflow_hpc.trajectories.hdf5.schema import (
     COLUMNS,
@@ -104,10 +105,10 @@ def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.Fi
 
 
 def _require_campaign(path: Path, file: h5py.File, complete: bool) -> None:
-    found = datasets(file)
-    written = attribute_text(file, "format")
-    if written != FORMAT:
-        raise ConfigError(f"{path}: format {written!r}, expected {FORMAT!r}; this HDF5 file is not ours")
+    columns = datasets(file)
+    file_format = attribute_text(file, "format")
+    if file_format != FORMAT:
+        raise ConfigError(f"{path}: format {file_format!r}, expected {FORMAT!r}; this HDF5 file is not ours")
     version = file.attrs.get("format_version")
     try:
         readable = 1 <= int(version) <= FORMAT_VERSION
@@ -117,10 +118,9 @@ def _require_campaign(path: Path, file: h5py.File, complete: bool) -> None:
         raise ConfigError(
             f"{path}: format_version {version!r}, expected 1 to {FORMAT_VERSION}; use a newer megaflow-hpc"
         )
-    if not complete:
-        return
-    for fault in schema_faults(found):
-        raise ConfigError(f"{path}: {fault}; run: megaflow-hpc validate {path}")
+    faults = schema_faults(columns) if complete else []
+    if faults:
+        raise ConfigError(f"{path}: {faults[0]}; run: megaflow-hpc validate {path}")
 
 
 def datasets(file: h5py.File) -> dict[str, h5py.Dataset]:
@@ -130,18 +130,18 @@ def datasets(file: h5py.File) -> dict[str, h5py.Dataset]:
         ForeignDataError: one is a link, stored in another file, or stored with an unknown filter.
         OSError, RuntimeError, LookupError: the file is damaged.
     """
-    found: dict[str, h5py.Dataset] = {}
+    by_path: dict[str, h5py.Dataset] = {}
     for name in file:
         item = _member(file, name)
         if isinstance(item, h5py.Dataset):
-            found[name] = item
+            by_path[name] = item
             continue
         for inner in item:
             path = f"{name}/{inner}"
-            found[path] = _member(file, path)
-            if not isinstance(found[path], h5py.Dataset):
+            by_path[path] = _member(file, path)
+            if not isinstance(by_path[path], h5py.Dataset):
                 raise ForeignDataError(f"/{path}: a group within a group, expected columns")
-    return found
+    return by_path
 
 
 def _member(file: h5py.File, path: str) -> Any:
@@ -153,53 +153,59 @@ def _member(file: h5py.File, path: str) -> Any:
         return item
     if not isinstance(item, h5py.Dataset):
         raise ForeignDataError(f"/{path}: a {type(item).__name__}, expected a column")
-    stored = item.id.get_create_plist()
-    if stored.get_layout() == h5d.VIRTUAL or stored.get_external_count():
+    options = item.id.get_create_plist()
+    if options.get_layout() == h5d.VIRTUAL or options.get_external_count():
         raise ForeignDataError(f"/{path}: its bytes are in other files")
-    filters = {stored.get_filter(number)[0] for number in range(stored.get_nfilters())}
-    if not filters <= _FILTERS:
+    filters = filters_of(item)
+    if not _FILTERS.issuperset(filters):
         raise ForeignDataError(f"/{path}: filters {sorted(filters)}, expected shuffle, deflate and fletcher32")
     return item
 
 
-def schema_faults(found: Datasets) -> Iterator[str]:
-    """Yields how the datasets of a file differ from the schema: presence and type, or else lengths."""
-    faults = [fault for column in COLUMNS.values() for fault in _type_faults(column.path, column.dtype, found)]
-    yield from faults or _length_faults(found)
+def schema_faults(columns: Datasets) -> list[str]:
+    """Returns how the datasets of a file differ from the schema: presence and type, or else lengths."""
+    faults: list[str] = []
+    for column in COLUMNS.values():
+        faults += _type_faults(column.path, column.dtype, columns)
+    return faults or list(_length_faults(columns))
 
 
-def _type_faults(path: str, dtype: str, found: Datasets) -> Iterator[str]:
-    dataset = found.get(path)
+def _type_faults(path: str, dtype: str, columns: Datasets) -> Iterator[str]:
+    dataset = columns.get(path)
     if dataset is None:
         if path not in OPTIONAL:
             yield f"/{path}: is missing"
         return
-    if dtype == TEXT and text_offset(path) in found:
-        yield from _type_faults(text_offset(path), "int64", found)
+    if dtype == TEXT and text_offset(path) in columns:
+        yield from _type_faults(text_offset(path), "int64", columns)
         dtype = "uint8"
-    text = h5py.check_string_dtype(dataset.dtype)
     if dataset.ndim != 1:
         yield f"/{path}: is no one-dimensional dataset"
-    elif dtype not in (STRING, TEXT):
-        if dataset.dtype != np.dtype(dtype):
-            yield f"/{path}: type {dataset.dtype}, expected {dtype}"
-    elif text is None or text.encoding != "utf-8":
-        yield f"/{path}: type {dataset.dtype}, expected UTF-8 strings"
+    elif dtype in (STRING, TEXT):
+        text = h5py.check_string_dtype(dataset.dtype)
+        if text is None or text.encoding != "utf-8":
+            yield f"/{path}: type {dataset.dtype}, expected UTF-8 strings"
+    elif dataset.dtype != np.dtype(dtype):
+        yield f"/{path}: type {dataset.dtype}, expected {dtype}"
 
 
-def _length_faults(found: Datasets) -> Iterator[str]:
+def _length_faults(columns: Datasets) -> Iterator[str]:
     for path, column in COLUMNS.items():
-        if path not in found:
+        if path not in columns:
             continue
-        checked, is_offset = path, column.is_offset
-        if column.dtype == TEXT and text_offset(path) in found:
-            checked, is_offset = text_offset(path), True
+        is_offset = column.is_offset
+        if column.dtype == TEXT and text_offset(path) in columns:
+            path, is_offset = text_offset(path), True
         extent = column.extent.removesuffix("+1")
-        expected = len(found[_EXTENTS[extent]]) + is_offset - (extent == "q")
-        if len(found[checked]) != expected:
-            yield f"/{checked}: {len(found[checked])} entries, expected {expected}"
-    rows = found["trajectories/id"].shape
-    for path, dataset in found.items():
+        expected = len(columns[_EXTENTS[extent]])
+        if extent == "q":  # measured by the offsets of the messages
+            expected -= 1
+        if is_offset:
+            expected += 1
+        if len(columns[path]) != expected:
+            yield f"/{path}: {len(columns[path])} entries, expected {expected}"
+    rows = columns["trajectories/id"].shape
+    for path, dataset in columns.items():
         if path.startswith("rewards/") and (dataset.shape != rows or dataset.dtype != np.dtype("float32")):
             yield f"/{path}: {dataset.dtype} {dataset.shape}, expected float32 {rows}"
 
@@ -210,25 +216,26 @@ def recorded_sources(path: Path) -> dict[str, Any] | None:
         return None
     try:
         with open_file(path) as file:
-            found = attribute(file, "sources")
+            sources = attribute(file, "sources")
     except (ConfigError, OSError):
         return None
-    return found if isinstance(found.get("journals"), dict) else {**found, "journals": {}}
+    if not isinstance(sources.get("journals"), dict):
+        sources["journals"] = {}
+    return sources
 
 
 def attribute_text(file: h5py.File, name: str) -> str:
     """Returns a root attribute that is a text; an empty text if it is missing."""
-    found = file.attrs.get(name, "")
-    return found.decode("utf-8", "replace") if isinstance(found, bytes) else str(found)
+    value = file.attrs.get(name, "")
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def attribute(file: h5py.File, name: str) -> dict[str, Any]:
     """Returns a root attribute that is a JSON object; an empty one if it is missing or invalid."""
     try:
-        found = parse_json(attribute_text(file, name))
+        return parse_object(attribute_text(file, name))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -266,6 +273,78 @@ def new_file(
 
 
 def set_attribute(file: h5py.File, name: str, text: str) -> None:
-    """Sets a root attribute to a text, which is stored with fixed length."""
+    """Sets a root attribute to a text of fixed length."""
     data = escape(text).encode()
     file.attrs.create(name, np.array(data, h5py.string_dtype("utf-8", max(1, len(data)))))
+
+
+class BackingFile(io.FileIO):
+    """A new file that HDF5 writes to through ``h5py.File(backing, "w")``. It keeps a write error instead of raising it.
+
+    After a refused write (no space, quota, a limit on file sizes) HDF5 can neither continue nor close its file, and it
+    crashes the process at exit. So after the first error a backing file keeps all further writes in memory, where HDF5
+    can read them. Its owner calls :meth:`check` regularly and stops soon.
+
+    Raises:
+        OSError: the file exists, or cannot be created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "x+", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600))
+        self._error: OSError | None = None
+        self._kept: list[tuple[int, bytes]] = []
+        """Offset and bytes of each write since the error."""
+
+    def check(self) -> None:
+        """Raises the first write error.
+
+        Raises:
+            OSError: something could not be written.
+        """
+        if self._error is not None:
+            raise OSError(self._error.errno, self._error.strerror)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        position = super().seek(offset, whence)
+        if whence == io.SEEK_END and self._kept:
+            end = max(start + len(data) for start, data in self._kept)
+            position = super().seek(max(position, end + offset))
+        return position
+
+    def write(self, data: Any) -> int:
+        """Writes all of ``data`` and returns its length. Keeps in memory what the file refuses."""
+        remaining = memoryview(data).cast("B")
+        size = len(remaining)
+        while len(remaining) and self._error is None:
+            try:
+                remaining = remaining[super().write(remaining) :]
+            except OSError as error:
+                self._error = error
+        if len(remaining):
+            self._kept.append((self.tell(), bytes(remaining)))
+            self.seek(len(remaining), io.SEEK_CUR)
+        return size
+
+    def readinto(self, buffer: Any) -> int:
+        """Reads from the file and from what is kept in memory; returns the number of bytes."""
+        view = memoryview(buffer).cast("B")
+        start = self.tell()
+        size = super().readinto(view) or 0
+        for offset, data in self._kept:
+            first = max(offset, start)
+            last = min(offset + len(data), start + len(view))
+            if first < last:
+                view[first - start : last - start] = data[first - offset : last - offset]
+                size = max(size, last - start)
+        self.seek(start + size)
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        """Sets the size of the file, unless a write has failed before, and returns it."""
+        size = self.tell() if size is None else size
+        if self._error is None:
+            try:
+                return super().truncate(size)
+            except OSError as error:
+                self._error = error
+        return size

@@ -1,12 +1,13 @@
-"""Publishes large files: written beside their place under a temporary name, made durable, renamed.
+"""Publishes large files: write under a temporary name in the same directory, make durable, rename.
 
-The temporary name tells who writes it: ``.<name>.<host>~<boot>.<pid>-<start>.<4 hex>``. A file whose writer is known to
-be gone, a process of this host that is no more, is removed by :func:`clean_up`. What processes of other hosts left is
-removed once it has not grown for a day.
+The temporary name identifies the writing process: ``.<name>.<host>~<boot>.<pid>-<start>.<4 hex>``. :func:`clean_up`
+removes a temporary file if its writer was a process of this host that no longer exists, or if its writer belongs to
+another host and the file has not changed for a day.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import secrets
 import time
@@ -45,7 +46,7 @@ def published(target: Path) -> Iterator[Path]:
 def clean_up(target: Path) -> list[Path]:
     """Removes the temporary files that killed writers of ``target`` left, and returns their paths."""
     removed = []
-    for path in target.parent.glob(f".{_escaped(target.name)}.*"):
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*"):
         if _abandoned(path, target.name):
             path.unlink(missing_ok=True)
             removed.append(path)
@@ -55,7 +56,7 @@ def clean_up(target: Path) -> list[Path]:
 def _abandoned(path: Path, name: str) -> bool:
     parts = path.name[len(name) + 2 :].split(".")
     if len(parts) != 3:
-        return False  # not a name of ours
+        return False  # another program's file
     host, process, _ = parts
     identity = Identity.parse(process)
     if identity is None:
@@ -69,10 +70,6 @@ def _abandoned(path: Path, name: str) -> bool:
 
 
 def _host() -> str:
-    """Returns the name of this boot of this host, within which a pid and its start identify a process."""
+    """Returns a name for the current boot of this host, within which a pid and its start time identify a process."""
     boot = boot_id().replace("-", "")[:12]
     return f"{os.uname().nodename.partition('.')[0]}~{boot}"
-
-
-def _escaped(name: str) -> str:
-    return name.replace("[", "[[]")

@@ -1,10 +1,10 @@
-"""The columns of ``trajectories.h5``, format ``megaflow-hpc/trajectories``: the one table that writer, reader,
-validator and docs/reference/trajectory-format.md share.
+"""Defines the columns of ``trajectories.h5``, format ``megaflow-hpc/trajectories``.
 
-All datasets are one-dimensional. Ragged data are stored flat: the entries of item i are ``[offset[i], offset[i+1])`` of
-the flat columns, and an offset column has one entry more than there are items. The only filters are HDF5's shuffle,
-deflate and fletcher32, and no data has variable length, so any HDF5 reads it. Readers ignore unknown datasets. A column
-may be added without a new version (it is :data:`OPTIONAL` then). A change of meaning is a new version.
+Writer, readers, validator and docs/reference/trajectory-format.md share this table. All datasets are one-dimensional.
+Ragged data are stored flat: the entries of item i are ``[offset[i], offset[i+1])`` of the flat columns, and an offset
+column has one entry more than there are items. The only filters are HDF5's shuffle, deflate and fletcher32, and no data
+has variable length, so every HDF5 library can read the file. Readers ignore unknown datasets. A new column needs no new
+version; it becomes :data:`OPTIONAL`. A changed meaning needs one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ STATUSES = ("completed", "truncated", "failed", "cancelled")
 
 
 class Column(NamedTuple):
-    """A dataset. ``extent`` names its length: a number of items of the file, with ``+1`` for offsets."""
+    """A dataset of the file."""
 
     group: str
     name: str
     dtype: str
     extent: str
+    """Name of the number of items that gives its length, with ``+1`` for offsets."""
     doc: str
 
     @property
@@ -45,9 +46,29 @@ class Column(NamedTuple):
         """Whether it is an offset column, which has one entry more than there are items."""
         return self.extent.endswith("+1")
 
+    @property
+    def chunk(self) -> int:
+        """Entries per chunk. A chunk has some ten kB, so few chunks hold a rollout's tokens."""
+        if self.path == "messages/json":
+            return _TEXT_CHUNK
+        if self.path == "artifacts/bytes":
+            return BYTE_CHUNK
+        if self.group == "tokens":
+            return TOKEN_CHUNK
+        return 1024 if self.dtype == STRING else ROW_CHUNK
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether it has the shuffle filter.
+
+        The filter does not help with single bytes, with log-probabilities (mostly noise) or with weight versions
+        (mostly runs).
+        """
+        return self.dtype != "uint8" and self.path not in ("tokens/logprob", "tokens/weight_version")
+
 
 class ColumnGroup(NamedTuple):
-    """A group of the file: its columns, and what one row of them is."""
+    """A group of the file."""
 
     name: str
     doc: str
@@ -242,14 +263,16 @@ ROOT_ATTRIBUTES = (
 )
 
 
-def columns() -> Iterator[Column]:
-    """Yields every column of the schema in order, rewards excepted."""
+def _columns() -> Iterator[Column]:
     for group in GROUPS:
         for name, dtype, extent, doc in group.columns:
             yield Column(group.name, name, dtype, extent, doc)
 
 
-COLUMNS = {column.path: column for column in columns()}
+COLUMNS = {column.path: column for column in _columns()}
+"""All columns of the schema by path, except the rewards."""
+ROW_COLUMNS = tuple(column for column in COLUMNS.values() if column.group == "trajectories" and column.extent == "n")
+"""The columns that have one value for each rollout."""
 
 
 def text_offset(path: str) -> str:
@@ -267,8 +290,7 @@ OFFSETS = {
     "artifacts/offset": "artifacts/bytes",
     **{text_offset(column.path): column.path for column in COLUMNS.values() if column.dtype == TEXT},
 }
-"""Offset columns, and the column that each points into. ``message_offset`` points to messages, of which there is one
-less than entries of ``messages/offset``."""
+"""Offset columns, and the column that each points into."""
 
 MAX_REWARDS = 4096
 """Maximum number of reward columns. A verifier chooses the names, and each column takes space in every row."""
@@ -301,26 +323,6 @@ ROW_CHUNK = 4096
 BYTE_CHUNK = 65536
 _TEXT_CHUNK = 1 << 20
 """Bytes of messages per chunk: deflate looks back 32 kB, and each chunk begins with nothing to look back to."""
-
-
-def chunk(column: Column) -> int:
-    """Returns the entries per chunk of a column: some ten kB, so that a rollout's tokens lie in few chunks."""
-    if column.path == "messages/json":
-        return _TEXT_CHUNK
-    if column.path == "artifacts/bytes":
-        return BYTE_CHUNK
-    if column.group == "tokens":
-        return TOKEN_CHUNK
-    return 1024 if column.dtype == STRING else ROW_CHUNK
-
-
-def shuffled(column: Column) -> bool:
-    """Returns whether the shuffle filter is used for a column.
-
-    It does not pay for single bytes, nor for log-probabilities, which are noise but for their highest byte and the runs
-    of NaN, nor for weight versions: deflate finds runs as they are.
-    """
-    return column.dtype != "uint8" and column.path not in ("tokens/logprob", "tokens/weight_version")
 
 
 def markdown() -> str:

@@ -1,13 +1,13 @@
-"""Writes trajectories to a campaign file, row by row, in little memory.
+"""Writes campaign files: columns that grow at their end, and trajectories row by row, in little memory.
 
-The writer collects values per column and hands them to the columns some hundred trajectories at a time. The file is
-complete only after ``close``. Callers write it under a temporary name and then publish it.
+A column buffers its values and writes whole chunks, so HDF5 compresses each chunk once. Every chunk has HDF5's own
+checksum (fletcher32), which HDF5 compares whenever the chunk is read. A file is complete only after ``close``. Callers
+write it under a temporary name and then publish it.
 """
 
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import accumulate
@@ -15,38 +15,174 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import h5py
 import numpy as np
-from numpy.typing import NDArray
 
-from megaflow_hpc.trajectories.hdf5.column_writer import ColumnWriter, column_writer, reward_writer
+from megaflow_hpc.trajectories.hdf5.columns import Array
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.file import new_file
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, MAX_REWARDS, STRING, TEXT, UNKNOWN_AS_NAN
+from megaflow_hpc.trajectories.hdf5.schema import (
+    BYTE_CHUNK,
+    COLUMNS,
+    MAX_REWARDS,
+    ROW_CHUNK,
+    ROW_COLUMNS,
+    STRING,
+    TEXT,
+    UNKNOWN_AS_NAN,
+    Column,
+    text_offset,
+)
 from megaflow_hpc.trajectory import Trajectory, linked
 
 _FLUSH_ROWS = 256
 
-_COPIED = (
-    *("id", "task_id", "group_id", "policy", "agent", "status", "error_kind", "error", "node", "job_id"),
-    *("rank", "seed", "sample_index", "attempt", "epoch", "inexact", "constrained", "started_at", "finished_at"),
-)
-_TURN = (
-    *("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s"),
-    *("server", "policy", "message", "started_by"),
-)
-_ATTEMPT = ("attempt", "status", "error_kind", "error", "node", "job_id", "started_at", "finished_at")
+_COPIED = [column.name for column in ROW_COLUMNS if column.name not in ("turns", *UNKNOWN_AS_NAN)]
+_TURN = ("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s", "server", "policy", "message", "started_by")
+_ATTEMPT = [column.name for column in COLUMNS.values() if column.group == "attempts"]
 
 _ROW_OFFSETS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
 """Offset columns of ``/trajectories``, by the extent of the items that they count."""
+_BATCH_BYTES = 1 << 20
+"""A column writes its buffered values once they take this much memory."""
+_MIN_STRING_BYTES = 16
+
+
+class ColumnWriter:
+    """Appends to a new column of numbers, or of strings of fixed width.
+
+    Args:
+        file: a file open for writing.
+        path: name of the dataset, which must not exist.
+        dtype: type of the entries; ``S`` for strings.
+        chunk: entries per chunk.
+        shuffle: whether HDF5 shuffles bytes before deflate.
+        fill: value of entries that are never written.
+    """
+
+    def __init__(
+        self,
+        file: h5py.File,
+        path: str,
+        dtype: Any,
+        chunk: int,
+        shuffle: bool = True,
+        fill: Any = None,
+    ) -> None:
+        self._file = file
+        self._path = path
+        self._options = {
+            "shape": (0,),
+            "maxshape": (None,),
+            "chunks": (chunk,),
+            "shuffle": shuffle,
+            "compression": "gzip",
+            "compression_opts": 1,
+            "fletcher32": True,
+            "fillvalue": fill,
+            "track_times": False,
+        }
+        self._chunk = chunk
+        self._is_text = np.dtype(dtype).kind == "S"
+        self.dtype = h5py.string_dtype("utf-8", _MIN_STRING_BYTES) if self._is_text else np.dtype(dtype)
+        self._dataset = file.create_dataset(path, dtype=self.dtype, **self._options)
+        self._written = 0
+        self._buffer: list[Array] = []
+        self._buffered = 0
+
+    def __len__(self) -> int:
+        return self._written + self._buffered
+
+    def append(self, values: Array) -> None:
+        """Appends an array (n), which must not change afterwards."""
+        if not len(values):
+            return
+        if self._is_text:
+            values = self._fitted(values)
+        self._buffer.append(values)
+        self._buffered += len(values)
+        if self._buffered * self.dtype.itemsize >= _BATCH_BYTES:
+            self._write(self._buffered - self._buffered % self._chunk)
+
+    def finish(self) -> None:
+        """Writes what is buffered."""
+        self._write(self._buffered)
+
+    def _write(self, count: int) -> None:
+        """Writes the first ``count`` buffered entries."""
+        if not count:
+            return
+        values = np.empty(self._buffered, self.dtype)
+        np.concatenate(self._buffer, out=values, casting="unsafe")
+        end = self._written + count
+        self._dataset.resize((end,))
+        self._dataset[self._written : end] = values[:count]
+        self._written = end
+        self._buffer = [values[count:]] if count < len(values) else []
+        self._buffered = len(values) - count
+
+    def _fitted(self, values: Array) -> Array:
+        """Returns strings as bytes, after widening the column if one is longer than all before."""
+        if values.dtype.kind != "S":
+            values = np.array([text.encode("utf-8", "replace") for text in values.tolist()], "S")
+        if values.dtype.itemsize > self.dtype.itemsize:
+            longest = int(np.char.str_len(values).max())
+            if longest > self.dtype.itemsize:
+                self._widen(1 << (longest - 1).bit_length())
+        return values
+
+    def _widen(self, width: int) -> None:
+        """Writes the column again with wider strings. This is rare, and strings are a small part of a file."""
+        written = self._dataset[: self._written]
+        del self._file[self._path]
+        self.dtype = h5py.string_dtype("utf-8", width)
+        self._dataset = self._file.create_dataset(self._path, dtype=self.dtype, **self._options)
+        self._buffer.insert(0, written)
+        self._buffered += self._written
+        self._written = 0
+
+
+class TextColumnWriter:
+    """A column of texts of any length: their UTF-8 bytes, and offsets into them."""
+
+    def __init__(self, file: h5py.File, path: str, chunk: int) -> None:
+        self._bytes = ColumnWriter(file, path, np.uint8, BYTE_CHUNK, shuffle=False)
+        self._offsets = ColumnWriter(file, text_offset(path), np.int64, chunk)
+        self._offsets.append(np.zeros(1, np.int64))
+        self._end = 0
+
+    def append(self, values: Array) -> None:
+        """Appends an array (n) of ``str``."""
+        encoded = [text.encode("utf-8", "replace") for text in values.tolist()]
+        ends = self._end + np.cumsum([len(data) for data in encoded], dtype=np.int64)
+        self._bytes.append(np.frombuffer(b"".join(encoded), np.uint8))
+        self._offsets.append(ends)
+        self._end = len(self._bytes)
+
+    def finish(self) -> None:
+        """Writes what is buffered."""
+        self._bytes.finish()
+        self._offsets.finish()
+
+
+def column_writer(file: h5py.File, column: Column) -> ColumnWriter | TextColumnWriter:
+    """Creates an empty column of the schema."""
+    if column.dtype == TEXT:
+        return TextColumnWriter(file, column.path, column.chunk)
+    dtype = "S" if column.dtype == STRING else column.dtype
+    return ColumnWriter(file, column.path, dtype, column.chunk, column.is_shuffled)
+
+
+def reward_writer(file: h5py.File, name: str) -> ColumnWriter:
+    """Creates an empty column of a named reward."""
+    return ColumnWriter(file, f"rewards/{name}", np.float32, ROW_CHUNK, fill=np.float32(np.nan))
 
 
 class TrajectoryWriter:
-    """A new campaign file at ``path``, which must not exist.
-
-    As a context manager it closes at the end, and abandons the file after an error.
+    """Writes a new campaign file. A context manager that closes the file, or abandons it after an error.
 
     Args:
-        path: the file, usually a temporary name that the caller publishes.
+        path: the file, which must not exist; usually a temporary name that the caller publishes.
         campaign: name of the campaign.
         sources: the journals and seals that the file is gathered from. Readers compare them with those of the run.
         attributes: further root attributes.
@@ -66,11 +202,10 @@ class TrajectoryWriter:
         """Values of the rows since the last flush, by path of the column."""
         self._rewards: dict[str, ColumnWriter] = {}
         self._held_rewards: dict[str, dict[int, float]] = {}
-        """By name and row, since the last flush."""
+        """Rewards of the rows since the last flush, by name and row."""
         self._file.create_group("rewards")
         self._counts = dict.fromkeys(("n", "m", "t", "k", "q", "qb", "a", "f", "fb"), 0)
         """Number of items so far, by extent."""
-        self._flushed_rows = 0
 
     def __enter__(self) -> TrajectoryWriter:
         return self
@@ -90,7 +225,7 @@ class TrajectoryWriter:
         """Adds one row.
 
         Args:
-            trajectory: one that is whole (:func:`~megaflow_hpc.trajectories.journal.checks.checked`).
+            trajectory: a consistent one (:func:`~megaflow_hpc.trajectories.journal.checks.checked`).
 
         Raises:
             OSError: not everything could be written.
@@ -105,7 +240,7 @@ class TrajectoryWriter:
         held["trajectories/turns"].append(len(trajectory.turns))
         for name, value in trajectory.rewards.items():
             self._put_reward(row, reward_name(name), value)
-        self._put_turns(trajectory)  # before the sequences: turns are numbered from the first new sequence
+        self._put_turns(trajectory)
         self._put_sequences(trajectory, row)
         texts = [message_json(message) for message in trajectory.messages]
         self._put_bytes("messages/json", "messages/offset", "qb", texts)
@@ -121,11 +256,11 @@ class TrajectoryWriter:
         counts["n"] += 1
         for extent, name in _ROW_OFFSETS.items():
             held[f"trajectories/{name}"].append(counts[extent])
-        if counts["n"] - self._flushed_rows >= _FLUSH_ROWS:
+        if counts["n"] % _FLUSH_ROWS == 0:
             self._flush()
 
     def close(self) -> None:
-        """Writes what is still held and closes the file; making it durable is up to the caller.
+        """Writes what is still held and closes the file. The caller makes it durable.
 
         Raises:
             OSError: not everything could be written.
@@ -136,43 +271,48 @@ class TrajectoryWriter:
                 column.finish()
 
     def _put_reward(self, row: int, name: str, value: float) -> None:
-        if name not in self._held_rewards and len(self._held_rewards) >= MAX_REWARDS:
-            return
-        self._held_rewards.setdefault(name, {})[row] = value
+        if name in self._held_rewards or len(self._held_rewards) < MAX_REWARDS:
+            self._held_rewards.setdefault(name, {})[row] = value
 
     def _put_bytes(self, path: str, offset_path: str, extent: str, items: list[bytes]) -> None:
         if not items:
             return
         self._columns[path].append(np.frombuffer(b"".join(items), np.uint8))
-        ends = list(accumulate(map(len, items), initial=self._counts[extent]))[1:]
-        self._held[offset_path] += ends
-        self._counts[extent] = ends[-1]
+        for item in items:
+            self._counts[extent] += len(item)
+            self._held[offset_path].append(self._counts[extent])
 
     def _put_sequences(self, trajectory: Trajectory, row: int) -> None:
         held = self._held
         for sequence in trajectory.sequences:
-            versions = _view(sequence.weight_versions, np.int32)
+            versions = np.asarray(sequence.weight_versions)
             sampled = versions[versions >= 0]
             held["sequences/trajectory"].append(row)
             held["sequences/policy"].append(sequence.policy)
             held["sequences/weight_version_min"].append(sampled.min() if len(sampled) else -1)
             held["sequences/weight_version_max"].append(sampled.max() if len(sampled) else -1)
-            self._columns["tokens/id"].append(_view(sequence.tokens, np.int32))
-            self._columns["tokens/logprob"].append(_view(sequence.logprobs, np.float32))
-            self._columns["tokens/loss_mask"].append(_view(sequence.loss_mask, np.uint8))
+            self._columns["tokens/id"].append(np.asarray(sequence.tokens))
+            self._columns["tokens/logprob"].append(np.asarray(sequence.logprobs))
+            self._columns["tokens/loss_mask"].append(np.asarray(sequence.loss_mask))
             self._columns["tokens/weight_version"].append(versions)
             self._counts["k"] += len(sequence.tokens)
             held["sequences/token_offset"].append(self._counts["k"])
         self._counts["m"] += len(trajectory.sequences)
 
     def _put_turns(self, trajectory: Trajectory) -> None:
-        starts = list(accumulate((len(s.tokens) for s in trajectory.sequences), initial=self._counts["k"]))
-        held, base = self._held, self._counts["m"]
+        """Adds the turns, before the sequences: sequences and tokens of a turn are numbered from the next new ones."""
+        held = self._held
+        sequence_lengths = [len(sequence.tokens) for sequence in trajectory.sequences]
+        token_starts = list(accumulate(sequence_lengths, initial=self._counts["k"]))
         for turn in trajectory.turns:
-            known = turn.sequence >= 0
-            held["turns/sequence"].append(base + turn.sequence if known else -1)
-            held["turns/token_start"].append(starts[turn.sequence] + turn.token_start if known else 0)
-            held["turns/token_end"].append(starts[turn.sequence] + turn.token_end if known else 0)
+            sequence, start, end = -1, 0, 0
+            if turn.sequence >= 0:
+                sequence = self._counts["m"] + turn.sequence
+                start = token_starts[turn.sequence] + turn.token_start
+                end = token_starts[turn.sequence] + turn.token_end
+            held["turns/sequence"].append(sequence)
+            held["turns/token_start"].append(start)
+            held["turns/token_end"].append(end)
         for name in _TURN:
             held[f"turns/{name}"] += [getattr(turn, name) for turn in trajectory.turns]
         self._counts["t"] += len(trajectory.turns)
@@ -184,7 +324,6 @@ class TrajectoryWriter:
                 self._held[path] = []
         for name, given in self._held_rewards.items():
             self._flush_reward(name, given)
-        self._flushed_rows = self._counts["n"]
         self._backing.check()
 
     def _flush_reward(self, name: str, given: dict[int, float]) -> None:
@@ -199,14 +338,10 @@ class TrajectoryWriter:
         given.clear()
 
 
-def _array(dtype: str, values: list[Any]) -> NDArray[Any]:
+def _array(dtype: str, values: list[Any]) -> Array:
     if dtype == TEXT:
         return np.array([escape(value) for value in values], object)
     if dtype == STRING:
-        known = {value: escape(value).encode() for value in set(values)}
-        return np.array([known[value] for value in values], "S")
+        encoded = {value: escape(value).encode() for value in set(values)}
+        return np.array([encoded[value] for value in values], "S")
     return np.array(values, dtype=dtype)
-
-
-def _view(values: array[Any], dtype: Any) -> NDArray[Any]:
-    return np.frombuffer(values, dtype) if len(values) else np.empty(0, dtype)

@@ -1,8 +1,8 @@
-"""Checks of trajectories before they are stored: types and ranges of all fields, and that they agree.
+"""Checks trajectories before they are stored: types and ranges of all fields, and their consistency.
 
-A record was written by one of our pods, or by another user of a run directory or of a file of JSON lines. msgpack and
-JSON hold anything. The columns of a campaign file hold integers of 32 bits, texts of one width for all rows, and token
-columns that agree. What passes here can be stored, and what was stored of it is valid.
+A record comes from a pod, from another user's run directory, or from a file of JSON lines. msgpack and JSON can hold
+any value. The columns of a campaign file hold integers of 32 bits, texts of one width for all rows, and token columns
+of equal lengths. A trajectory that passes can be stored, and the stored rows are valid.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, li
 from megaflow_hpc.types import VERIFIED, Status
 
 MAX_NAME_LENGTH = 1024
-"""Characters of an id, a policy, a node …: a column of texts is as wide as its longest, in every row."""
+"""Maximum length of a name in characters. Every row of a column of texts is as wide as the longest text."""
 MAX_REWARDS = 1000
-"""Named rewards of one trajectory: each is a column for all of them."""
+"""Maximum number of named rewards of a trajectory. Each name becomes a column for all trajectories."""
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
@@ -47,7 +47,7 @@ def _row_type(group: str, record: type) -> type[msgspec.Struct]:
     columns: list[tuple[str, Any]] = []
     for field in fields(record):
         column = COLUMNS.get(f"{group}/{field.name}")
-        if column is None or field.name == "turns":  # the column counts them, the field has them
+        if column is None or field.name == "turns":  # the column holds their number
             continue
         kind = _KINDS[column.dtype]
         may_be_unknown = group == "trajectories" and field.name in UNKNOWN_AS_NAN
@@ -60,7 +60,7 @@ _Turn = _row_type("turns", Turn)
 _Attempt = _row_type("attempts", Attempt)
 
 
-class _Deciding(msgspec.Struct):
+class _HeadingFields(msgspec.Struct):
     """The fields of a heading."""
 
     id: Name
@@ -87,8 +87,8 @@ def heading_of(record: Mapping[str, Any], data: Mapping[str, Any]) -> Heading:
         "attempt": data.get("attempt", 0),
         "block": record.get("block", -1),
     }
-    heading = Heading(*msgspec.structs.astuple(msgspec.convert(deciding, _Deciding)))
-    if escape(heading.id) != heading.id:  # two such ids could be written as one
+    heading = Heading(*msgspec.structs.astuple(msgspec.convert(deciding, _HeadingFields)))
+    if escape(heading.id) != heading.id:  # two ids could have the same escaped form
         raise ValueError(f"id {heading.id[:80]!r}, expected a text in UTF-8 without zero bytes")
     return heading
 
@@ -100,7 +100,7 @@ def heading_in(payload: bytes) -> Heading | None:
         payload: The record, or a beginning of it that holds the fields.
 
     Raises:
-        KeyError, TypeError, ValueError: It claims to be a trajectory's record and is not.
+        KeyError, TypeError, ValueError: Its kind is ``trajectory``, but it is not a trajectory's record.
     """
     record = head_of(payload)
     if record.get("kind") != "trajectory":
@@ -109,7 +109,7 @@ def heading_in(payload: bytes) -> Heading | None:
 
 
 def checked(trajectory: Trajectory) -> Trajectory:
-    """Returns the trajectory itself, its numbers as its columns hold them.
+    """Returns the trajectory itself, after converting its numbers to the types of the columns.
 
     Raises:
         TypeError, ValueError: A value is not of its type or out of range, token columns contradict each other, or a
@@ -162,7 +162,7 @@ def salvaged(data: Mapping[str, Any], heading: Heading) -> Trajectory:
 
 
 def _check_row(record: Any, row_type: type[msgspec.Struct]) -> None:
-    """Checks the fields of a record that are columns, and stores numbers as the columns hold them."""
+    """Checks the fields of a record that are columns, and converts its numbers to the types of the columns."""
     row = msgspec.convert(record, row_type, from_attributes=True)
     for name in row_type.__struct_fields__:
         value = getattr(row, name)
@@ -223,14 +223,15 @@ def _check_sequence(number: int, sequence: TokenSequence) -> None:
         raise ValueError(f"sequence {number} has columns of {lengths} tokens")
     if not lengths[0]:
         return
-    import numpy as np  # late, because rank 0 rarely reads journals of other pods
+    import numpy as np  # imported late, because rank 0 rarely needs it
 
-    tokens, mask = np.frombuffer(sequence.tokens, np.int32), np.frombuffer(sequence.loss_mask, np.uint8)
-    known = ~np.isnan(np.frombuffer(sequence.logprobs, np.float32))
-    versions = np.frombuffer(sequence.weight_versions, np.int32)
+    tokens = np.asarray(sequence.tokens)
+    mask = np.asarray(sequence.loss_mask)
+    sampled = ~np.isnan(np.asarray(sequence.logprobs))
+    versions = np.asarray(sequence.weight_versions)
     if mask.max() > 1 or tokens.min() < 0:
         raise ValueError(f"sequence {number} has a negative token, or a loss mask that is neither 0 nor 1")
-    if (~known & (mask == 1)).any():
+    if (~sampled & (mask == 1)).any():
         raise ValueError(f"sequence {number} has loss mask 1 without a log-probability")
-    if not np.array_equal(versions >= 0, known) or versions.min() < -1:
+    if not np.array_equal(versions >= 0, sampled) or versions.min() < -1:
         raise ValueError(f"sequence {number} has weight versions of other tokens than log-probabilities")

@@ -7,8 +7,8 @@ All integers are little-endian::
              payload: `length` bytes of msgpack, a map with the key "kind"
 
 Both CRCs of a frame (CRC-32 as in zlib) are seeded with the file's salt and the frame's own offset. A frame is
-therefore valid at one place of one file only. A stale disk block, or a journal stored as an artifact in another
-journal, is never mistaken for a record. The marker serves to find the next frame behind damage.
+therefore valid only in its own file and at its own offset. A stale disk block, or a journal stored as an artifact in
+another journal, is never mistaken for a record. Readers find the next frame behind damage by the marker.
 
 Reading ends at the *torn tail*: the first byte behind which no whole valid frame follows. Anything invalid before a
 valid frame is *damage*. Strict readers raise an error that names file and offset; tolerant readers log and skip it.
@@ -144,7 +144,7 @@ def read_journal(
 def read_frames(
     path: str | os.PathLike[str], limit: int | None = None, *, tolerant: bool = False, start: int = 0
 ) -> Iterator[Frame]:
-    """Yields undecoded frames as :func:`read_journal` does records.
+    """Yields undecoded frames, in the order and with the errors of :func:`read_journal`.
 
     Args:
         path, limit, tolerant: as for :func:`read_journal`.
@@ -156,8 +156,9 @@ def read_frames(
             return
         position = max(HEADER_SIZE, start)
         while True:
-            size = os.fstat(file.fileno()).st_size  # again for each frame: the writer may be at work
-            size = size if limit is None else min(size, limit)
+            size = os.fstat(file.fileno()).st_size  # again for each frame, because a writer may append
+            if limit is not None:
+                size = min(size, limit)
             frame, torn = _frame_at(file, salt, position, size)
             if frame is None and not torn:
                 frame = _next_frame(file, salt, position + 1, size)
@@ -173,7 +174,7 @@ def read_frames(
 
 
 def read_frames_at(path: str | os.PathLike[str], starts: Iterable[int]) -> Iterator[Frame]:
-    """Yields the frames that start at the given bytes, which are known from :func:`read_frames`.
+    """Yields the frames that start at the given offsets, which :func:`read_frames` returned before.
 
     Raises:
         ConfigError: no whole frame is there any more.
@@ -215,9 +216,9 @@ def unpack_record(payload: bytes) -> dict[str, Any]:
 
 
 def head_of(payload: bytes) -> dict[str, Any]:
-    """Decodes a record with only the heading of its trajectory; all of the record if the heading is not at its start.
+    """Decodes a record without its trajectory's messages and tokens, or all of it if the heading is not at its start.
 
-    Pods write the heading's fields first, so that readers of headings need not decode messages and tokens.
+    Pods write the heading's fields first.
     """
     # The size also bounds the memory that a forged length makes the unpacker allocate.
     unpacker = msgpack.Unpacker(
@@ -316,12 +317,12 @@ def _next_frame(file: BinaryIO, salt: bytes, position: int, size: int) -> Frame 
     while position + FRAME_SIZE <= size:
         file.seek(position)
         window = file.read(_SEARCH_WINDOW)
-        found = window.find(MARKER)
-        while found >= 0:
-            frame, _ = _frame_at(file, salt, position + found, size)
+        offset = window.find(MARKER)
+        while offset >= 0:
+            frame, _ = _frame_at(file, salt, position + offset, size)
             if frame is not None:
                 return frame
-            found = window.find(MARKER, found + 1)
+            offset = window.find(MARKER, offset + 1)
         if len(window) < len(MARKER):
             return None
         position += len(window) - len(MARKER) + 1

@@ -67,18 +67,17 @@ class StoredRollouts:
             ConfigError: a file is not a journal, or has a newer version.
             OSError: the run directory does not answer.
         """
-        found: set[str] = set()
+        stored: set[str] = set()
         for epoch, owner, sealed in held:
             journal = self._journals.get(owner)
             if journal is None or journal.length < sealed:
                 journal = self._read(owner)
-            for record in journal.records.get((block, epoch), ()):
-                if record.end <= sealed:
-                    found.add(record.rollout)
-        return found
+            records = journal.records.get((block, epoch), ())
+            stored.update(record.rollout for record in records if record.end <= sealed)
+        return stored
 
     def length(self, owner: str) -> int:
-        """Returns the bytes of whole records in a journal, 0 if it is missing; a successor seals there.
+        """Returns the bytes of whole records in a journal, where a successor seals it; 0 if it is missing.
 
         Reads the journal again only if it has grown. Raises as :meth:`ids`.
         """
@@ -88,7 +87,7 @@ class StoredRollouts:
         return journal.length
 
     def _read(self, owner: str) -> _Journal:
-        """Reads a journal and keeps the result; after an error nothing is kept, and the next call reads it again."""
+        """Reads a journal and caches the result. After an error nothing is cached, so the next call reads it again."""
         self._renew()
         files = parts(self._path(owner))
         journal = _Journal(_size(files), 0)

@@ -1,7 +1,7 @@
-"""Decides which record of which journal is the result of a rollout, and reads it: the same for every reader.
+"""Decides which record of which journal is the result of a rollout, and reads it. All readers share these rules.
 
-A seal names, for (block, epoch), the journal that counts and up to which byte. Records of that epoch that end behind
-the seal, or are in another journal, are *void*. Without a seal, all records of an epoch are valid.
+A seal names, for (block, epoch), the only journal that counts and up to which byte. Records of that epoch that end
+behind the seal, or are in another journal, are *void*. Without a seal, all records of an epoch are valid.
 
 The identity of a record is (rollout, epoch, attempt). Among the valid records of a rollout
 
@@ -9,7 +9,7 @@ The identity of a record is (rollout, epoch, attempt). Among the valid records o
    under a higher epoch, and its success replaces the failure, while a failure never replaces a success;
 2. then the lowest epoch wins, then the lowest attempt, then the earliest record.
 
-So a success once seen stays. The winner also gets the attempts listed in the valid records that lost.
+So a success that a reader has seen never changes. The winner also gets the attempts of the valid records that lost.
 
 *Commit order.* Within a journal, the order of appending. Journals are merged by the time in each frame, made monotone
 within a journal. The pods' clocks decide only the order of rows of different pods, never which rows exist.
@@ -118,9 +118,9 @@ class Index:
         for entry in batch:
             by_journal.setdefault(entry.journal, []).append(entry)
         frames: dict[RecordEntry, Frame] = {}
-        for journal, entries_of_it in by_journal.items():
-            starts = [entry.start for entry in entries_of_it]
-            frames.update(zip(entries_of_it, read_frames_at(self.root / journal, starts), strict=True))
+        for journal, own in by_journal.items():
+            starts = [entry.start for entry in own]
+            frames.update(zip(own, read_frames_at(self.root / journal, starts), strict=True))
         return frames
 
     def _decode(self, entry: RecordEntry, frame: Frame) -> Trajectory:
@@ -129,13 +129,12 @@ class Index:
         if not losers:
             return trajectory
         attempts: list[Attempt] = []
-        for other in sorted([entry, *losers], key=lambda e: (e.epoch, e.attempt, e.time_ns)):
-            if other is entry:
-                listed = trajectory.attempts
-            else:
-                path = self.root / other.journal
-                listed = trajectory_of(read_frame(path, other.start), other.epoch, path).attempts
-            attempts += [attempt for attempt in listed if attempt not in attempts]
+        for record in sorted([entry, *losers], key=lambda e: (e.epoch, e.attempt, e.time_ns)):
+            read = trajectory
+            if record is not entry:
+                path = self.root / record.journal
+                read = trajectory_of(read_frame(path, record.start), record.epoch, path)
+            attempts += [attempt for attempt in read.attempts if attempt not in attempts]
         trajectory.attempts = attempts
         return trajectory
 
@@ -162,7 +161,7 @@ def journals(run: RunDir) -> list[Path]:
     """Returns the journal files of a run, sorted by name."""
     if not run.journal.is_dir():
         return []
-    return sorted(path for path in run.journal.iterdir() if path.name.endswith(SUFFIX) and path.name[0] != ".")
+    return sorted(path for path in run.journal.glob(f"*{SUFFIX}") if not path.name.startswith("."))
 
 
 def seals_of(run: RunDir) -> Seals:
@@ -203,9 +202,9 @@ def decide(valid: Iterable[RecordEntry]) -> tuple[dict[str, RecordEntry], dict[s
     return best, losers
 
 
-def in_commit_order(found: Iterable[RecordEntry]) -> list[RecordEntry]:
+def in_commit_order(of_journals: Iterable[RecordEntry]) -> list[RecordEntry]:
     """Sorts the entries of several journals."""
-    return sorted(found, key=lambda e: (e.time_ns, e.journal, e.start))
+    return sorted(of_journals, key=lambda e: (e.time_ns, e.journal, e.start))
 
 
 # --- a journal --------------------------------------------------------------------------------------------------------
@@ -216,17 +215,17 @@ def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) 
 
     Args:
         path, start, limit: as for :func:`headings`.
-        seals: what voids records.
+        seals: the ledger's seals, which make records void.
     """
-    found: list[RecordEntry] = []
+    valid: list[RecordEntry] = []
     base = base_of(path)
     end = start
     for frame, heading in headings(path, start, limit):
         end = frame.end
         if heading is not None and counts(seals, heading.block, heading.epoch, path.name, base + end):
             size = frame.end - frame.start
-            found.append(RecordEntry(*heading[:4], frame.time_ns, path.name, frame.start, size))
-    return found, end
+            valid.append(RecordEntry(*heading[:4], frame.time_ns, path.name, frame.start, size))
+    return valid, end
 
 
 def headings(path: Path, start: int = 0, limit: int | None = None) -> Iterator[tuple[Frame, Heading | None]]:
@@ -280,7 +279,7 @@ def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
         data = trajectory_data(record)
         return checked(Trajectory.from_record({**data, "epoch": epoch}))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if not data:
+        if not data:  # the whole record cannot be unpacked, but its heading can
             record = head_of(frame.payload)
             data = trajectory_data(record)
         heading = heading_of({**record, "epoch": epoch}, data)
@@ -292,12 +291,12 @@ def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
 
 def parts(path: Path) -> list[Path]:
     """Returns the files of the journal whose part 0 is ``path``, in order; none if it is missing."""
-    found: list[Path] = []
+    files: list[Path] = []
     part = path
     while part.exists():
-        found.append(part)
-        part = path.with_name(f"{path.name.removesuffix(SUFFIX)}+{len(found):04d}{SUFFIX}")
-    return found
+        files.append(part)
+        part = path.with_name(f"{path.name.removesuffix(SUFFIX)}+{len(files):04d}{SUFFIX}")
+    return files
 
 
 def base_of(path: Path) -> int:

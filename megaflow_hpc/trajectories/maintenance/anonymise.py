@@ -1,9 +1,8 @@
 """Copies a campaign file without the names of users, hosts, jobs and home directories.
 
-Nodes, servers and jobs are numbered. In every text (errors, messages, artifacts, the configuration) the names found
-and the names given are replaced, as are mail addresses and the owner in paths such as ``/home/NAME``. Token ids cannot
-be rewritten without the tokenizer that made them: a rollout whose messages had to be changed loses its token sequences,
-unless they are asked for.
+Nodes, servers and jobs are numbered. All texts (errors, messages, artifacts, the configuration) lose the names found,
+the names given, mail addresses, and the owner in paths such as ``/home/NAME``. Token ids cannot be rewritten without
+their tokenizer. So a rollout whose messages change loses its token sequences, unless the caller wants to keep them.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories.hdf5.columns import texts
-from megaflow_hpc.trajectories.hdf5.encoding import DEEPEST
+from megaflow_hpc.trajectories.hdf5.encoding import MAX_DEPTH
 from megaflow_hpc.trajectories.hdf5.file import attribute, attribute_text, open_file
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectory import Attempt, Trajectory
 
 _OWNED = re.compile(r"(/(?:home|users|Users|scratch|work|lustre|gpfs|nfs|projects?|data)/)([^/\s\"'\\:;,()<>\[\]]+)")
-"""A directory that holds people's directories, and the person's name."""
+"""A directory that contains users' directories, and the name of the user."""
 _MAIL = re.compile(r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]++@[A-Za-z0-9-]++(?:\.[A-Za-z0-9-]++)++")
-"""Begins where a word does and never goes back, so that a long word costs its length and not the square of it."""
+"""Possessive quantifiers prevent backtracking, which would take quadratic time on a long word."""
 _COMMON = frozenset({"", "user", "root", "localhost", "agent", "main", "default"})
 _WITH_IDS = "engine.jsonl"
 """The artifact in which older software kept the sampled ids a second time."""
-_SHORTEST = 3
-"""Names shorter than this would be found inside ordinary words."""
+_MIN_NAME_LENGTH = 3
+"""Shorter names also occur as ordinary words."""
 
 
 @dataclass
@@ -42,22 +41,23 @@ class Scrubber:
 
     users: set[str] = field(default_factory=set)
     hosts: set[str] = field(default_factory=set)
-    numbers: dict[tuple[str, str], int] = field(default_factory=dict)
+    numbers: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Numbers by name, for each kind of name."""
     _pattern: re.Pattern[str] | None = None
 
     def learn(self, users: Iterable[str] = (), hosts: Iterable[str] = ()) -> None:
-        """Adds names to be replaced; a host's also without its domain. Short and common words are left alone."""
-        self.users |= {name for name in users if len(name) >= _SHORTEST and name not in _COMMON}
+        """Adds names to replace, and hosts also without their domain. Ignores short and common words."""
+        self.users.update(filter(_is_distinctive, users))
         for name in hosts:
-            short = name.partition(".")[0]
-            self.hosts |= {n for n in (name, short) if len(n) >= _SHORTEST and n not in _COMMON}
+            self.hosts.update(filter(_is_distinctive, (name, name.partition(".")[0])))
         self._pattern = None
 
     def number(self, kind: str, name: str) -> str:
         """Returns for example ``node-3`` for the fourth node seen; an empty name stays empty."""
         if not name:
             return ""
-        return f"{kind}-{self.numbers.setdefault((kind, name), sum(k == kind for k, _ in self.numbers))}"
+        numbers = self.numbers.setdefault(kind, {})
+        return f"{kind}-{numbers.setdefault(name, len(numbers))}"
 
     def text(self, text: str) -> str:
         """Returns the text with every known name, owner of a directory and mail address replaced."""
@@ -65,20 +65,25 @@ class Scrubber:
         text = _MAIL.sub("user@example.org", text)
         if self._pattern is None:
             names = sorted(self.users | self.hosts, key=len, reverse=True)
-            self._pattern = re.compile(
-                "|".join(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])" for name in names) or r"(?!)"
-            )
-        return self._pattern.sub(lambda found: "user" if found[0] in self.users else "host", text)
+            words = [rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])" for name in names]
+            self._pattern = re.compile("|".join(words) or r"(?!)")
+        return self._pattern.sub(lambda match: "user" if match[0] in self.users else "host", text)
 
     def value(self, value: Any, depth: int = 0) -> Any:
-        """Returns a JSON value with every text in it replaced; what is nested too deeply to be read is left out."""
+        """Returns a JSON value with every text replaced. Leaves out values that are nested too deeply."""
         if isinstance(value, str):
             return self.text(value)
-        if depth > DEEPEST and isinstance(value, dict | list):
+        if depth > MAX_DEPTH and isinstance(value, dict | list):
             return None
         if isinstance(value, dict):
             return {self.text(str(key)): self.value(item, depth + 1) for key, item in value.items()}
-        return [self.value(item, depth + 1) for item in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [self.value(item, depth + 1) for item in value]
+        return value
+
+
+def _is_distinctive(name: str) -> bool:
+    return len(name) >= _MIN_NAME_LENGTH and name not in _COMMON
 
 
 def anonymise(
@@ -93,10 +98,10 @@ def anonymise(
         path: the campaign file.
         output: the copy, which must not be the file itself.
         names: further words to replace: users, projects, machines.
-        keep_tokens: keep the sequences of rollouts whose messages were changed; their ids still spell the old text.
+        keep_tokens: keep the token sequences of rollouts with changed messages. Their ids still spell the old text.
 
     Returns:
-        Counts of ``trajectories``, of those ``changed`` in their messages, and of those ``without_tokens`` therefore.
+        Counts: ``trajectories``; ``changed``, those with changed messages; ``without_tokens``, those that lost tokens.
 
     Raises:
         ConfigError: ``path`` is not a campaign file, or ``output`` is the same file.
@@ -131,20 +136,20 @@ def anonymise(
 
 
 def _described(source: Any, scrub: Scrubber) -> dict[str, str]:
-    found = {}
+    attributes = {}
     for name in ("config", "versions"):
         if name in source.attrs:
-            found[name] = json.dumps(scrub.value(attribute(source, name)), sort_keys=True)
-    return found
+            attributes[name] = json.dumps(scrub.value(attribute(source, name)), sort_keys=True)
+    return attributes
 
 
 def _scrub(trajectory: Trajectory, scrub: Scrubber) -> bool:
-    """Replaces names in place, and returns whether a message, and so the text of the tokens, was changed."""
-    parts: list[Trajectory | Attempt] = [trajectory, *trajectory.attempts]
-    for part in parts:
-        part.node = scrub.number("node", part.node)
-        part.job_id = scrub.number("job", part.job_id)
-        part.error = scrub.text(part.error)
+    """Replaces names in place. Returns whether messages changed, so that the tokens no longer match them."""
+    records: list[Trajectory | Attempt] = [trajectory, *trajectory.attempts]
+    for record in records:
+        record.node = scrub.number("node", record.node)
+        record.job_id = scrub.number("job", record.job_id)
+        record.error = scrub.text(record.error)
     for turn in trajectory.turns:
         turn.server = scrub.number("server", turn.server)
     for artifact in trajectory.artifacts:

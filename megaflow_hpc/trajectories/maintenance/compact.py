@@ -11,7 +11,6 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -20,19 +19,19 @@ from numpy.typing import NDArray
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.hdf5.column_writer import column_writer, reward_writer
-from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, read_column, texts
+from megaflow_hpc.trajectories.hdf5.columns import Array, offset_faults, read, read_column, texts
 from megaflow_hpc.trajectories.hdf5.file import attribute, attribute_text, new_file, open_file, recorded_sources
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
+from megaflow_hpc.trajectories.hdf5.writer import column_writer, reward_writer
 from megaflow_hpc.trajectories.journal.winners import fingerprint, journals, seals_of
-from megaflow_hpc.trajectories.maintenance.checksums import verify
+from megaflow_hpc.trajectories.maintenance.validate import verify
 
 _WINDOW = 1 << 20
 """Entries that are copied at a time, which bounds memory."""
 
 Mask = NDArray[np.bool_]
-"""Says for each item whether it is kept."""
+"""Whether each item is kept."""
 
 
 def compact(
@@ -58,7 +57,7 @@ def compact(
     with open_file(path) as source:
         for fault in offset_faults(source):
             raise ConfigError(f"{path}: {fault}; run: megaflow-hpc validate {path}")
-        attempts = _counting_attempts(source)
+        attempts = _final_attempts(source)
         artifacts = _kept_artifacts(source, drop)
         others = {name: attribute_text(source, name) for name in ("config", "versions") if name in source.attrs}
         campaign = attribute_text(source, "campaign")
@@ -85,7 +84,7 @@ def compact(
     }
 
 
-def _kept_values(source: h5py.File, path: str, attempts: Mask, artifacts: Mask) -> Iterator[NDArray[Any]]:
+def _kept_values(source: h5py.File, path: str, attempts: Mask, artifacts: Mask) -> Iterator[Array]:
     """Yields the values of a column of the new file, in windows that bound memory."""
     if path == "trajectories/attempt_offset":
         kept_before = np.concatenate([[0], np.cumsum(attempts)])
@@ -111,19 +110,17 @@ def _kept_values(source: h5py.File, path: str, attempts: Mask, artifacts: Mask) 
             yield values
 
 
-def _counting_attempts(source: h5py.File) -> Mask:
-    """Returns a mask over the attempts: each trajectory's last attempt with the trajectory's own number and status."""
+def _final_attempts(source: h5py.File) -> Mask:
+    """Returns a mask over the attempts: each trajectory's last attempt that has the trajectory's number and status."""
     offsets = read(source["trajectories/attempt_offset"])
     owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    keep = np.zeros(len(owner), bool)
-    if not len(owner):
-        return keep
     same = read(source["attempts/attempt"]) == read(source["trajectories/attempt"])[owner]
     same &= texts(source["attempts/status"]) == texts(source["trajectories/status"])[owner]
-    last: dict[int, int] = {}
-    for number in np.flatnonzero(same).tolist():
-        last[int(owner[number])] = number
-    keep[list(last.values())] = True
+    candidates = np.flatnonzero(same)
+    last = np.full(len(offsets) - 1, -1)
+    np.maximum.at(last, owner[candidates], candidates)
+    keep = np.zeros(len(owner), bool)
+    keep[last[last >= 0]] = True
     return keep
 
 
@@ -148,12 +145,12 @@ def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
         raise ConfigError(f"{run}: the campaign is not finished; its journals are still needed")
     if recorded_sources(run.trajectories) != fingerprint(run, seals_of(run)):
         raise ConfigError(f"{run.trajectories}: does not hold all that the journals do; run: megaflow-hpc gather {run}")
-    bad = [check for check in verify(run.trajectories) if check.state != "ok"]
-    if bad:
-        raise ConfigError(
-            f"{run.trajectories}: /{bad[0].path} {bad[0].state}; "
-            f"the journals stay, make the file anew with: megaflow-hpc gather {run} --rebuild"
-        )
+    for check in verify(run.trajectories):
+        if not check.good:
+            raise ConfigError(
+                f"{run.trajectories}: /{check.path} {check.state}; "
+                f"the journals stay, make the file anew with: megaflow-hpc gather {run} --rebuild"
+            )
     files = journals(run)
     size = sum(path.stat().st_size for path in files)
     if not dry_run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from megaflow_hpc.trajectories.hdf5.file import datasets, open_file
 
 @dataclass(frozen=True)
 class DiskShare:
-    """What a directory, file or column takes: ``stored`` bytes on disk, ``raw`` bytes of values (0 where unknown)."""
+    """The disk usage of a directory, file or column.
+
+    ``stored`` counts bytes on disk, ``raw`` bytes of values (0 if unknown).
+    """
 
     name: str
     files: int
@@ -21,17 +25,15 @@ class DiskShare:
 
 def of_run(path: Path) -> list[DiskShare]:
     """Returns the usage of each directory and file at the top of a run directory, largest first."""
-    found: dict[str, list[int]] = {}
+    sizes: dict[str, list[int]] = {}
     for directory, _, names in os.walk(path):
         for name in names:
-            place = Path(directory, name)
-            relative = place.relative_to(path)
-            try:
-                size = place.lstat().st_size
-            except FileNotFoundError:
-                continue  # replaced meanwhile
-            found.setdefault(f"{relative.parts[0]}/" if len(relative.parts) > 1 else name, []).append(size)
-    shares = [DiskShare(name, len(sizes), sum(sizes)) for name, sizes in found.items()]
+            file = Path(directory, name)
+            parts = file.relative_to(path).parts
+            top = f"{parts[0]}/" if len(parts) > 1 else name
+            with suppress(FileNotFoundError):  # replaced meanwhile
+                sizes.setdefault(top, []).append(file.lstat().st_size)
+    shares = [DiskShare(name, len(own), sum(own)) for name, own in sizes.items()]
     return sorted(shares, key=lambda share: -share.stored)
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, rebuild: bool = False) -> Path:
-    """Writes ``RUN/trajectories.h5`` unless it already holds everything the journals do.
+    """Writes ``RUN/trajectories.h5`` unless it is up to date with the journals.
 
     Args:
         run: the run directory.
@@ -44,14 +44,14 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
     """
     run = run if isinstance(run, RunDir) else RunDir(run)
     seals = seals_of(run) if seals is None else seals
-    now = fingerprint(run, seals)  # before the journals are read: what is appended meanwhile makes the file stale
+    now = fingerprint(run, seals)  # taken first: records that are appended meanwhile make the file stale
     before = recorded_sources(run.trajectories)
     if before is not None and _is_up_to_date(run, before, now, rebuild):
         return run.trajectories
-    found = index(run, seals)
+    winners = index(run, seals)
     with published(run.trajectories) as temporary:
         with TrajectoryWriter(temporary, campaign_name(run), now, root_attributes(run)) as writer:
-            for trajectory in found.trajectories():
+            for trajectory in winners.trajectories():
                 writer.append(trajectory)
     return run.trajectories
 

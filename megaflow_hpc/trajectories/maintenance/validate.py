@@ -1,41 +1,49 @@
-"""Checks a campaign file against the schema and its invariants.
+"""Checks a campaign file: against the schema and its invariants (``validate``), and byte by byte (``verify``).
 
-Large columns are read in windows, so memory stays bounded. Each kind of fault is reported once, at its first place.
+Large columns are read in windows, so memory stays bounded. ``validate`` reports each kind of fault once, at its first
+row. ``verify`` reads every byte, so HDF5 compares each chunk with its checksum.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow_hpc.texts import parse_object
-from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, texts
+from megaflow_hpc.trajectories.hdf5.columns import Array, offset_faults, read, texts
 from megaflow_hpc.trajectories.hdf5.file import Datasets, datasets, open_file, schema_faults
 from megaflow_hpc.trajectories.hdf5.schema import STATUSES
 from megaflow_hpc.types import VERIFIED
 
 _WINDOW = 1 << 20
+_WINDOW_BYTES = 16 << 20
+_TEXT_BYTES = 64
+"""Assumed size of a text of variable length."""
+
+
+# --- validate ---------------------------------------------------------------------------------------------------------
 
 
 def validate(path: str | os.PathLike[str]) -> list[str]:
-    """Returns what is wrong with the file, in words that name dataset and row; an empty list if nothing is.
+    """Returns the faults of a campaign file as texts that name dataset and row; an empty list if it is valid.
 
     Raises:
-        ConfigError: it cannot be opened as a campaign file at all.
+        ConfigError: the file cannot be opened as a campaign file.
     """
     with open_file(path, complete=False) as file:
         columns = datasets(file)
-        problems = [f"root attribute {name} is missing" for name in ("campaign", "software") if name not in file.attrs]
-        problems = problems or list(schema_faults(columns)) or list(_unreadable(columns)) or list(offset_faults(file))
-        if not problems:
+        faults = [f"root attribute {name} is missing" for name in ("campaign", "software") if name not in file.attrs]
+        # Each check relies on the ones before it.
+        faults = faults or schema_faults(columns) or list(_unreadable(columns)) or list(offset_faults(file))
+        if not faults:
             for check in (_trajectories, _sequences, _turns, _links, _tokens, _messages, _artifacts):
-                problems += check(file)
-    return problems
+                faults += check(file)
+    return faults
 
 
 def _unreadable(columns: Datasets) -> Iterator[str]:
@@ -58,72 +66,74 @@ def _trajectories(file: h5py.File) -> Iterator[str]:
             yield f"/trajectories/id: row {number}: {rollout!r} is there twice"
             break
         seen.add(rollout)
-    status = texts(file["trajectories/status"])
+    status = texts(file["trajectories/status"]).astype(str)
     reward = read(file["trajectories/reward"])
     turns = read(file["trajectories/turns"])
-    if (row := _first(~np.isin(status.astype(str), STATUSES))) is not None:
-        yield f"/trajectories/status: row {row}: {status[row]!r}, expected one of {', '.join(STATUSES)}"
-    verified = np.isin(status.astype(str), VERIFIED)
-    if (row := _first(~verified & ~np.isnan(reward))) is not None:
+    for row in _first(~np.isin(status, STATUSES)):
+        yield f"/trajectories/status: row {row}: {str(status[row])!r}, expected one of {', '.join(STATUSES)}"
+    for row in _first(~np.isin(status, VERIFIED) & ~np.isnan(reward)):
         yield f"/trajectories/reward: row {row}: {reward[row]} though {status[row]}, expected NaN"
-    if (row := _first(turns != np.diff(read(file["trajectories/turn_offset"])))) is not None:
+    for row in _first(turns != np.diff(read(file["trajectories/turn_offset"]))):
         yield f"/trajectories/turns: row {row}: {turns[row]}, not what turn_offset says"
 
 
-def _owners(file: h5py.File, path: str) -> NDArray[Any]:
+def _owners(file: h5py.File, path: str) -> Array:
     """Returns the row of the trajectory that each item belongs to, by the offsets."""
     counts = np.diff(read(file[path]))
     return np.repeat(np.arange(len(counts)), counts)
 
 
 def _sequences(file: h5py.File) -> Iterator[str]:
-    if (row := _first(read(file["sequences/trajectory"]) != _owners(file, "trajectories/sequence_offset"))) is not None:
+    for row in _first(read(file["sequences/trajectory"]) != _owners(file, "trajectories/sequence_offset")):
         yield f"/sequences/trajectory: row {row}: not what /trajectories/sequence_offset says"
     if "sequences/weight_version_min" in file and "sequences/weight_version_max" in file:
-        low, high = read(file["sequences/weight_version_min"]), read(file["sequences/weight_version_max"])
-        if (row := _first((low > high) | (low < -1))) is not None:
+        low = read(file["sequences/weight_version_min"])
+        high = read(file["sequences/weight_version_max"])
+        for row in _first((low > high) | (low < -1)):
             yield f"/sequences/weight_version_min: row {row}: {low[row]}, expected -1 to {high[row]}"
 
 
 def _turns(file: h5py.File) -> Iterator[str]:
     sequence, start, end = (read(file[f"turns/{name}"]) for name in ("sequence", "token_start", "token_end"))
     offsets = read(file["sequences/token_offset"])
-    if (row := _first((sequence < -1) | (sequence >= len(offsets) - 1))) is not None:
+    for row in _first((sequence < -1) | (sequence >= len(offsets) - 1)):
         yield f"/turns/sequence: row {row}: {sequence[row]}, expected -1 to {len(offsets) - 2}"
         return
-    known = sequence >= 0
-    owner = _owners(file, "trajectories/turn_offset")[known]
-    if (row := _first(read(file["sequences/trajectory"])[sequence[known]] != owner)) is not None:
-        yield f"/turns/sequence: row {np.flatnonzero(known)[row]}: a sequence of another trajectory"
-    inside = (offsets[sequence[known]] <= start[known]) & (end[known] <= offsets[sequence[known] + 1])
-    if (row := _first(~(inside & (start[known] <= end[known])))) is not None:
-        row = int(np.flatnonzero(known)[row])
-        yield f"/turns: row {row}: tokens {start[row]} to {end[row]}, outside its sequence"
+    linked = np.flatnonzero(sequence >= 0)
+    sequence, start, end = sequence[linked], start[linked], end[linked]
+    owner = _owners(file, "trajectories/turn_offset")[linked]
+    for i in _first(read(file["sequences/trajectory"])[sequence] != owner):
+        yield f"/turns/sequence: row {linked[i]}: a sequence of another trajectory"
+    is_outside = (start < offsets[sequence]) | (end > offsets[sequence + 1])
+    for i in _first(is_outside | (start > end)):
+        yield f"/turns: row {linked[i]}: tokens {start[i]} to {end[i]}, outside its sequence"
 
 
 def _links(file: h5py.File) -> Iterator[str]:
     """Checks the links of version 2: parents of messages, and the answer and the starting call of each call."""
-    messages, turns = (read(file[f"trajectories/{name}_offset"]) for name in ("message", "turn"))
+    message_offset = read(file["trajectories/message_offset"])
+    turn_offset = read(file["trajectories/turn_offset"])
     if "messages/parent" in file:
         parent = read(file["messages/parent"])
-        own = np.arange(len(parent)) - np.repeat(messages[:-1], np.diff(messages))
-        if (row := _first((parent < -1) | (parent >= own))) is not None:
-            yield f"/messages/parent: row {row}: {parent[row]}, expected -1 to {own[row] - 1}"
+        number = np.arange(len(parent)) - np.repeat(message_offset[:-1], np.diff(message_offset))
+        for row in _first((parent < -1) | (parent >= number)):
+            yield f"/messages/parent: row {row}: {parent[row]}, expected -1 to {number[row] - 1}"
     owner = _owners(file, "trajectories/turn_offset")
     if "turns/started_by" in file:
-        caller, own = read(file["turns/started_by"]), np.arange(len(owner)) - turns[owner]
-        if (row := _first((caller < -1) | (caller >= own))) is not None:
-            yield f"/turns/started_by: row {row}: {caller[row]}, expected -1 to {own[row] - 1}"
+        caller = read(file["turns/started_by"])
+        number = np.arange(len(owner)) - turn_offset[owner]
+        for row in _first((caller < -1) | (caller >= number)):
+            yield f"/turns/started_by: row {row}: {caller[row]}, expected -1 to {number[row] - 1}"
     if "turns/message" in file:
-        answer, count = read(file["turns/message"]), np.diff(messages)[owner]
-        if (row := _first((answer < -1) | (answer >= count))) is not None:
+        answer = read(file["turns/message"])
+        count = np.diff(message_offset)[owner]
+        for row in _first((answer < -1) | (answer >= count)):
             yield f"/turns/message: row {row}: {answer[row]}, expected -1 to {count[row] - 1}"
             return
-        linked = answer >= 0
-        _, places = np.unique((answer + messages[owner])[linked], return_index=True)
-        twice = np.setdiff1d(np.flatnonzero(linked), np.flatnonzero(linked)[places])
-        if len(twice):
-            yield f"/turns/message: row {twice[0]}: {answer[twice[0]]}, the answer of an earlier call"
+        linked = np.flatnonzero(answer >= 0)
+        _, first_uses = np.unique((answer + message_offset[owner])[linked], return_index=True)
+        for row in np.delete(linked, first_uses)[:1]:
+            yield f"/turns/message: row {row}: {answer[row]}, the answer of an earlier call"
 
 
 def _tokens(file: h5py.File) -> Iterator[str]:
@@ -139,11 +149,12 @@ def _tokens(file: h5py.File) -> Iterator[str]:
             "/tokens/weight_version: negative with a log-probability": sampled & (version < 0),
             "/tokens/weight_version: not -1 without a log-probability": ~sampled & (version != -1),
         }
-        for fault, where in faults.items():
-            if fault not in reported and (row := _first(where)) is not None:
+        for fault, mask in faults.items():
+            for row in _first(mask):
+                if fault not in reported:
+                    path, what = fault.split(": ")
+                    yield f"{path}: row {first + row}: {what}"
                 reported.add(fault)
-                place, what = fault.split(": ")
-                yield f"{place}: row {first + row}: {what}"
 
 
 def _messages(file: h5py.File) -> Iterator[str]:
@@ -153,9 +164,9 @@ def _messages(file: h5py.File) -> Iterator[str]:
         last = max(int(np.searchsorted(offsets, offsets[number] + _WINDOW, "right")) - 1, number + 1)
         data = read(file["messages/json"], offsets[number], offsets[last]).tobytes()
         for message in range(number, last):
-            text = data[offsets[message] - offsets[number] : offsets[message + 1] - offsets[number]]
+            start, end = offsets[message : message + 2] - offsets[number]
             try:
-                parse_object(text)
+                parse_object(data[start:end])
             except ValueError as error:
                 yield f"/messages: message {message}: {error}"
                 return
@@ -165,13 +176,68 @@ def _messages(file: h5py.File) -> Iterator[str]:
 def _artifacts(file: h5py.File) -> Iterator[str]:
     owner = read(file["artifacts/trajectory"])
     rows = len(file["trajectories/id"])
-    if (row := _first((owner < 0) | (owner >= rows))) is not None:
+    for row in _first((owner < 0) | (owner >= rows)):
         yield f"/artifacts/trajectory: row {row}: {owner[row]}, expected 0 to {rows - 1}"
-    elif (row := _first(np.diff(owner) < 0)) is not None:
+        return
+    for row in _first(np.diff(owner) < 0):
         yield f"/artifacts/trajectory: decreases at row {row + 1}"
 
 
-def _first(where: NDArray[Any]) -> int | None:
-    """Returns the index of the first true entry, if there is one."""
-    found = np.flatnonzero(where)
-    return int(found[0]) if len(found) else None
+def _first(mask: Array) -> list[int]:
+    """Returns the index of the first true entry; an empty list if there is none."""
+    indices: list[int] = np.flatnonzero(mask)[:1].tolist()
+    return indices
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ColumnCheck:
+    """The result of reading one column.
+
+    Its digest depends on the values alone, not on chunks and compression: files with equal digests have equal data.
+    """
+
+    path: str
+    entries: int
+    sha256: str
+    """Hexadecimal digest of the values as they are in memory. A NUL follows each text of variable length."""
+    state: str
+    """``ok``, or the fault."""
+
+    @property
+    def good(self) -> bool:
+        """Whether the column was read without a fault."""
+        return self.state == "ok"
+
+
+def verify(path: str | os.PathLike[str]) -> list[ColumnCheck]:
+    """Reads every column and returns their checks, by path.
+
+    Raises:
+        ConfigError: the file cannot be opened as a campaign file.
+    """
+    with open_file(path, complete=False) as file:
+        return [_check(name, dataset) for name, dataset in sorted(datasets(file).items())]
+
+
+def _check(name: str, dataset: h5py.Dataset) -> ColumnCheck:
+    has_texts = dataset.dtype.kind == "O"  # of variable length
+    if dataset.ndim != 1 or (has_texts and h5py.check_string_dtype(dataset.dtype) is None):
+        return ColumnCheck(name, 0, "", "cannot be read: it is no column of numbers or texts")
+    digest = hashlib.sha256()
+    size = _TEXT_BYTES if has_texts else dataset.dtype.itemsize
+    chunk = dataset.chunks[0] if dataset.chunks else 1
+    step = max(1, _WINDOW_BYTES // (size * chunk)) * chunk
+    try:
+        for start in range(0, len(dataset), step):
+            values = read(dataset, start, start + step)
+            if has_texts:
+                for text in values.tolist():
+                    digest.update(text.encode("utf-8", "surrogateescape") + b"\0")
+            else:
+                digest.update(values.tobytes())
+    except OSError as error:
+        return ColumnCheck(name, len(dataset), "", f"cannot be read: {error}")
+    return ColumnCheck(name, len(dataset), digest.hexdigest(), "ok")

@@ -46,12 +46,12 @@ def advantages(
     """
     if kind not in KINDS:
         raise ConfigError(f"advantage {kind!r}: there are {', '.join(KINDS)}")
-    found = np.full(len(rewards), np.nan)
-    known = np.flatnonzero(~np.isnan(rewards))
-    if not len(known):
-        return found.astype(np.float32)
-    r = rewards[known].astype(np.float64)
-    group = codes(groups[known])
+    result = np.full(len(rewards), np.nan)
+    rated = np.flatnonzero(~np.isnan(rewards))
+    if not len(rated):
+        return result.astype(np.float32)
+    r = rewards[rated].astype(np.float64)
+    group = codes(groups[rated])
     size = np.bincount(group)
     mean = np.bincount(group, r) / size
     centred = r - mean[group]
@@ -65,14 +65,14 @@ def advantages(
         value = centred * (size / np.maximum(size - 1, 1))[group]  # r - (sum - r) / (size - 1)
     else:
         value = r - medians(r, group, size)[group]
-    found[known] = np.where(size[group] > 1, value, 0.0)
-    return found.astype(np.float32)
+    result[rated] = np.where(size[group] > 1, value, 0.0)
+    return result.astype(np.float32)
 
 
 def codes(values: NDArray[Any]) -> NDArray[np.int64]:
     """Numbers distinct values from 0 in order of appearance: (n) → (n). Sorting a million strings would be slower."""
-    seen: dict[Any, int] = {}
-    return np.fromiter((seen.setdefault(value, len(seen)) for value in values.tolist()), np.int64, len(values))
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()], np.int64)
 
 
 def medians(values: NDArray[np.float64], group: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Build batches of token sequences, and pack trajectories into them."""
+"""Builds batches of token sequences, and packs trajectories into them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories.hdf5.columns import text
-from megaflow_hpc.trajectories.reading.sources import Source, offsets_of
+from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, text
+from megaflow_hpc.trajectories.reading.sources import Source, items_of, offsets_of
 
 Oversize = Literal["error", "skip"]
 
@@ -18,30 +17,27 @@ POOL = 4096
 """Number of rows packed together. More rows make fuller batches, fewer keep more of the order."""
 
 
-def make_batch(source: Source, rows: NDArray[np.int64], pad: int | None) -> dict[str, NDArray[Any]]:
+def make_batch(source: Source, rows: Integers, pad: int | None) -> dict[str, Array]:
     """Implements :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch` for row numbers."""
     flat = source.flat(rows)
-    tokens: dict[str, tuple[NDArray[Any], Any]] = {
+    tokens: dict[str, tuple[Array, Any]] = {
         "tokens": (flat.tokens, pad),
         "loss_mask": (flat.loss_mask, 0),
         "logprobs": (np.where(np.isnan(flat.logprobs), np.float32(0), flat.logprobs), 0),  # NaN × 0 is NaN
         "weight_version": (flat.weight_versions, -1),
     }
-    group, reward = source.column("trajectories/group_id"), source.column("trajectories/reward")
-    batch = {
-        name: column if pad is None else padded(column, flat.offsets, fill) for name, (column, fill) in tokens.items()
-    }
-    return {
-        **batch,
-        "offsets": flat.offsets,
-        "trajectory": flat.row,
-        "group": text(group[flat.row]).astype(np.str_),
-        "reward": reward[flat.row],
-        "policy": flat.policy.astype(np.str_),
-    }
+    batch: dict[str, Array] = {}
+    for name, (column, fill) in tokens.items():
+        batch[name] = column if pad is None else padded(column, flat.offsets, fill)
+    batch["offsets"] = flat.offsets
+    batch["trajectory"] = flat.row
+    batch["group"] = text(source.column("trajectories/group_id")[flat.row]).astype(np.str_)
+    batch["reward"] = source.column("trajectories/reward")[flat.row]
+    batch["policy"] = flat.policy.astype(np.str_)
+    return batch
 
 
-def padded(values: NDArray[Any], offsets: NDArray[np.int64], fill: Any, *, left: bool = False) -> NDArray[Any]:
+def padded(values: Array, offsets: Integers, fill: Any, *, left: bool = False) -> Array:
     """Returns ragged values as a matrix. Each line is filled at its end.
 
     Args:
@@ -55,14 +51,14 @@ def padded(values: NDArray[Any], offsets: NDArray[np.int64], fill: Any, *, left:
     """
     lengths = np.diff(offsets)
     width = int(lengths.max(initial=0))
-    found = np.full((len(lengths), width), fill, values.dtype)
-    place = np.arange(width)
-    inside = place >= (width - lengths)[:, None] if left else place < lengths[:, None]
-    found[inside] = values
-    return found
+    matrix = np.full((len(lengths), width), fill, values.dtype)
+    position = np.arange(width)
+    is_value = position >= (width - lengths)[:, None] if left else position < lengths[:, None]
+    matrix[is_value] = values
+    return matrix
 
 
-def padded_lines(lines: Sequence[Any], dtype: Any, fill: Any, *, left: bool = False) -> NDArray[Any]:
+def padded_lines(lines: Sequence[Any], dtype: Any, fill: Any, *, left: bool = False) -> Array:
     """Returns sequences of numbers as a matrix (lines, longest), padded in the same way as by :func:`padded`."""
     parts = [np.asarray(line, dtype) for line in lines]
     values = np.concatenate([np.empty(0, dtype), *parts])
@@ -70,8 +66,8 @@ def padded_lines(lines: Sequence[Any], dtype: Any, fill: Any, *, left: bool = Fa
 
 
 def plan_batches(
-    source: Source, rows: NDArray[np.int64], budget: int, is_padded: bool, seed: int | None, oversize: Oversize
-) -> list[NDArray[np.int64]]:
+    source: Source, rows: Integers, budget: int, is_padded: bool, seed: int | None, oversize: Oversize
+) -> list[Integers]:
     """Divides rows into batches, each row once. Equal arguments give equal plans.
 
     Some thousands of rows are packed at a time, best fit, longest first. The result has a few per cent more batches
@@ -91,66 +87,67 @@ def plan_batches(
     Raises:
         ConfigError: A row exceeds the budget, with ``oversize="error"``.
     """
-    first = source.column("trajectories/sequence_offset")
-    bounds = source.column("sequences/token_offset")
-    tokens, count = bounds[first[rows + 1]] - bounds[first[rows]], first[rows + 1] - first[rows]
-    if is_padded:
-        longest = np.zeros(len(rows), np.int64)
-        owner = np.repeat(np.arange(len(rows)), count)
-        sequence = np.repeat(first[rows] - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
-        np.maximum.at(longest, owner, bounds[sequence + 1] - bounds[sequence])
-        cost = longest * count
-    else:
-        longest, cost = np.zeros(len(rows), np.int64), tokens
-    if oversize == "error" and (cost > budget).any():
-        row, size = int(rows[cost > budget][0]), int(cost[cost > budget][0])
+    sequences, counts = items_of(source.column("trajectories/sequence_offset"), rows)
+    sequence_lengths = np.diff(source.column("sequences/token_offset"))[sequences]
+    owners = np.repeat(np.arange(len(rows)), counts)
+    tokens = np.zeros(len(rows), np.int64)
+    np.add.at(tokens, owners, sequence_lengths)
+    longest = np.zeros(len(rows), np.int64)
+    np.maximum.at(longest, owners, sequence_lengths)
+    cost = longest * counts if is_padded else tokens
+    too_large = np.flatnonzero(cost > budget)
+    if oversize == "error" and len(too_large):
+        first = too_large[0]
         raise ConfigError(
-            f"trajectory {source.scalar('id', row)}: {size} tokens do not fit a batch of {budget}; "
+            f"trajectory {source.scalar('id', int(rows[first]))}: {cost[first]} tokens do not fit a batch of {budget}; "
             "raise token_budget, or leave such trajectories out with oversize='skip'"
         )
     usable = np.flatnonzero((tokens > 0) & (cost <= budget))
     random = np.random.default_rng(seed)
     if seed is not None:
         random.shuffle(usable)
-    plan: list[NDArray[np.int64]] = []
+    plan: list[Integers] = []
     for start in range(0, len(usable), POOL):
         pool = usable[start : start + POOL]
-        packed = _pack_padded(pool, longest, count, budget) if is_padded else _pack(pool, tokens, budget)
+        packed = _pack_padded(pool, longest, counts, budget) if is_padded else _pack(pool, tokens, budget)
         plan += [rows[numbers] for numbers in packed]
     if seed is not None:
         random.shuffle(plan)
     return plan
 
 
-def _pack(pool: NDArray[np.int64], tokens: NDArray[np.int64], budget: int) -> list[NDArray[np.int64]]:
-    """Pack by best fit decreasing: each row goes to the batch where it leaves the least space."""
+def _pack(pool: Integers, tokens: Integers, budget: int) -> list[Integers]:
+    """Packs by best fit decreasing: each row goes to the batch where it leaves the least space."""
     bins: list[list[int]] = []
-    room = np.empty(len(pool), np.int64)
-    for item in pool[np.argsort(-tokens[pool], kind="stable")].tolist():
-        left = room[: len(bins)] - tokens[item]
-        fitting = np.flatnonzero(left >= 0)
+    space = np.empty(len(pool), np.int64)
+    for item in _longest_first(pool, tokens):
+        remaining = space[: len(bins)] - tokens[item]
+        fitting = np.flatnonzero(remaining >= 0)
         if len(fitting):
-            best = int(fitting[np.argmin(left[fitting])])
+            best = int(fitting[np.argmin(remaining[fitting])])
             bins[best].append(item)
-            room[best] = left[best]
+            space[best] = remaining[best]
         else:
-            room[len(bins)] = budget - tokens[item]
+            space[len(bins)] = budget - tokens[item]
             bins.append([item])
-    place = {item: number for number, item in enumerate(pool.tolist())}
-    return [np.array(sorted(numbers, key=place.__getitem__), np.int64) for numbers in bins]
+    position = {item: number for number, item in enumerate(pool.tolist())}
+    return [np.array(sorted(items, key=lambda item: position[item]), np.int64) for items in bins]
 
 
-def _pack_padded(
-    pool: NDArray[np.int64], longest: NDArray[np.int64], count: NDArray[np.int64], budget: int
-) -> list[NDArray[np.int64]]:
-    """Group rows of similar length, so that there is little padding."""
-    bins: list[NDArray[np.int64]] = []
-    current: list[int] = []
+def _pack_padded(pool: Integers, longest: Integers, counts: Integers, budget: int) -> list[Integers]:
+    """Groups rows of similar length, so that there is little padding."""
+    bins: list[list[int]] = []
     width = lines = 0
-    for item in pool[np.argsort(-longest[pool], kind="stable")].tolist():
-        if current and max(width, int(longest[item])) * (lines + int(count[item])) > budget:
-            bins.append(np.array(current, np.int64))
-            current, width, lines = [], 0, 0
-        current.append(item)
-        width, lines = max(width, int(longest[item])), lines + int(count[item])
-    return [*bins, np.array(current, np.int64)] if current else bins
+    for item in _longest_first(pool, longest):
+        lines += int(counts[item])
+        if not bins or width * lines > budget:
+            bins.append([])
+            width = int(longest[item])  # the longest row of the batch, since rows come longest first
+            lines = int(counts[item])
+        bins[-1].append(item)
+    return [np.array(items, np.int64) for items in bins]
+
+
+def _longest_first(pool: Integers, lengths: Integers) -> list[int]:
+    order: list[int] = pool[np.argsort(-lengths[pool], kind="stable")].tolist()
+    return order

@@ -58,64 +58,76 @@ def conversations(
         parents: Its parents.
         turns: Its calls.
     """
-    answers = {turn.message: number for number, turn in enumerate(turns) if turn.message >= 0}
-    before = [-1] * len(messages)
+    call_of = {turn.message: number for number, turn in enumerate(turns) if turn.message >= 0}
+    """Message → the call that it answers."""
+    answer_before = [-1] * len(messages)
     """Message → the nearest answer before it."""
     for node, parent in enumerate(parents):
         if parent >= 0:
-            before[node] = parent if parent in answers else before[parent]
+            answer_before[node] = parent if parent in call_of else answer_before[parent]
     ends: list[int] = []
-    of: dict[int, int] = {}
+    """Conversation → its last message."""
+    owner: dict[int, int] = {}
     """Message → the first conversation that contains it."""
-    loose = set(range(len(messages))) - set(parents) - answers.keys()  # last messages that no call answered
-    for node in [*sorted(answers, key=answers.__getitem__), *sorted(loose)]:
-        number = of.get(before[node], -1)
-        if number < 0 or ends[number] != before[node]:
+    unanswered = set(range(len(messages))) - set(parents) - call_of.keys()
+    for node in [*sorted(call_of, key=lambda answer: call_of[answer]), *sorted(unanswered)]:
+        number = owner.get(answer_before[node], -1)
+        if number < 0 or ends[number] != answer_before[node]:
             number = len(ends)
             ends.append(node)
         ends[number] = node
-        while node >= 0 and node not in of:
-            of[node] = number
+        while node >= 0 and node not in owner:
+            owner[node] = number
             node = parents[node]
-    return [
-        _conversation(number, path_to(parents, end), messages, turns, answers, of) for number, end in enumerate(ends)
-    ]
+    result = []
+    for number, end in enumerate(ends):
+        nodes = path_to(parents, end)
+        calls = [call_of.get(node) for node in nodes]
+        result.append(_conversation(number, nodes, calls, messages, turns, owner))
+    return result
 
 
 def _conversation(
     number: int,
     nodes: list[int],
+    calls: list[int | None],
     messages: Sequence[dict[str, Any]],
     turns: Sequence[Turn],
-    answers: Mapping[int, int],
-    of: Mapping[int, int],
+    owner: Mapping[int, int],
 ) -> Conversation:
-    calls = [answers.get(node) for node in nodes]
-    own = [turns[call] for call, node in zip(calls, nodes, strict=True) if call is not None and of[node] == number]
-    shared = sum(of[node] != number for node in nodes)
+    own = [turns[call] for call, node in zip(calls, nodes, strict=True) if call is not None and owner[node] == number]
+    shared = sum(owner[node] != number for node in nodes)
     parent, started_by = None, None
     if own and own[0].started_by >= 0:
         started_by = own[0].started_by
-        parent = of.get(turns[started_by].message)
+        parent = owner.get(turns[started_by].message)
+        shared = 0
     elif shared and messages[nodes[shared - 1]].get("role") not in ("system", "developer"):
-        parent = of[nodes[shared - 1]]
+        parent = owner[nodes[shared - 1]]
+    else:
+        shared = 0
     return Conversation(
         policy=own[-1].policy if own else "",
         nodes=nodes,
         messages=[messages[node] for node in nodes],
         turns=calls,
         parent=parent,
-        shared=0 if parent is None or started_by is not None else shared,
+        shared=shared,
         started_by=started_by,
     )
 
 
-def main(found: Sequence[Conversation], policy: str) -> int:
+def main(candidates: Sequence[Conversation], policy: str) -> int:
     """Returns the index of the main conversation.
 
     Prefers conversations of ``policy``, then those with the most calls, then the longest, then the first.
     """
-    return max(range(len(found)), key=lambda n: (found[n].policy == policy, found[n].calls, len(found[n].nodes), -n))
+
+    def rank(number: int) -> tuple[bool, int, int]:
+        one = candidates[number]
+        return one.policy == policy, one.calls, len(one.nodes)
+
+    return max(range(len(candidates)), key=rank)  # the first of several maxima
 
 
 def heading(number: int, conversation: Conversation) -> str:

@@ -1,4 +1,4 @@
-"""Read durations of rollouts from the trajectories.h5 of earlier campaigns, for estimates in plans and pods."""
+"""Reads durations of rollouts from the trajectories.h5 of earlier campaigns, for estimates in plans and pods."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ def durations(path: Path) -> list[tuple[str, str, float]]:
     Raises:
         ConfigError: There is no such file, or it is not a campaign file.
     """
-    from megaflow_hpc.trajectories.hdf5.columns import (
-        read,
-        texts,
-    )  # imports h5py, which no other part of planning needs
+    # These modules import h5py, which no other part of planning needs.
+    from megaflow_hpc.trajectories.hdf5.columns import read, texts
     from megaflow_hpc.trajectories.hdf5.file import open_file
 
     file_path = path / "trajectories.h5" if path.is_dir() else path
@@ -37,11 +35,11 @@ def durations(path: Path) -> list[tuple[str, str, float]]:
             f"{file_path}: cannot be read as trajectories ({error}); give a run directory that was gathered, "
             "or its trajectories.h5"
         ) from None
-    return [
-        (str(task), str(policy), float(took))
-        for task, policy, status, took in zip(tasks, policies, statuses, seconds, strict=True)
-        if status in VERIFIED and took > 0
-    ]
+    measured = []
+    for task, policy, status, duration in zip(tasks, policies, statuses, seconds.tolist(), strict=True):
+        if status in VERIFIED and duration > 0:
+            measured.append((task, policy, duration))
+    return measured
 
 
 class Durations:
@@ -55,24 +53,20 @@ class Durations:
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._seen: dict[tuple[str, ...], list[float]] = {}
+        self._seconds: dict[tuple[str, ...], list[float]] = {}
         paths = list(paths)
         for path in paths:
             for task, policy, seconds in durations(path):
-                for key in self._keys(task, policy):
-                    self._seen.setdefault(key, []).append(seconds)
-        if not self._seen:
+                for key in _keys(task, policy):
+                    self._seconds.setdefault(key, []).append(seconds)
+        if not self._seconds:
             raise ConfigError(f"{', '.join(map(str, paths))}: no rollout was carried out there; leave learn_from out")
-        self._means = {key: mean(seconds) for key, seconds in self._seen.items()}
-
-    @staticmethod
-    def _keys(task: str, policy: str) -> tuple[tuple[str, ...], ...]:
-        return (task, policy), ("task", task, ""), ("policy", policy, ""), ()
+        self._means = {key: mean(seconds) for key, seconds in self._seconds.items()}
 
     def expected_s(self, rollout: Rollout) -> float:
         """Returns a mean duration: of the rollout's task and policy, else of its task, of its policy, or of all
         rollouts."""
-        return next(self._means[key] for key in self._keys(rollout.task_id, rollout.policy) if key in self._means)
+        return next(self._means[key] for key in _keys(rollout.task_id, rollout.policy) if key in self._means)
 
     def learned(self, rollouts: Iterable[Rollout]) -> list[tuple[str, str, int, float, float]]:
         """Returns the known durations for these rollouts, with which pods start their estimates.
@@ -81,11 +75,16 @@ class Durations:
             (task, policy, number, mean, variance) of the logarithm of seconds, per task and policy. If a task is
             unknown for its policy, durations with other policies are used. Unknown tasks are left out.
         """
-        found = []
+        estimates = []
         for task, policy in dict.fromkeys((rollout.task_id, rollout.policy) for rollout in rollouts):
-            for key in self._keys(task, policy)[:2]:
-                if seconds := self._seen.get(key):
-                    logs = [math.log(each) for each in seconds]
-                    found.append((task, policy, len(logs), round(mean(logs), 4), round(pvariance(logs), 4)))
-                    break
-        return found
+            of_both, of_task, *_ = _keys(task, policy)
+            seconds = self._seconds.get(of_both) or self._seconds.get(of_task)
+            if seconds:
+                logs = [math.log(duration) for duration in seconds]
+                estimates.append((task, policy, len(logs), round(mean(logs), 4), round(pvariance(logs), 4)))
+        return estimates
+
+
+def _keys(task: str, policy: str) -> tuple[tuple[str, ...], ...]:
+    """Returns the keys of a duration, from the most to the least specific."""
+    return (task, policy), ("task", task, ""), ("policy", policy, ""), ()

@@ -1,4 +1,4 @@
-"""Follow a campaign: yield each rollout as it becomes durable, from all pods, and continue in a later process.
+"""Follows a campaign: yields each rollout of all pods as it becomes durable, and continues in a later process.
 
 Each poll reads the bytes that were appended to the journals since the last poll. It costs one listing of
 ``RUN/journal``, one stat per journal and the new bytes. A rollout is yielded at its first record that counts. If it was
@@ -72,11 +72,15 @@ class Follower:
     ) -> None:
         self._run = run if isinstance(run, RunDir) else RunDir(run)
         self._seals = seals or (lambda: seals_of(self._run))
-        self._read, self._failed = _places(cursor) if cursor is not None else ({}, set())
+        self._read: dict[str, int] = {}
+        """Bytes read of each journal, by file name."""
+        self._failed: set[str] = set()
+        """Ids that were yielded without success."""
+        if cursor is not None:
+            self._read, self._failed = _read_cursor(cursor)
         self._seen = {*after, *self._failed}
         self._tails: dict[str, tuple[int, float, float]] = {}
-        """Size of a journal that ended in an incomplete record, and the first and last time of reading it at that size.
-        Size of a journal that ended in an incomplete record, and the first and last time of reading it at that size."""
+        """By name of a journal that ends in an incomplete record: its size, and when it was first and last read."""
 
     @property
     def cursor(self) -> dict[str, Any]:
@@ -89,9 +93,9 @@ class Follower:
         Raises:
             OSError: The run directory cannot be read now. The next call returns the same rows.
         """
-        found = self.entries()
-        source = JournalSource(Index(self._run.journal, found))
-        return [Row(source, row) for row in range(len(found))]
+        new = self.entries()
+        source = JournalSource(Index(self._run.journal, new))
+        return [Row(source, row) for row in range(len(new))]
 
     def entries(self) -> list[RecordEntry]:
         """Returns the same results as :meth:`poll`, as positions in journals with the fields that decide the winner.
@@ -104,15 +108,15 @@ class Follower:
         if not grown:
             return []
         seals = self._seals()
-        found: list[RecordEntry] = []
+        valid: list[RecordEntry] = []
         read = dict(self._read)
         for path, size in grown.items():
-            new, read[path.name] = entries(path, seals, start=read.get(path.name, 0), limit=size)
-            found += new
+            of_journal, read[path.name] = entries(path, seals, start=read.get(path.name, 0), limit=size)
+            valid += of_journal
         self._read = read
         for path, size in grown.items():
             self._note_tail(path.name, size)
-        best, _ = decide(found)
+        best, _ = decide(valid)
         return [entry for entry in in_commit_order(best.values()) if self._take(entry)]
 
     def load(self, entry: RecordEntry) -> Trajectory:
@@ -125,26 +129,30 @@ class Follower:
         return Index(self._run.journal).load(entry)
 
     def _is_new(self, name: str, size: int) -> bool:
-        """Return whether a journal may have new records. An incomplete record of a killed writer is not read for ever.
-        Return whether a journal may have new records. An incomplete record of a killed writer is not read for ever."""
+        """Returns whether a journal may have new records. The torn tail of a killed writer is read for a while only."""
         if size <= self._read.get(name, 0):
             return False
-        known, first, last = self._tails.get(name, (-1, 0.0, 0.0))
-        return known != size or last - first <= MAX_CACHE_AGE_S  # a cache may show a size before the bytes
+        if name not in self._tails:
+            return True
+        size_of_tail, first, last = self._tails[name]
+        return size != size_of_tail or last - first <= MAX_CACHE_AGE_S  # a cache may show a size before the bytes
 
     def _note_tail(self, name: str, size: int) -> None:
         now = time.monotonic()
-        known, first, _ = self._tails.pop(name, (-1, now, now))
+        size_before, first, _ = self._tails.pop(name, (size, now, now))
         if self._read[name] < size:
-            self._tails[name] = size, first if known == size else now, now
+            self._tails[name] = size, first if size_before == size else now, now
 
     def _take(self, entry: RecordEntry) -> bool:
-        """Return whether an entry shall be yielded, and record it."""
+        """Returns whether to yield an entry, and records that it was yielded."""
         succeeded = entry.status in VERIFIED
         if entry.id in self._seen and not (succeeded and entry.id in self._failed):
             return False
         self._seen.add(entry.id)
-        (self._failed.discard if succeeded else self._failed.add)(entry.id)
+        if succeeded:
+            self._failed.discard(entry.id)
+        else:
+            self._failed.add(entry.id)
         return True
 
     def lacking(self) -> bool:
@@ -183,42 +191,64 @@ def follow(
         with open_trajectories(run.trajectories) as store:
             yield from (row for row in store if row.id not in seen)
         return
-    follower, away, ended, said = Follower(run, after), 0.0, 0.0, False
+    follower = Follower(run, after)
+    outage = _Outage(run)
+    ended: float | None = None
     while True:
-        last = over()
+        is_last = over()
         try:
             new = follower.poll()
-            lacking = last and not new and follower.lacking()
+            lacking = is_last and not new and follower.lacking()
         except OSError as error:
-            now = time.monotonic()
-            if not passing(error) or (away and now - away > GIVE_UP_S):
-                raise
-            if away and not said:  # a single stale handle is not worth a message
-                logger.warning("%s does not answer (%s); waiting for it", run, error)
-                said = True
-            away = away or now
+            outage.note(error)
             time.sleep(poll_s)
             continue
-        if said:
-            logger.warning("%s is back after %.0f s", run, time.monotonic() - away)
-        away, said = 0.0, False
+        outage.end()
         yield from new
-        if last and not new:
+        if is_last and not new:
             ended = ended or time.monotonic()
-            if time.monotonic() - ended > MAX_CACHE_AGE_S or not lacking:
+            if not lacking or time.monotonic() - ended > MAX_CACHE_AGE_S:
                 return
         if not new:
             time.sleep(poll_s)
 
 
-def _places(cursor: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    """Return the bytes read by journal and the failed ids from a follower's cursor."""
+class _Outage:
+    """Times while a run directory does not answer."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._began: float | None = None
+        self._is_logged = False
+
+    def note(self, error: OSError) -> None:
+        """Takes note of a failed poll. Raises the error if it is permanent or the outage has lasted too long."""
+        if not passing(error):
+            raise error
+        if self._began is None:  # a single stale handle is not worth a message
+            self._began = time.monotonic()
+            return
+        if time.monotonic() - self._began > GIVE_UP_S:
+            raise error
+        if not self._is_logged:
+            logger.warning("%s does not answer (%s); waiting for it", self._run, error)
+            self._is_logged = True
+
+    def end(self) -> None:
+        """Takes note of a successful poll."""
+        if self._began is not None and self._is_logged:
+            logger.warning("%s is back after %.0f s", self._run, time.monotonic() - self._began)
+        self._began, self._is_logged = None, False
+
+
+def _read_cursor(cursor: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
+    """Returns the bytes read by journal and the failed ids from a follower's cursor."""
     read, failed = cursor.get("journals"), cursor.get("failed")
     if (
         isinstance(read, dict)
         and isinstance(failed, list)
         and all(isinstance(name, str) for name in [*read, *failed])
-        and all(isinstance(place, int) and place >= 0 for place in read.values())
+        and all(isinstance(size, int) and size >= 0 for size in read.values())
     ):
         return dict(read), set(failed)
     raise ConfigError(

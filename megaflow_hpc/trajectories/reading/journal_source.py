@@ -1,4 +1,4 @@
-"""The journals of a run as a source of rows. They equal the rows of the campaign file that is gathered from them.
+"""Reads rows from the journals of a run. They equal the rows of the campaign file that is gathered from them.
 
 A journal has no columns. The first request for a column decodes all rows once and keeps the small columns of rows,
 sequences and turns. Tokens and messages are read again when they are needed.
@@ -7,45 +7,42 @@ sequences and turns. Tokens and messages are read again when they are needed.
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megaflow_hpc.trajectories.hdf5.columns import Array, Integers
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, ROW_COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
-from megaflow_hpc.trajectories.reading.sources import Flat, SequenceView
+from megaflow_hpc.trajectories.reading.sources import Flat, SequenceView, offsets_of
 from megaflow_hpc.trajectory import Attempt, Trajectory, Turn
 from megaflow_hpc.types import Artifact
 
 _CACHED = 8
 """Number of decoded trajectories in memory, since the parts of one row are usually read together."""
-_SCALARS = tuple(
-    c.name for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n" and c.name != "turns"
-)
-_OF_SEQUENCE = ("trajectory", "policy", "weight_version_min", "weight_version_max")
-_OF_TURN = ("sequence", "token_start", "token_end")
+_SCALARS = tuple(column.name for column in ROW_COLUMNS if column.name != "turns")
 _TIMES = ("model_s", "sandbox_s", "agent_s", "wait_s")
+_COLUMNS = (
+    *(f"trajectories/{name}" for name in _SCALARS),
+    *(f"sequences/{name}" for name in ("trajectory", "policy", "weight_version_min", "weight_version_max")),
+    *(f"turns/{name}" for name in ("sequence", "token_start", "token_end", *_TIMES)),
+)
 _OFFSETS = (
     *(f"trajectories/{item}_offset" for item in ("sequence", "turn", "message", "attempt")),
     "sequences/token_offset",
 )
-_COLUMNS = (
-    *(f"trajectories/{name}" for name in _SCALARS),
-    *(f"sequences/{name}" for name in _OF_SEQUENCE),
-    *(f"turns/{name}" for name in (*_OF_TURN, *_TIMES)),
-)
 
 
 class JournalSource:
-    """Reads the winning records in a run's journals, as found by an index."""
+    """Reads the winning records of an index."""
 
-    def __init__(self, found: Index) -> None:
-        self._index = found
+    def __init__(self, index: Index) -> None:
+        self._index = index
         self._cache: OrderedDict[RecordEntry, Trajectory] = OrderedDict()
 
     def __len__(self) -> int:
@@ -64,8 +61,11 @@ class JournalSource:
         return escape(value) if isinstance(value, str) else value
 
     def rewards(self, row: int) -> dict[str, float]:
-        found = {reward_name(name): float(np.float32(value)) for name, value in self._load(row).rewards.items()}
-        return {name: found[name] for name in sorted(found) if found[name] == found[name]}
+        rewards = {}
+        for name, value in self._load(row).rewards.items():
+            if not math.isnan(value):
+                rewards[reward_name(name)] = float(np.float32(value))
+        return dict(sorted(rewards.items()))
 
     def messages(self, row: int) -> list[dict[str, Any]]:
         return [json.loads(message_json(message)) for message in self._load(row).messages]
@@ -74,60 +74,61 @@ class JournalSource:
         return list(self._load(row).parents)
 
     def sequences(self, row: int) -> list[SequenceView]:
-        return [
-            SequenceView(
-                escape(s.policy),
-                np.frombuffer(s.tokens.tobytes(), np.int32),
-                np.frombuffer(s.logprobs.tobytes(), np.float32),
-                np.frombuffer(s.loss_mask.tobytes(), np.uint8),
-                np.frombuffer(s.weight_versions.tobytes(), np.int32),
-            )
-            for s in self._load(row).sequences
-        ]
+        views = []
+        for s in self._load(row).sequences:
+            columns = map(np.array, (s.tokens, s.logprobs, s.loss_mask, s.weight_versions))
+            views.append(SequenceView(escape(s.policy), *columns))
+        return views
 
     def turns(self, row: int) -> list[Turn]:
-        found = []
-        for turn in self._load(row).turns:
-            turn = replace(turn)
+        turns = [replace(turn) for turn in self._load(row).turns]
+        for turn in turns:
             for name in ("finish_reason", "server", "policy"):
                 setattr(turn, name, escape(getattr(turn, name)))
             for name in _TIMES:
                 setattr(turn, name, float(np.float32(getattr(turn, name))))
             if turn.sequence < 0:
                 turn.sequence, turn.token_start, turn.token_end = -1, 0, 0
-            found.append(turn)
-        return found
+        return turns
 
     def attempts(self, row: int) -> list[Attempt]:
-        found = [replace(attempt) for attempt in self._load(row).attempts]
-        for attempt in found:
+        attempts = [replace(attempt) for attempt in self._load(row).attempts]
+        for attempt in attempts:
             for name in ("status", "error_kind", "error", "node", "job_id"):
                 setattr(attempt, name, escape(getattr(attempt, name)))
-        return found
+        return attempts
 
     def artifacts(self, row: int) -> list[Artifact]:
         return [Artifact(escape(artifact.name), artifact.data) for artifact in self._load(row).artifacts]
 
-    def column(self, path: str) -> NDArray[Any]:
-        group, _, name = path.partition("/")
-        if group == "rewards":
-            return self.reward_column(name)
-        if path not in self._built[0]:
+    def column(self, path: str) -> Array:
+        if path not in self._columns:
             raise KeyError(f"{path}: no column of rows")
-        found: NDArray[Any] = self._built[0][path]
-        return found
+        return self._columns[path]
 
     def reward_names(self) -> list[str]:
-        return sorted(self._built[1])
+        return sorted(path.partition("/")[2] for path in self._columns if path.startswith("rewards/"))
 
-    def reward_column(self, name: str) -> NDArray[np.float32]:
-        found = np.full(len(self), np.nan, np.float32)
-        for row, value in self._built[1][name].items():
-            found[row] = value
-        return found
+    def flat(self, rows: Integers) -> Flat:
+        owners: list[int] = []
+        views: list[SequenceView] = []
+        for row in rows.tolist():
+            own = self.sequences(row)
+            owners += [row] * len(own)
+            views += own
 
-    def flat(self, rows: NDArray[np.int64]) -> Flat:
-        return Flat.of([(row, view) for row in rows.tolist() for view in self.sequences(row)])
+        def joined(name: str, dtype: Any) -> Array:
+            return np.concatenate([np.empty(0, dtype), *(getattr(view, name) for view in views)])
+
+        return Flat(
+            np.array(owners, np.int64),
+            np.array([view.policy for view in views], object),
+            offsets_of([len(view.tokens) for view in views]),
+            joined("tokens", np.int32),
+            joined("logprobs", np.float32),
+            joined("loss_mask", np.uint8),
+            joined("weight_versions", np.int32),
+        )
 
     def _load(self, row: int) -> Trajectory:
         entry = self._index.winners[row]
@@ -141,43 +142,52 @@ class JournalSource:
             self._cache.popitem(last=False)
 
     @cached_property
-    def _built(self) -> tuple[dict[str, NDArray[Any]], dict[str, dict[int, float]]]:
-        """Return the columns by path, and the rewards by name and row."""
-        values: dict[str, list[Any]] = {path: [0] if path in _OFFSETS else [] for path in (*_OFFSETS, *_COLUMNS)}
-        rewards: dict[str, dict[int, float]] = {}
+    def _columns(self) -> dict[str, Array]:
+        values: dict[str, list[Any]] = {path: [] for path in _COLUMNS} | {path: [0] for path in _OFFSETS}
+        rewards: dict[str, Array] = {}
         for row, trajectory in enumerate(self._index.trajectories()):
             self._keep(self._index.winners[row], trajectory)
             for name in _SCALARS:
                 values[f"trajectories/{name}"].append(self.scalar(name, row))
             for name, reward in self.rewards(row).items():
-                rewards.setdefault(name, {})[row] = reward
-            views, turns = self.sequences(row), self.turns(row)
-            first, starts = values["trajectories/sequence_offset"][-1], values["sequences/token_offset"][-1:]
-            for view in views:
-                starts.append(starts[-1] + len(view.tokens))
-                sampled = view.weight_versions[view.weight_versions >= 0]
-                versions = (int(sampled.min()), int(sampled.max())) if len(sampled) else (-1, -1)
-                for name, value in zip(_OF_SEQUENCE, (row, view.policy, *versions), strict=True):
-                    values[f"sequences/{name}"].append(value)
-            values["sequences/token_offset"] += starts[1:]
-            for turn in turns:
-                start = starts[turn.sequence]
-                known = (first + turn.sequence, start + turn.token_start, start + turn.token_end)
-                for name, value in zip(_OF_TURN, known if turn.sequence >= 0 else (-1, 0, 0), strict=True):
-                    values[f"turns/{name}"].append(value)
-                for name in _TIMES:
-                    values[f"turns/{name}"].append(getattr(turn, name))
-            sizes = (len(views), len(turns), len(self.messages(row)), len(self.attempts(row)))
-            for path, size in zip(_OFFSETS, sizes, strict=False):
-                values[path].append(values[path][-1] + size)
-        built = {path: _array(COLUMNS[path].dtype, found) for path, found in values.items()}
-        built["trajectories/turns"] = np.diff(built["trajectories/turn_offset"]).astype(np.int32)
-        return built, rewards
+                column = rewards.setdefault(f"rewards/{name}", np.full(len(self), np.nan, np.float32))
+                column[row] = reward
+            self._add_sequences_and_turns(values, row)
+            counts = {
+                "trajectories/sequence_offset": len(trajectory.sequences),
+                "trajectories/turn_offset": len(trajectory.turns),
+                "trajectories/message_offset": len(trajectory.messages),
+                "trajectories/attempt_offset": len(trajectory.attempts),
+            }
+            for path, count in counts.items():
+                values[path].append(values[path][-1] + count)
+        columns = {path: _array(COLUMNS[path].dtype, column) for path, column in values.items()}
+        columns["trajectories/turns"] = np.diff(columns["trajectories/turn_offset"]).astype(np.int32)
+        return columns | rewards
+
+    def _add_sequences_and_turns(self, values: dict[str, list[Any]], row: int) -> None:
+        """Adds a row's sequences and turns to the lists of column values, numbered within the whole run."""
+        first_sequence = len(values["sequences/trajectory"])
+        token_offsets = values["sequences/token_offset"]
+        for view in self.sequences(row):
+            token_offsets.append(token_offsets[-1] + len(view.tokens))
+            sampled = view.weight_versions[view.weight_versions >= 0]
+            values["sequences/trajectory"].append(row)
+            values["sequences/policy"].append(view.policy)
+            values["sequences/weight_version_min"].append(int(sampled.min()) if len(sampled) else -1)
+            values["sequences/weight_version_max"].append(int(sampled.max()) if len(sampled) else -1)
+        for turn in self.turns(row):
+            if turn.sequence >= 0:
+                turn.sequence += first_sequence
+                turn.token_start += token_offsets[turn.sequence]
+                turn.token_end += token_offsets[turn.sequence]
+            for name in ("sequence", "token_start", "token_end", *_TIMES):
+                values[f"turns/{name}"].append(getattr(turn, name))
 
 
-def _array(dtype: str, values: list[Any]) -> NDArray[Any]:
+def _array(dtype: str, values: list[Any]) -> Array:
     if dtype not in (STRING, TEXT):
         return np.array(values, dtype)
-    found = np.empty(len(values), object)
-    found[:] = values
-    return found
+    column = np.empty(len(values), object)
+    column[:] = values
+    return column

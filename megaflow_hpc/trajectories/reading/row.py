@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from array import array
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, UNKNOWN_AS_NAN
+from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.reading.conversations import Conversation, ConversationCall, conversations, main
 from megaflow_hpc.trajectories.reading.sources import SequenceView, Source
 from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, linked, path_to
 from megaflow_hpc.types import Artifact
 
-_SCALARS = frozenset(c.name for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n") - {"turns"}
+_SCALARS = frozenset(column.name for column in ROW_COLUMNS) - {"turns"}
 
 
 class Row:
@@ -68,12 +66,10 @@ class Row:
         """All conversations, ordered by their start."""
         source, row = self._source, self.index
         views = source.sequences(row)
-        turns = [
-            replace(turn, policy=views[turn.sequence].policy if turn.sequence >= 0 else self.policy)
-            if not turn.policy
-            else turn
-            for turn in source.turns(row)
-        ]
+        turns = source.turns(row)
+        for turn in turns:
+            if not turn.policy:  # unknown in files of version 1
+                turn.policy = views[turn.sequence].policy if turn.sequence >= 0 else self.policy
         return conversations(source.messages(row), source.parents(row), turns)
 
     def conversation_record(self) -> dict[str, Any]:
@@ -84,16 +80,21 @@ class Row:
             ``messages``, the ``turns`` that they answer, and its links. If there is more than the main conversation,
             the indices refer to ``tree``, which has ``messages`` and their ``parents``.
         """
-        found, messages, parents = (
-            self.conversations,
-            self._source.messages(self.index),
-            self._source.parents(self.index),
-        )
-        links = ("policy", "parent", "shared", "started_by", "turns")
-        record: dict[str, Any] = {
-            "messages": found[main(found, self.policy)].messages if found else [],
-            "conversations": [{"messages": one.nodes, **{name: getattr(one, name) for name in links}} for one in found],
-        }
+        found = self.conversations
+        record: dict[str, Any] = {"messages": found[main(found, self.policy)].messages if found else []}
+        record["conversations"] = [
+            {
+                "messages": conversation.nodes,
+                "policy": conversation.policy,
+                "parent": conversation.parent,
+                "shared": conversation.shared,
+                "started_by": conversation.started_by,
+                "turns": conversation.turns,
+            }
+            for conversation in found
+        ]
+        messages = self._source.messages(self.index)
+        parents = self._source.parents(self.index)
         if parents != linked((), len(messages)):
             record["tree"] = {"messages": messages, "parents": parents}
         return record
@@ -106,7 +107,9 @@ class Row:
         turn = self.turns[number]
         messages = self._source.messages(self.index)
         path = path_to(self._source.parents(self.index), turn.message)
-        return ConversationCall([messages[node] for node in path[:-1]], messages[path[-1]] if path else None, turn)
+        if not path:
+            return ConversationCall([], None, turn)
+        return ConversationCall([messages[node] for node in path[:-1]], messages[path[-1]], turn)
 
     @property
     def sequences(self) -> list[SequenceView]:
@@ -132,7 +135,8 @@ class Row:
         """Returns the whole trajectory, independent of the store."""
         scalars = {name: getattr(self, name) for name in _SCALARS & Trajectory.__dataclass_fields__.keys()}
         for name in UNKNOWN_AS_NAN:
-            scalars[name] = None if np.isnan(scalars[name]) else scalars[name]
+            if math.isnan(scalars[name]):
+                scalars[name] = None
         sequences = [
             TokenSequence(
                 s.policy,
@@ -143,9 +147,16 @@ class Row:
             )
             for s in self.sequences
         ]
-        ragged = {name: getattr(self, name) for name in ("rewards", "turns", "attempts", "artifacts")}
-        ragged |= {"messages": self._source.messages(self.index), "parents": self._source.parents(self.index)}
-        return Trajectory(**scalars, sequences=sequences, **ragged)
+        return Trajectory(
+            **scalars,
+            rewards=self.rewards,
+            messages=self._source.messages(self.index),
+            parents=self._source.parents(self.index),
+            sequences=sequences,
+            turns=self.turns,
+            attempts=self.attempts,
+            artifacts=self.artifacts,
+        )
 
     def __repr__(self) -> str:
         return f"<trajectory {self.id} {self.status} reward={self.reward:g}>"

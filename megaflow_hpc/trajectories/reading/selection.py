@@ -19,8 +19,7 @@ import datetime
 import difflib
 import fnmatch
 import operator
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,9 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.resources import docs
-from megaflow_hpc.trajectories.reading.table import RowTable
+from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, read
+from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS
+from megaflow_hpc.trajectories.reading.sources import Hdf5Source, Source, offsets_of
 
 MAX_LENGTH = 10_000
 """Maximum length of an expression in characters."""
@@ -58,8 +59,92 @@ _STRING_TESTS: Mapping[str, Callable[[str, str], bool]] = {
 }
 _FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {"isnan": np.isnan, "abs": np.abs}
 
+_WINDOW = 1 << 20
+"""Number of tokens read at once when a whole token column must be searched."""
+_ALIASES = {"task": "task_id", "group": "group_id", "sample": "sample_index"}
 
-def select(expression: str, table: RowTable) -> NDArray[np.int64]:
+
+# --- columns that a selection may name --------------------------------------------------------------------------------
+
+
+class RowTable:
+    """Columns with one entry per row, by name. Derived columns are computed on first use and cached."""
+
+    def __init__(self, source: Source) -> None:
+        names = {column.name: column.name for column in ROW_COLUMNS} | _ALIASES
+        self._source = source
+        self._paths = {name: f"trajectories/{column}" for name, column in names.items()}
+        self._derived: dict[str, Callable[[], Array]] = {
+            "tokens": self._tokens,
+            "sampled_tokens": self._sampled_tokens,
+            "duration_s": lambda: self.column("finished_at") - self.column("started_at"),
+            "sequences": lambda: self._count("sequence"),
+            "messages": lambda: self._count("message"),
+            "attempts": lambda: self._count("attempt"),
+            "weight_version_min": lambda: _weight_versions(source, "weight_version_min", np.minimum),
+            "weight_version_max": lambda: _weight_versions(source, "weight_version_max", np.maximum),
+        }
+        self._cache: dict[str, Array] = {}
+        self.rows = len(source)
+        self.rewards = tuple(source.reward_names())
+        """Names of all rewards in any row."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all columns except the rewards."""
+        return (*self._paths, *self._derived)
+
+    def column(self, name: str) -> Array:
+        """Returns a column (rows) by one of :attr:`names`; text as ``S`` bytes or objects."""
+        if name in self._paths:
+            return self._source.column(self._paths[name])
+        if name not in self._cache:
+            self._cache[name] = self._derived[name]()
+        return self._cache[name]
+
+    def reward(self, name: str) -> NDArray[np.float32]:
+        """Returns the column (rows) of one of :attr:`rewards`. NaN for rows without it."""
+        return self._source.column(f"rewards/{name}")
+
+    def _count(self, item: str) -> Array:
+        return np.diff(self._source.column(f"trajectories/{item}_offset"))
+
+    def _tokens(self) -> Array:
+        sequences = self._source.column("trajectories/sequence_offset")
+        return np.diff(self._source.column("sequences/token_offset")[sequences])
+
+    def _sampled_tokens(self) -> Array:
+        sampled = self._source.column("turns/token_end") - self._source.column("turns/token_start")
+        return np.diff(offsets_of(sampled)[self._source.column("trajectories/turn_offset")])
+
+
+def _weight_versions(source: Source, name: str, extreme: np.ufunc) -> Array:
+    """Returns the lowest or highest weight version of each row's sampled tokens. -1 if none was sampled."""
+    unset = np.iinfo(np.int32).max if extreme is np.minimum else -1
+    result = np.full(len(source), unset, np.int64)
+    for rows, versions in _versions_by_row(source, name):
+        is_known = versions >= 0
+        extreme.at(result, rows[is_known], versions[is_known])
+    return np.where(result == unset, -1, result)
+
+
+def _versions_by_row(source: Source, name: str) -> Iterator[tuple[Array, Array]]:
+    """Yields row numbers and weight versions: of the sequences, or of single tokens in files that lack the column."""
+    row_of_sequence = source.column("sequences/trajectory")
+    if not isinstance(source, Hdf5Source) or f"sequences/{name}" in source.file:
+        yield row_of_sequence, source.column(f"sequences/{name}")
+        return
+    bounds = source.column("sequences/token_offset")
+    for start in range(0, int(bounds[-1]), _WINDOW):
+        versions = read(source.file["tokens/weight_version"], start, start + _WINDOW)
+        sequence = np.searchsorted(bounds, np.arange(start, start + len(versions)), "right") - 1
+        yield row_of_sequence[sequence], versions
+
+
+# --- expressions ------------------------------------------------------------------------------------------------------
+
+
+def select(expression: str, table: RowTable) -> Integers:
     """Returns the row numbers for which an expression is true, in order.
 
     Args:
@@ -75,19 +160,20 @@ def select(expression: str, table: RowTable) -> NDArray[np.int64]:
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        place = getattr(error, "offset", None) or 1
+        column = getattr(error, "offset", None) or 1
+        fault = getattr(error, "msg", None) or error
         raise ConfigError(
-            f"selection: {expression!r}: column {place}: {getattr(error, 'msg', None) or error}; expected one "
+            f"selection: {expression!r}: column {column}: {fault}; expected one "
             "such as: status == 'completed' and reward >= 0.5"
         ) from None
     try:
         with np.errstate(invalid="ignore", divide="ignore"):
-            found = _Evaluation(expression.strip(), table).of(tree.body)
+            value = _Evaluation(expression.strip(), table).of(tree.body)
     except RecursionError:
         raise ConfigError("selection: nested too deeply; split it") from None
     except (TypeError, ValueError, ArithmeticError) as error:  # such as a sum of conditions, or an unbounded integer
         raise ConfigError(f"selection: {expression!r}: {error}; compare columns with numbers or text") from None
-    mask = np.broadcast_to(np.asarray(found), (table.rows,))
+    mask = np.broadcast_to(np.asarray(value), (table.rows,))
     if mask.dtype != np.bool_:
         raise ConfigError(f"selection: {expression!r} is a value, not a condition; compare it with something")
     return np.flatnonzero(mask).astype(np.int64)
@@ -135,13 +221,13 @@ class _Evaluation:
             node, f"{ast.unparse(node)!r} is not allowed here; see the forms in {docs('how-to/reading.md')}"
         )
 
-    def _column(self, node: ast.expr, name: str) -> NDArray[Any]:
+    def _column(self, node: ast.expr, name: str) -> Array:
         if name not in self._table.names:
             near = difflib.get_close_matches(name, self._table.names, 3) or sorted(self._table.names)
             raise self._fault(node, f"no column {name!r}; there are: {', '.join(near)}")
         return self._table.column(name)
 
-    def _reward(self, node: ast.expr, name: str) -> NDArray[Any]:
+    def _reward(self, node: ast.expr, name: str) -> Array:
         if name not in self._table.rewards:
             known = ", ".join(self._table.rewards) or "none"
             raise self._fault(node, f"no reward named {name!r}; there are: {known}")
@@ -149,10 +235,10 @@ class _Evaluation:
 
     def _logical(self, node: ast.BoolOp) -> Any:
         combine = np.logical_and if isinstance(node.op, ast.And) else np.logical_or
-        found = self._condition(node.values[0])
+        result = self._condition(node.values[0])
         for value in node.values[1:]:
-            found = combine(found, self._condition(value))
-        return found
+            result = combine(result, self._condition(value))
+        return result
 
     def _condition(self, node: ast.expr) -> Any:
         value = self.of(node)
@@ -167,65 +253,63 @@ class _Evaluation:
         return value
 
     def _compare(self, node: ast.Compare) -> Any:
-        found: Any = True
+        result: Any = True
         left = node.left
         for op, right in zip(node.ops, node.comparators, strict=True):
-            found = np.logical_and(found, self._one(node, left, op, right))
+            result = np.logical_and(result, self._compare_two(node, left, op, right))
             left = right
-        return found
+        return result
 
-    def _one(self, node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
+    def _compare_two(self, node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
         if isinstance(op, ast.In | ast.NotIn):
             if not isinstance(right, ast.List | ast.Tuple | ast.Set):
                 raise self._fault(right, "expected a list behind 'in', as in: policy in ['a', 'b']")
-            found: Any = False
+            is_in: Any = False
             for item in right.elts:
-                found = np.logical_or(found, self._one(node, left, ast.Eq(), item))
-            return np.logical_not(found) if isinstance(op, ast.NotIn) else found
+                is_in = np.logical_or(is_in, self._compare_two(node, left, ast.Eq(), item))
+            return np.logical_not(is_in) if isinstance(op, ast.NotIn) else is_in
         if type(op) not in _COMPARE:
             raise self._fault(node, "'is' is not allowed; use ==, or isnan(x)")
-        a, b = self.of(left), self.of(right)
-        a, b = self._times(left, a, right, b), self._times(right, b, left, a)
+        a = self._operand(left, right)
+        b = self._operand(right, left)
         if _is_text(a) != _is_text(b):
             raise self._fault(node, f"{ast.unparse(node)!r} compares text with a number")
         if _is_text(a):
             a, b = _alike(a, b)
         return _COMPARE[type(op)](a, b)
 
-    def _times(self, node: ast.expr, value: Any, other: ast.expr, with_: Any) -> Any:
-        """Convert a date that is compared with a time to seconds UTC. Any other value is returned unchanged."""
-        if not isinstance(value, str) or not (isinstance(other, ast.Name) and other.id in TIMES):
+    def _operand(self, node: ast.expr, other: ast.expr) -> Any:
+        """Returns the value of one side of a comparison. A date that is compared with a time becomes seconds UTC."""
+        value = self.of(node)
+        if not (isinstance(value, str) and isinstance(other, ast.Name) and other.id in TIMES):
             return value
         try:
             date = datetime.datetime.fromisoformat(value)
         except ValueError:
             raise self._fault(node, f"{value!r} is no date; expected one such as '2026-11-21T08:00:00' (UTC)") from None
-        return (date if date.tzinfo else date.replace(tzinfo=datetime.UTC)).timestamp()
+        if date.tzinfo is None:
+            date = date.replace(tzinfo=datetime.UTC)
+        return date.timestamp()
 
     def _string_test(self, node: ast.expr, value: ast.expr, name: str, text: str) -> Any:
         column = self.of(value)
         if not _is_text(column) or isinstance(column, str):
             raise self._fault(node, f"{ast.unparse(value)!r} is no column of text")
-        if column.dtype.kind == "S" and name in ("startswith", "endswith"):
-            return getattr(np.strings if hasattr(np, "strings") else np.char, name)(column, text.encode())
-        if name == "matches":
-            test = re.compile(fnmatch.translate(text)).match
-            return _each(column, lambda item: test(item) is not None)
         return _each(column, lambda item: _STRING_TESTS[name](item, text))
 
     def _fault(self, node: ast.expr, what: str) -> ConfigError:
         return ConfigError(f"selection: {self._text!r}: column {node.col_offset + 1}: {what}")
 
 
-def _each(column: NDArray[Any], test: Callable[[str], bool]) -> NDArray[np.bool_]:
-    """Return ``test`` of every entry, computed once per distinct text."""
-    known: dict[Any, bool] = {}
-    found = np.empty(len(column), np.bool_)
+def _each(column: Array, test: Callable[[str], bool]) -> NDArray[np.bool_]:
+    """Returns ``test`` of every entry, computed once per distinct text."""
+    results: dict[Any, bool] = {}
+    mask = np.empty(len(column), np.bool_)
     for row, item in enumerate(column.tolist()):
-        if item not in known:
-            known[item] = test(item.decode("utf-8", "replace") if isinstance(item, bytes) else item)
-        found[row] = known[item]
-    return found
+        if item not in results:
+            results[item] = test(item.decode("utf-8", "replace") if isinstance(item, bytes) else item)
+        mask[row] = results[item]
+    return mask
 
 
 def _is_text(value: Any) -> bool:
@@ -233,14 +317,19 @@ def _is_text(value: Any) -> bool:
 
 
 def _alike(a: Any, b: Any) -> tuple[Any, Any]:
-    """Return two texts in one form: bytes if either is a column of fixed width."""
-    fixed = any(isinstance(value, np.ndarray) and value.dtype.kind == "S" for value in (a, b))
-    if not fixed:
+    """Returns two texts in one form: bytes if either is a column of fixed width."""
+    if not (_is_fixed_width(a) or _is_fixed_width(b)):
         return a, b
+    return _as_bytes(a), _as_bytes(b)
 
-    def as_bytes(value: Any) -> Any:
-        if isinstance(value, str):
-            return value.encode("utf-8", "backslashreplace")
-        return value if value.dtype.kind == "S" else np.array([str(v).encode() for v in value.tolist()], "S")
 
-    return as_bytes(a), as_bytes(b)
+def _is_fixed_width(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind == "S"
+
+
+def _as_bytes(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace")
+    if _is_fixed_width(value):
+        return value
+    return np.array([str(text).encode() for text in value.tolist()], "S")

@@ -1,4 +1,4 @@
-"""Read trajectories from a run directory, finished or not, or from one ``trajectories.h5``.
+"""Reads trajectories from a run directory, finished or not, or from one ``trajectories.h5``.
 
     with open_trajectories(run.path) as store:
         good = store.select("status == 'completed' and reward >= 0.5")
@@ -26,27 +26,22 @@ from numpy.typing import NDArray
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, root_attributes
-from megaflow_hpc.trajectories.hdf5.columns import text
+from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, text
 from megaflow_hpc.trajectories.hdf5.file import attribute, attribute_text, recorded_sources
 from megaflow_hpc.trajectories.journal.winners import Seals, fingerprint, index, seals_of
 from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
 from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_batches
 from megaflow_hpc.trajectories.reading.journal_source import JournalSource
 from megaflow_hpc.trajectories.reading.row import Row
-from megaflow_hpc.trajectories.reading.selection import select
+from megaflow_hpc.trajectories.reading.selection import RowTable, select
 from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, Source
-from megaflow_hpc.trajectories.reading.table import RowTable
-
-LOOK_UPS = 16
-"""Number of ids that are looked up one by one before a dictionary of all ids is built."""
 
 
 class TrajectoryStore:
     """The trajectories of one campaign, in commit order. A context manager, created by :func:`open_trajectories`."""
 
     def __init__(self, source: Source, path: Path) -> None:
-        self._source = source
-        self._looked_up = 0
+        self.source = source
         self.path = path
         """The file or run directory that is read."""
 
@@ -58,42 +53,25 @@ class TrajectoryStore:
 
     def close(self) -> None:
         """Closes its files. Rows and columns cannot be read afterwards."""
-        self._source.close()
-
-    @property
-    def source(self) -> Source:
-        """The source of its rows."""
-        return self._source
+        self.source.close()
 
     @cached_property
     def ids(self) -> list[str]:
         """Rollout ids by row number."""
-        return self._source.ids()
+        return self.source.ids()
 
     @cached_property
     def _row_of(self) -> dict[str, int]:
         return {rollout: row for row, rollout in enumerate(self.ids)}
 
-    def _number(self, rollout: str) -> int | None:
-        """Return the row of an id. The first few are searched in the column, because building a dictionary of a million
-        ids is slow."""
-        if isinstance(self._source, Hdf5Source) and "_row_of" not in self.__dict__ and self._looked_up < LOOK_UPS:
-            self._looked_up += 1
-            column = self._source.column("trajectories/id")
-            found = np.flatnonzero(
-                column == (rollout.encode("utf-8", "replace") if column.dtype.kind == "S" else rollout)
-            )
-            return int(found[0]) if len(found) else None
-        return self._row_of.get(rollout)
-
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
     def __contains__(self, rollout: object) -> bool:
-        return isinstance(rollout, str) and self._number(rollout) is not None
+        return rollout in self._row_of
 
     def __iter__(self) -> Iterator[Row]:
-        return (Row(self._source, row) for row in range(len(self)))
+        return (Row(self.source, row) for row in range(len(self)))
 
     def __getitem__(self, key: int | str) -> Row:
         """Returns a row by its number (negative numbers count from the end) or by its rollout id.
@@ -102,13 +80,13 @@ class TrajectoryStore:
             IndexError: There is no such row.
             KeyError: There is no such id.
         """
-        return Row(self._source, self._row(key))
+        return Row(self.source, self._row(key))
 
     def rows(self, numbers: Iterable[int | str]) -> Iterator[Row]:
         """Yields rows by number or id."""
-        return (Row(self._source, self._row(key)) for key in numbers)
+        return (Row(self.source, self._row(key)) for key in numbers)
 
-    def column(self, name: str) -> NDArray[Any]:
+    def column(self, name: str) -> Array:
         """Returns a column (n) with one entry per row. It must not be changed. Text is returned as objects of ``str``.
 
         Args:
@@ -117,18 +95,16 @@ class TrajectoryStore:
         Raises:
             KeyError: There is no such column.
         """
-        table = self._table
-        reward = name.removeprefix("rewards/")
-        if name in table.names:
-            values = table.column(name)
-        elif name.startswith("rewards/") and reward in table.rewards:
-            values = table.reward(reward)
+        rewards = [f"rewards/{reward}" for reward in self._table.rewards]
+        if name in self._table.names:
+            values = self._table.column(name)
+        elif name in rewards:
+            values = self.source.column(name)
         else:
-            known = [*table.names, *(f"rewards/{reward}" for reward in table.rewards)]
-            raise KeyError(f"{name}: no column; there are: {', '.join(known)}")
+            raise KeyError(f"{name}: no column; there are: {', '.join([*self._table.names, *rewards])}")
         return text(values) if values.dtype.kind in "SO" else values
 
-    def select(self, expression: str) -> NDArray[np.int64]:
+    def select(self, expression: str) -> Integers:
         """Returns the numbers of the rows for which an expression over the columns is true, in order.
 
         >>> store.select("status == 'completed' and reward >= 0.5 and policy == 'a'")         # doctest: +SKIP
@@ -152,7 +128,7 @@ class TrajectoryStore:
             KeyError: There is no such reward.
         """
         values = self.column("reward" if reward is None else f"rewards/{reward}")
-        return advantages(values, self._source.column("trajectories/group_id"), kind, **options)
+        return advantages(values, self.source.column("trajectories/group_id"), kind, **options)
 
     @property
     def reward_names(self) -> tuple[str, ...]:
@@ -162,29 +138,28 @@ class TrajectoryStore:
     @cached_property
     def campaign(self) -> str:
         """The campaign's name."""
-        if isinstance(self._source, Hdf5Source):
-            return attribute_text(self._source.file, "campaign")
+        if isinstance(self.source, Hdf5Source):
+            return attribute_text(self.source.file, "campaign")
         return campaign_name(RunDir(self.path))
 
     @cached_property
     def versions(self) -> dict[str, Any]:
-        """Versions of the software and models that produced the campaign, from the file's attribute. Empty without it.
-        Versions of the software and models that produced the campaign, from the file's attribute. Empty without it."""
-        if isinstance(self._source, Hdf5Source):
-            return attribute(self._source.file, "versions")
-        found = json.loads(root_attributes(RunDir(self.path))["versions"])
-        return found if isinstance(found, dict) else {}
+        """Versions of the software and models that produced the campaign. Empty if the file does not have them."""
+        if isinstance(self.source, Hdf5Source):
+            return attribute(self.source.file, "versions")
+        versions: dict[str, Any] = json.loads(root_attributes(RunDir(self.path))["versions"])
+        return versions
 
     def flat(self, ids: Iterable[int | str]) -> Flat:
         """Returns the concatenated token sequences of some trajectories, by row number or id."""
-        return self._source.flat(self._rows(ids))
+        return self.source.flat(self._rows(ids))
 
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> Integers:
         """Returns the number of tokens of each row (n), over all its sequences."""
-        found: NDArray[np.int64] = self._table.column("tokens")
-        return found
+        lengths: Integers = self._table.column("tokens")
+        return lengths
 
-    def batch(self, ids: Iterable[int | str], pad: int | None = None) -> dict[str, NDArray[Any]]:
+    def batch(self, ids: Iterable[int | str], pad: int | None = None) -> dict[str, Array]:
         """Returns the token sequences of some trajectories, ready for a trainer.
 
         Args:
@@ -202,7 +177,7 @@ class TrajectoryStore:
         Raises:
             KeyError, IndexError: There is no such trajectory.
         """
-        return make_batch(self._source, self._rows(ids), pad)
+        return make_batch(self.source, self._rows(ids), pad)
 
     def batches(
         self,
@@ -213,7 +188,7 @@ class TrajectoryStore:
         seed: int | None = None,
         shard: tuple[int, int] = (0, 1),
         oversize: Oversize = "error",
-    ) -> Iterator[dict[str, NDArray[Any]]]:
+    ) -> Iterator[dict[str, Array]]:
         """Yields batches of whole trajectories, each packed up to a number of tokens. Every row occurs once.
 
         Args:
@@ -228,34 +203,29 @@ class TrajectoryStore:
         Raises:
             ConfigError: A trajectory exceeds the budget, with ``oversize="error"``.
         """
-        chosen = (
-            self.select(rows) if isinstance(rows, str) else np.arange(len(self)) if rows is None else self._rows(rows)
-        )
-        for numbers in plan_batches(self._source, chosen, token_budget, pad is not None, seed, oversize)[
-            shard[0] :: shard[1]
-        ]:
-            yield make_batch(self._source, numbers, pad)
+        if rows is None:
+            chosen = np.arange(len(self))
+        elif isinstance(rows, str):
+            chosen = self.select(rows)
+        else:
+            chosen = self._rows(rows)
+        plan = plan_batches(self.source, chosen, token_budget, pad is not None, seed, oversize)
+        rank, ranks = shard
+        for numbers in plan[rank::ranks]:
+            yield make_batch(self.source, numbers, pad)
 
-    def _rows(self, ids: Iterable[int | str]) -> NDArray[np.int64]:
-        if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
-            rows = ids.astype(np.int64)
-            if len(rows) and (rows.min() < -len(self) or rows.max() >= len(self)):
-                raise IndexError(
-                    f"row {rows[(rows < -len(self)) | (rows >= len(self))][0]} of {len(self)} in {self.path}"
-                )
-            return rows % max(len(self), 1)
+    def _rows(self, ids: Iterable[int | str]) -> Integers:
         return np.array([self._row(key) for key in ids], np.int64)
 
     @cached_property
     def _table(self) -> RowTable:
-        return RowTable(self._source)
+        return RowTable(self.source)
 
     def _row(self, key: int | str) -> int:
         if isinstance(key, str):
-            number = self._number(key)
-            if number is None:
+            if key not in self._row_of:
                 raise KeyError(f"{key}: no such rollout in {self.path} ({len(self)} trajectories)")
-            return number
+            return self._row_of[key]
         row = int(key)
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of {len(self)} in {self.path}")
@@ -288,12 +258,10 @@ def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) 
 
 
 def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:
-    """Return whether a file contains all current journals. Journals may have been removed since the file was written.
-    Return whether a file contains all current journals. Journals may have been removed since the file was written."""
+    """Returns whether a file contains all current journals. Older journals may have been removed since."""
     if not now["journals"]:
         return True
     if recorded is None:
         return False
-    known = recorded["journals"]
-    same = all(known.get(name) == size for name, size in now["journals"].items())
-    return same and recorded.get("seals") == now["seals"]
+    has_journals = now["journals"].items() <= recorded["journals"].items()
+    return has_journals and recorded.get("seals") == now["seals"]

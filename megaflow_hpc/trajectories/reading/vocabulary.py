@@ -1,7 +1,7 @@
 """Reads the texts of token ids from a model's ``tokenizer.json``, to show single tokens.
 
-A tokenizer's own ``decode`` does not suit that: it joins tokens, drops leading blanks and cannot show half a character.
-Two ways of writing bytes as pieces are known, and they cover current models: byte-level (GPT-2's alphabet of 256
+A tokenizer's own ``decode`` joins tokens, drops leading blanks and cannot show half a character. Two ways of writing
+bytes as pieces are supported, and they cover current models: byte-level (GPT-2's alphabet of 256
 printable characters; Qwen, Llama 3, DeepSeek) and SentencePiece's (``▁`` for a blank, ``<0x0A>`` for a byte; Llama 2,
 Gemma, Mistral).
 
@@ -46,13 +46,12 @@ class Vocabulary:
             vocabulary = tokenizer["model"]["vocab"]
             if isinstance(vocabulary, list):  # Unigram: [piece, score], by id
                 vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
-            by_id = {int(number): str(piece) for piece, number in vocabulary.items()}
+            self._pieces = {int(number): str(piece) for piece, number in vocabulary.items()}
             self._special = {int(t["id"]): str(t["content"]) for t in tokenizer.get("added_tokens") or ()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no vocabulary of a known form ({error!r})") from error
         steps = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
         self._byte_level = '"ByteLevel"' in steps
-        self._pieces = by_id
 
     def piece(self, token: int) -> str:
         """Returns the text of a token id. Incomplete characters use ``surrogateescape``. Empty for an unknown id."""
@@ -100,18 +99,20 @@ def find(source: Path, models: Mapping[str, Any], policy: str) -> Path | None:
         policy: A key of ``models``.
     """
     run = RunDir(source if source.is_dir() else source.parent)
+    candidates = [kept(run, policy)]
     model = models.get(policy)
     path = model.get("path") if isinstance(model, Mapping) else None
-    candidates = [kept(run, policy), *([Path(path) / FILE] if path and os.path.isabs(str(path)) else [])]
+    if path and os.path.isabs(str(path)):
+        candidates.append(Path(path) / FILE)
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
 def _alphabet() -> dict[str, bytes]:
-    """Return the byte of each character of byte-level texts. Printable ones are themselves, the others start at 256."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    found = {chr(byte): bytes([byte]) for byte in plain}
-    return found | {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}
+    """Returns the byte of each character of byte-level texts. Printable bytes are themselves, others start at 256."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): bytes([byte]) for byte in printable}
+    return alphabet | {chr(256 + number): bytes([byte]) for number, byte in enumerate(others)}
 
 
 _ALPHABET = _alphabet()

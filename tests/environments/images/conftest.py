@@ -1,4 +1,4 @@
-"""Debian's registry, small images and the verbs on them, for the tests of this room."""
+"""Fixtures of this room: a registry, small images, and the ``images`` commands on a store of the test."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ def registry_program(base_sif: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def registry(registry_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """A registry that is open to all."""
+    """A registry without access control."""
     with registry_server(registry_program, tmp_path_factory.mktemp("registry")) as found:
         yield found
 
 
 @pytest.fixture
 def between(registry: Registry) -> Iterator[Front]:
-    """What lies between a test and the registry."""
+    """A proxy in front of the registry, which records requests and can misbehave."""
     with front(registry.address) as found:
         yield found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def small_images(tmp_path_factory: pytest.TempPathFactory) -> SmallImages:
-    return SmallImages(tmp_path_factory.mktemp("small-images"), 100_000)
+    """Images of one megabyte."""
+    return SmallImages(tmp_path_factory.mktemp("small-images"), 1_000_000)
 
 
 @pytest.fixture
 def verb(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
-    """Runs ``images …`` with a store of this test's; exit status, stdout and stderr."""
+    """Runs ``images …`` on a store of this test. Returns exit status, stdout and stderr."""
     monkeypatch.setenv("MEGAFLOW_IMAGE_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path))
 
@@ -60,7 +61,7 @@ def verb(
 
 @pytest.fixture
 def open_cache(tmp_path: Path) -> Iterator[Callable[..., ImageCache]]:
-    """Opens a cache of this test's, with a budget."""
+    """Opens the cache of this test with a budget."""
 
     def make(budget_mb: float = 1000.0, inodes: int = 1_000_000) -> ImageCache:
         return ImageCache(tmp_path / "cache", find_apptainer(), budget_bytes=int(budget_mb * 1e6), budget_inodes=inodes)

@@ -1,4 +1,4 @@
-"""Many images made side by side: what is said of it, what one that fails leaves, and how it is interrupted."""
+"""Building many images in parallel: progress, failures and cancelling."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Verb = Callable[..., tuple[int, str, str]]
 
 
 def dockerfiles(place: Path, *texts: str) -> list[ImageRequest]:
-    """Requests for Dockerfiles in one context, which has ``file``."""
+    """Requests for Dockerfiles in one context, which contains ``file``."""
     place.mkdir()
     (place / "file").write_text("x" * 5000)
     requests = []
@@ -45,7 +45,7 @@ def test_jobs_are_carried_out_side_by_side_and_one_that_fails_is_named(tmp_path:
 
     def job(number: int) -> Path:
         if number < at_once():
-            together.wait(30)  # so many are under way at once
+            together.wait(30)  # as many run at once
         if number == 1:
             raise SiteError("no")
         return tmp_path / str(number)
@@ -74,17 +74,13 @@ def test_images_are_looked_up_first_then_made_and_what_fails_is_left_out(
     states: list[BuildProgress] = []
     lines: list[str] = []
 
-    class Watch:
-        say = staticmethod(lines.append)
-        show = staticmethod(states.append)
-
     with pytest.raises(ConfigError, match="'gone'"):  # before anything is made
         Images(store, builder=Builder()).resolve_all(requests, mapping)
     assert list(store.layers.layers()) == []
     first = Images(store, builder=Builder()).resolve_all(requests[:1], mapping)
     before = sum(layer.bytes for layer in store.layers.layers())
     images = Images(store, builder=Builder())
-    images.watch(Watch)
+    images.say, images.show = lines.append, states.append
     failures: dict[str, MegaflowError] = {}
     found = images.resolve_all([*requests, requests[0]], mapping, failures=failures)
     assert list(found) == ["image 0", "image 1", "image 2"]
@@ -128,6 +124,9 @@ def test_a_dry_run_lists_what_the_store_lacks_and_makes_nothing(
     assert verb("build", *words, "--dry-run")[1] == (
         f"images: 2, 0 in the store, 2 to be made\n  {paths[0]}\n  {paths[1]}\n"
     )
+    assert verb("build", *words, "--dry-run", "--share", "2/2")[1] == (
+        f"images: 1, 0 in the store, 1 to be made\n  {paths[1]}\n"
+    )
     assert list(ImageStore().layers.layers()) == []
     assert verb("build", paths[0], "--map", f"base={base}")[0] == 0
     assert json.loads(verb("build", *words, "--dry-run", "--json")[1]) == {
@@ -135,24 +134,6 @@ def test_a_dry_run_lists_what_the_store_lacks_and_makes_nothing(
         "there": 1,
         "missing": [paths[1]],
     }
-
-
-def test_shares_are_neighbours_and_together_build_each_image_once(
-    verb: Verb, small_images: SmallImages, tmp_path: Path
-) -> None:
-    """Several elements of a job array get the same sources, and a share each."""
-    base = small_images.fill(ImageStore(), 1)[0]
-    texts = [f"FROM base\nCOPY file /{number}\n" for number in range(5)]
-    paths = [str(request.dockerfile) for request in dockerfiles(tmp_path / "context", *texts)]
-    built = []
-    for number in (1, 2, 3):
-        status, out, _ = verb("build", *paths, "--map", f"base={base}", "--share", f"{number}/3", "--json")
-        assert status == 0
-        built.append(list(json.loads(out)["images"]))
-    assert built == [paths[:1], paths[1:3], paths[3:]]
-    assert (
-        verb("build", *paths, "--map", f"base={base}", "--dry-run")[1] == "images: 5, 5 in the store, none to be made\n"
-    )
 
 
 def test_a_share_is_cut_across_sources_and_leaves_none_out(tmp_path: Path) -> None:
@@ -171,7 +152,7 @@ def test_a_share_is_cut_across_sources_and_leaves_none_out(tmp_path: Path) -> No
 
 @pytest.fixture
 def sleeping(small_rootfs: str, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A build on a terminal whose two images never end; it is in their first steps."""
+    """A build on a terminal of two images whose first steps never end."""
     requests = dockerfiles(tmp_path / "context", *(f"FROM base\nRUN echo {n} && kill -STOP $$\n" for n in "ab"))
     words = ["images", "build", *(str(request.dockerfile) for request in requests), "--map", f"base={small_rootfs}"]
     terminal, screen = pty.openpty()

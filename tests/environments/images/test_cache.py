@@ -1,4 +1,4 @@
-"""Copies of images on a node: made once, checked, kept within a budget, never taken from who uses them."""
+"""The image cache of a node: copies are made once, checked, kept within a budget, and not removed while in use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,14 +25,10 @@ from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
+from tests.support.processes import proceed, start_python
 from tests.support.small_images import SmallImages
 
 MB = 1_000_000
-
-
-@pytest.fixture(scope="session")
-def small_images(tmp_path_factory: pytest.TempPathFactory) -> SmallImages:
-    return SmallImages(tmp_path_factory.mktemp("small-images"), MB)
 
 
 @pytest.fixture
@@ -43,7 +38,7 @@ def images(small_images: SmallImages, tmp_path: Path) -> list[str]:
 
 
 def here(cache: ImageCache, images: list[str]) -> list[int]:
-    """Which of ``images`` have a copy."""
+    """The numbers of ``images`` that have a copy."""
     names = {str(row["name"]) for row in cache.list()}
     return [number for number, image in enumerate(images) if f"{Path(image).stem[:40]}-tree" in names]
 
@@ -87,7 +82,7 @@ def test_a_changed_image_is_refused_by_its_digest(images: list[str], open_cache:
 def test_an_image_that_is_replaced_once_its_digest_was_compared_is_not_used(
     images: list[str], open_cache: Callable[..., ImageCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner of a store can replace a file at any instant, with the same size and time of change."""
+    """The owner of a store can replace a file at any time, and keep its size and mtime."""
     cache, compare = open_cache(), artifacts.read_checked
     before = os.stat(images[0])
 
@@ -124,7 +119,7 @@ def test_the_least_recently_used_goes_first_and_what_is_in_use_stays(
     held = cache.acquire(images[0])
     for number in (1, 2):
         cache.acquire(images[number]).release()
-    again = cache.acquire(images[1])  # used after 2 was
+    again = cache.acquire(images[1])  # used later than 2
     again.release()
     cache.acquire(images[3]).release()
     assert here(cache, images) == [0, 1, 3]
@@ -133,7 +128,7 @@ def test_the_least_recently_used_goes_first_and_what_is_in_use_stays(
     assert Path(held.path).exists()
     held.release()
     cache.acquire(images[5]).release()
-    assert here(cache, images) == [0, 4, 5]  # what was given back last went last
+    assert here(cache, images) == [0, 4, 5]  # the one released last is removed last
 
 
 def test_the_budget_counts_files_too(images: list[str], open_cache: Callable[..., ImageCache]) -> None:
@@ -180,11 +175,11 @@ def test_staging_ahead_goes_in_order_and_takes_nothing_from_itself(
     assert cache.prefetch(images) == 3
     assert here(cache, images) == [0, 1, 2]
     lease = cache.acquire(images[0])
-    assert cache.prefetch(images) == 3  # the first is in use, the others wait for their use
+    assert cache.prefetch(images) == 3  # the first is in use, the others are wanted
     lease.release()
     assert cache.prefetch(images[1:]) == 3
     assert here(cache, images) == [1, 2, 3]
-    cache.acquire(images[5]).release()  # who needs an image now takes the place of what is needed latest
+    cache.acquire(images[5]).release()  # an image that is needed now replaces the one that is wanted last
     assert here(cache, images) == [1, 2, 5]
     assert cache.copied_bytes == 5 * os.path.getsize(images[0])
 
@@ -202,25 +197,12 @@ sys.stdin.readline()
 """
 
 
-def start_rank(cache: Path, image: str, code: str = RANK) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-c", code, str(cache), image]
-    rank = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-    assert rank.stdout
-    assert rank.stdout.readline() == "ready\n"
-    return rank
-
-
-def say(rank: subprocess.Popen[str]) -> None:
-    assert rank.stdin
-    rank.stdin.write("\n")
-
-
 def test_of_many_ranks_one_stages_and_the_others_wait_for_it(
     images: list[str], open_cache: Callable[..., ImageCache], tmp_path: Path
 ) -> None:
-    ranks = [start_rank(tmp_path / "cache", images[0]) for _ in range(4)]
+    ranks = [start_python(RANK, tmp_path / "cache", images[0]) for _ in range(4)]
     for rank in ranks:
-        say(rank)
+        proceed(rank)
     answers = [rank.stdout.readline().split() for rank in ranks if rank.stdout]
     assert sorted(int(copied) for copied, _ in answers)[:3] == [0, 0, 0]
     assert sum(int(copied) for copied, _ in answers) == os.path.getsize(images[0])
@@ -230,10 +212,10 @@ def test_of_many_ranks_one_stages_and_the_others_wait_for_it(
     assert cache.clear() == 0
     ranks[0].kill()
     for rank in ranks[1:]:
-        say(rank)
+        proceed(rank)
     for rank in ranks:
         rank.wait()
-    assert [row["in_use"] for row in cache.list()] == [False]  # neither the killed nor the ended hold anything
+    assert [row["in_use"] for row in cache.list()] == [False]  # neither the killed rank nor the others hold it
     assert cache.clear() > 0
     for room in ("images", "work"):
         assert os.listdir(tmp_path / "cache" / room) == [], room
@@ -259,7 +241,7 @@ cache.acquire(sys.argv[2])
 def test_a_killed_stager_blocks_nobody_and_leaves_nothing(
     images: list[str], open_cache: Callable[..., ImageCache], tmp_path: Path
 ) -> None:
-    stager = start_rank(tmp_path / "cache", images[0], code=SLOW)
+    stager = start_python(SLOW, tmp_path / "cache", images[0])
     assert stager.stdout
     assert stager.stdout.readline() == "unpacking\n"
     found: list[str] = []
@@ -355,15 +337,15 @@ def test_a_provider_stages_ahead_what_sandboxes_will_need(images: list[str], tmp
 def test_what_another_rank_wants_next_is_not_removed_for_what_is_staged_ahead(
     images: list[str], open_cache: Callable[..., ImageCache], tmp_path: Path
 ) -> None:
-    other = start_rank(tmp_path / "cache", images[1], code=WANTS)
+    other = start_python(WANTS, tmp_path / "cache", images[1])
     cache = open_cache(budget_mb=2.5)
     assert other.stdout
     assert other.stdout.readline() == "announced\n"
     assert here(cache, images) == [0, 1]
     assert cache.prefetch(images[2:]) == 0
-    cache.acquire(images[2]).release()  # who waits gets the room of what is wanted last
+    cache.acquire(images[2]).release()  # a waiting sandbox replaces the image that is wanted last
     assert here(cache, images) == [0, 2]
     other.kill()
     other.wait()
-    assert cache.prefetch(images[3:]) == 2  # the wishes of the dead count for nothing
+    assert cache.prefetch(images[3:]) == 2  # a dead process wants nothing
     assert here(cache, images) == [3, 4]

@@ -1,4 +1,4 @@
-"""Staging in a real campaign: what comes next is on the node before anybody asks for it, in order, once."""
+"""Prefetching in a real campaign: images are unpacked before their rollouts start, in order, and once."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_a_campaign_stages_images_before_their_rollouts_ask_in_order_and_once(
     made = SmallImages(tmp_path, 4096, base=small_rootfs)
     paths = made.fill(ImageStore(tmp_path / "store"), COUNT)
     cache = tmp_path / f"megaflow-{os.getuid()}" / "cache"
-    # What the pod knows of when its first rollouts run: the block it has claimed.
+    # The pod knows the block that it has claimed when its first rollouts run.
     known = len(split([Rollout(f"n{number:02}", "oracle", 0, "oracle") for number in range(COUNT)], pods=1)[0])
-    # And some blocks that it has not claimed: the rest is so little that it looks into them.
+    # So few rollouts are left that it also prefetches for some unclaimed blocks.
     foreseen = known + AHEAD_BLOCKS
     settings = f"COUNT, KNOWN, COPIES = {COUNT}, {foreseen}, {str(cache / 'images')!r}\n"
     (tmp_path / "image_numbers.py").write_text(settings + TASKS)
@@ -82,7 +82,7 @@ def test_a_campaign_stages_images_before_their_rollouts_ask_in_order_and_once(
     assert sorted(entry["image"] for entry in entries) == sorted(paths)
     numbers = {path: number for number, path in enumerate(paths)}
     ahead = {numbers[entry["image"]]: entry["made_at"] for entry in entries if entry["ahead"]}
-    # The first to run could not be known of before; what came next nobody had to wait for.
+    # The images of the first rollouts could not be prefetched. Those of the next were.
     assert known > WORKERS
     assert set(ahead) >= set(range(WORKERS, known))
     assert len(set(ahead) - set(range(known))) >= AHEAD_BLOCKS

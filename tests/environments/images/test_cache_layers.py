@@ -1,4 +1,5 @@
-"""Images of layers on a node: each part staged once, checked, and room for all of an image made at once."""
+"""Layered images in the node's cache: each layer is copied once and checked, and room for all layers is reserved at
+once."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments.images.cache.cache import ImageCache
-from megaflow_hpc.environments.images.image_config import working_directory
+from megaflow_hpc.environments.images.image_file import working_directory
 from megaflow_hpc.environments.images.layered import layer_path, read_layered
 from megaflow_hpc.environments.images.layers.view import LayerView, Tree
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SandboxError
 from tests.support.layers import OPAQUE, Entries, add_image, add_layer
+from tests.support.processes import proceed, start_python
 from tests.support.small_images import SmallImages
 
 MB = 1_000_000
@@ -28,12 +29,7 @@ KILLS = int(os.environ.get("MEGAFLOW_STAGING_KILLS", "24"))
 ENVIRONMENT: Entries = {"etc/": "", "etc/environment": "e", "lib/": "", "lib/old": "x", "lib/one": "1", "gone": "x"}
 INSTANCE: Entries = {"etc/": "", "etc/number": None, "lib/": OPAQUE, "lib/new": "n", "gone": None}
 WHOLE = {"etc", "etc/environment", "lib", "lib/new"}
-"""What of the two, and of the base's own ``etc/number``, is seen."""
-
-
-@pytest.fixture(scope="session")
-def small_images(tmp_path_factory: pytest.TempPathFactory) -> SmallImages:
-    return SmallImages(tmp_path_factory.mktemp("small-images"), MB)
+"""The visible paths of the two layers over a base with ``etc/number``."""
 
 
 @pytest.fixture
@@ -47,7 +43,7 @@ def bases(small_images: SmallImages, store: ImageStore) -> list[str]:
 
 
 def seen(*directories: str) -> set[str]:
-    """The paths below etc, lib and gone that an overlay of these shows."""
+    """The paths below etc, lib and gone that an overlay of these directories shows."""
     view = LayerView([Tree(directory) for directory in directories])
     found = {f"{name}/{below}" for name in ("etc", "lib") for below in view.names(name)}
     return found | {name for name in ("etc", "lib", "gone") if view.entry(name)}
@@ -83,7 +79,7 @@ def test_an_image_is_its_base_and_its_layers_and_others_share_them(
     again.release()
     lease.release()
     other.release()
-    open_cache().acquire(second).release()  # another time: nothing is read
+    open_cache().acquire(second).release()  # a new cache object reads nothing
     assert open_cache().copied_bytes == 0
     assert (working_directory(first), working_directory(second)) == ("/app", None)
     assert {str(row["name"]).rpartition("-")[2] for row in cache.list()} == {"layer", "tree"}
@@ -182,7 +178,7 @@ def test_what_is_staged_ahead_are_parts_and_what_is_wanted_stays(
     assert len(names) == 4
     assert cache.prefetch(images[1:]) == 2
     assert len({row["name"] for row in cache.list()} & names) == 3
-    lease = cache.acquire(images[3])  # who waits takes the place of what is wanted last, never of its own base
+    lease = cache.acquire(images[3])  # a waiting sandbox replaces what is wanted last, but not its own base
     assert cache.copied_bytes == size.base.bytes + sum(
         {layer.digest: layer.bytes for image in images for layer in read_layered(image).layers}.values()
     )
@@ -209,17 +205,12 @@ print(cache.copied_bytes, flush=True)
 
 
 def start_rank(cache: Path, budget: int, seed: int, rounds: int, images: list[str]) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-c", RANK, str(cache), str(budget), str(seed), str(rounds), *images]
-    rank = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-    assert rank.stdout
-    assert rank.stdout.readline() == "ready\n"
-    return rank
+    return start_python(RANK, cache, budget, seed, rounds, *images)
 
 
 def go(ranks: list[subprocess.Popen[str]]) -> list[int]:
     for rank in ranks:
-        assert rank.stdin
-        rank.stdin.write("\n")
+        proceed(rank)
     answers = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * len(ranks)
     return [int(answer) for answer in answers]
@@ -241,7 +232,7 @@ def test_of_many_processes_at_once_each_part_is_staged_by_one(
 def test_processes_that_have_half_of_what_they_need_do_not_wait_for_each_other(
     bases: list[str], store: ImageStore, open_cache: Callable[..., ImageCache], tmp_path: Path
 ) -> None:
-    """Room for one base and one layer of half its size: each of six images needs just that."""
+    """There is room for one base and one layer. Each of the six images needs exactly that."""
     half = [{"half": os.urandom(MB // 2) + bytes([number])} for number in range(2)]
     layers = [add_layer(store, entries) for entries in half]
     images = [add_image(store, base, [layer]) for base in bases for layer in layers]
@@ -264,8 +255,7 @@ def test_processes_killed_at_any_instant_leave_nothing_half_and_block_nobody(
     for seed in range(KILLS // 2):
         ranks = [start_rank(tmp_path / "cache", 2 * need, 10 * seed + each, 1000, images) for each in range(2)]
         for rank in ranks:
-            assert rank.stdin
-            rank.stdin.write("\n")
+            proceed(rank)
         time.sleep(chance.random() / 4)
         for rank in ranks:
             rank.send_signal(signal.SIGKILL)
@@ -278,6 +268,6 @@ def test_processes_killed_at_any_instant_leave_nothing_half_and_block_nobody(
         assert seen(*lease.layers, lease.path) >= {"etc", "etc/environment", "etc/number", "lib/old"}
         lease.release()
     cache.clear()
-    open_cache()  # a program of a killed process may have written on while the first to come removed what it wrote
+    open_cache()  # a child of a killed process may have written while the first cache was tidied
     nothing_is_left(tmp_path / "cache")
     assert [json.loads((path / "entry.json").read_bytes()) for path in (tmp_path / "cache" / "images").iterdir()] == []

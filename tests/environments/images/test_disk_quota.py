@@ -1,4 +1,4 @@
-"""What a user may still write, by the file system and by quotas; programs of quota's names print what they do."""
+"""The free space that file system and quotas leave. Scripts stand in for the quota programs."""
 
 from __future__ import annotations
 

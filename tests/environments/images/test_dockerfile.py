@@ -1,45 +1,26 @@
-"""Dockerfiles: how their lines are read, what is refused, and what the images built from them hold."""
+"""Reading of Dockerfiles: variables, settings of each line, refused lines, and the files of the context."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import tarfile
 import textwrap
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.builds import tree, workspace
-from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out, patterns
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest
-from megaflow_hpc.environments.images.dockerfile.instructions import instructions
+from megaflow_hpc.environments.images.dockerfile.reader import instructions
 from megaflow_hpc.environments.images.dockerfile.steps import Copy, RunStep
-from megaflow_hpc.environments.images.dockerfile.words import (
-    VariableReference,
-    expand,
-    literal,
-    shell_word,
-    words,
-)
-from megaflow_hpc.environments.images.layered import layer_path, read_layered
-from megaflow_hpc.environments.images.layers import listing
-from megaflow_hpc.environments.images.layers.view import LayerView
-from megaflow_hpc.environments.images.mapping import ImageMapping
-from megaflow_hpc.environments.images.resolve import Images
-from megaflow_hpc.environments.images.store import ImageStore
-from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.host.files import remove_tree
-from tests.support.builds import build, unpacked
-from tests.support.image_trees import tree_of
+from megaflow_hpc.environments.images.dockerfile.words import VariableReference, expand, literal, shell_word
+from megaflow_hpc.errors import ConfigError
 
 
 def parse(tmp_path: Path, text: str, **build_args: str) -> Dockerfile:
     path = tmp_path / "Dockerfile"
     path.write_text(textwrap.dedent(text))
-    return Dockerfile.read(path, build_args=build_args)
+    return Dockerfile(path, build_args=build_args)
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -48,19 +29,18 @@ def parse(tmp_path: Path, text: str, **build_args: str) -> Dockerfile:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a b", ["a", "b"]),
-        ("$A", ["x y"]),
-        ("pre${A}post '$A' \"$A\"", ["prex ypost", "$A", "x y"]),
-        (r"a\ b \$A \"", ["a b", "$A", '"']),
-        ("${EMPTY:-d$A} ${EMPTY-d} ${A:+set} ${NONE:+set} ${NONE:-}", ["dx y", "", "set", "", ""]),
-        ('K="a \\"b\\" c"', ['K=a "b" c']),
+        ("$A", "x y"),
+        ("pre${A}post '$A' \"$A\"", "prex ypost $A x y"),
+        (r"a\ b \$A \"", 'a b $A "'),
+        ("${EMPTY:-d$A}|${EMPTY-d}|${A:+set}|${NONE:+set}|${NONE:-}", "dx y||set||"),
+        ('K="a \\"b\\" c"', 'K=a "b" c'),
     ],
 )
-def test_words_are_split_and_variables_replaced_as_docker_does(text: str, expected: list[str]) -> None:
-    assert [literal(word) for word in words(text, {"A": ["x y"], "EMPTY": []})] == expected
+def test_variables_quotes_and_escapes_are_replaced_as_docker_does(text: str, expected: str) -> None:
+    assert literal(expand(text, {"A": ["x y"], "EMPTY": []})) == expected
 
 
-def test_a_here_documents_escapes_are_removed_and_its_quotes_are_not() -> None:
+def test_in_a_here_document_escapes_are_removed_and_quotes_are_not() -> None:
     assert literal(expand("a\\$b \\W \"q\" '$A' \\\\", {"A": ["1"]}, quotes=False)) == "a$b W \"q\" '1' \\"
 
 
@@ -82,13 +62,13 @@ def test_heredocs_are_taken_out_and_lines_keep_their_numbers(tmp_path: Path) -> 
     ]
     assert {line for line, each in found.items() if each.heredocs} == {2, 10}
     assert [each.original for each in found.values()][-2:] == ['RUN echo $((1<<2)) "<<D"', "COPY <<E /e"]
-    steps = Dockerfile.read(tmp_path / "Dockerfile").last.steps
+    steps = Dockerfile(tmp_path / "Dockerfile").last.steps
     assert [step.line for step in steps if isinstance(step, RunStep | Copy)] == [2, 9, 10]
     assert isinstance(steps[0], RunStep)
     assert steps[0].argv[-1] == "cat <<A <<-'B' &&   echo '<<C'\none\nA\ntwo $X\nB"
 
 
-# --- what holds at a line ---------------------------------------------------------------------------------------------
+# --- settings of a line -----------------------------------------------------------------------------------------------
 
 
 def test_directory_variables_user_and_shell_hold_from_their_line_on(tmp_path: Path) -> None:
@@ -124,7 +104,7 @@ def test_directory_variables_user_and_shell_hold_from_their_line_on(tmp_path: Pa
     ]
     assert runs[0].exports == {"TAG": "12", "V": "1"}
     assert (found.base, found.workdir, found.user) == ("debian:12", "/srv/app", "agent")
-    assert found.environment == {"NAME": "x y"}  # what PATH is, only the image knows
+    assert found.environment == {"NAME": "x y"}  # only the image knows PATH
     copy = next(step for step in found.last.steps if isinstance(step, Copy))
     assert (copy.sources, copy.target, copy.into) == (["a.txt"], "/srv/sub/", True)
     assert [(line, name) for line, name, _ in found.ignored] == [(18, "CMD")]
@@ -249,7 +229,7 @@ def test_long_but_honest_text_is_read(tmp_path: Path) -> None:
     assert isinstance(copy, Copy)
     assert len(copy.texts["A"]) == 120_002
     (tmp_path / "Dockerfile").write_bytes(b"FROM a\nRUN caf\xe9\n")
-    run = Dockerfile.read(tmp_path / "Dockerfile").last.steps[0]
+    run = Dockerfile(tmp_path / "Dockerfile").last.steps[0]
     assert isinstance(run, RunStep)
     assert run.argv[-1] == "caf\udce9"
 
@@ -302,15 +282,6 @@ def test_many_wildcards_are_no_trouble_in_ordinary_paths() -> None:
     path = "packages/some-library/src/components/__tests__/fixtures/deep/tree/a_foo_test.spec.py"
     assert patterns(["**/*foo*/**/*.py", "**/.*_cache/**", "**/*_foo_*/**"])(path) is False
     assert patterns(["**/*tests*/**/*foo*.py"])(path) is True
-
-
-def test_a_link_out_of_the_context_is_refused(tmp_path: Path) -> None:
-    context = tmp_path / "context"
-    context.mkdir()
-    (tmp_path / "secret").write_text("s")
-    (context / "link").symlink_to("../secret")
-    with pytest.raises(ConfigError, match=r"Dockerfile:2: link: a link out of the build context"):
-        parse(context, "FROM a\nCOPY link /x\n")
 
 
 def test_a_file_that_the_user_cannot_read_is_named(tmp_path: Path) -> None:
@@ -375,264 +346,3 @@ def test_a_copied_directory_is_as_it_was_but_for_what_is_left_out(tmp_path: Path
     assert (laid / "one").samefile(laid / "two")
     assert {path.lstat().st_mtime for path in (laid, laid / "link", laid / "empty", laid / "sub")} == {10**9}
     assert os.listdir(tmp_path / "laid/1/empty") == []
-
-
-# --- a built image ----------------------------------------------------------------------------------------------------
-
-RICH = r"""
-# syntax=docker/dockerfile:1
-ARG BASE=base
-FROM ${BASE} AS tools
-WORKDIR /out
-RUN mkdir -p bin && printf '#!/bin/sh\necho tool\n' > bin/tool && chmod 750 bin/tool && ln -s tool bin/alias
-RUN echo unwanted > /tmp/of-the-other-stage
-
-FROM $BASE
-ARG WHO=nobody
-ARG GREETING="hello $WHO"
-ENV LAYERED=/opt/bin:$PATH PLAIN="two  words" \
-    QUOTED='$PLAIN'
-ENV OLD style value
-LABEL ignored=yes
-RUN echo "1 $GREETING|$PLAIN|$QUOTED|$OLD" > /log && pwd >> /log
-WORKDIR /srv
-WORKDIR app
-COPY one.txt sub ./
-RUN cat one.txt >> /log; ls -A >> /log
-# the order of COPY and RUN is the file's
-COPY --chmod=600 two.txt renamed.txt
-RUN stat -c '%n %a %U' renamed.txt >> /log && rm one.txt
-COPY --chown=www-data:www-data ["with blank.txt", "sub", "/data/"]
-RUN stat -c '%n %U:%G' /data "/data/with blank.txt" /data/nested/kept.secret >> /log
-COPY *.cfg conf/
-ADD archive.tar.gz /unpacked/
-ADD --chmod=0755 script.sh /usr/local/bin/
-COPY . /all/
-COPY --parents sub/nested /parents/
-COPY --exclude=*.cfg --exclude=sub . /part/
-COPY --from=tools /out /from/
-COPY --from=0 /out/bin/tool /tmp/kept
-RUN ["/bin/sh", "-c", "echo \"json $0 $PWD\" >> /log", "it's"]
-RUN <<EOF
-echo "heredoc $PLAIN" >> /log
-for i in 1 2; do
-    echo "  line $i" >> /log
-done
-EOF
-RUN cat <<'EOF' >> /log && echo "after $((1 << 2))" >> /log
-literal $PLAIN
-EOF
-COPY <<ONE <<"TWO" /texts/
-for $WHO
-ONE
-for $WHO
-TWO
-SHELL ["/bin/bash", "-c"]
-RUN [[ -n "$BASH_VERSION" ]] && echo bash >> /log
-
-RUN --mount=type=cache,target=/var/cache/pip --mount=type=bind,source=sub,target=/bound \
-    ls /bound >> /log && echo x > /var/cache/pip/x
-RUN ls -d /var/cache/pip /bound 2>/dev/null | wc -l >> /log
-RUN chmod 666 /log && useradd --create-home --uid 1234 agent
-USER agent
-WORKDIR /home/agent
-RUN echo "$(id -un) $(id -gn) $HOME $PWD" >> /log; ! touch /root/x 2>/dev/null && script.sh >> /log
-USER 33:33
-RUN id -u >> /log
-ENTRYPOINT ["tool"]
-"""
-
-LOG = """\
-1 hello me|two  words|$PLAIN|style value
-/
-1
-nested
-one.txt
-three
-renamed.txt 600 root
-/data www-data:www-data
-/data/with blank.txt www-data:www-data
-/data/nested/kept.secret www-data:www-data
-json it's /srv/app
-heredoc two  words
-  line 1
-  line 2
-literal $PLAIN
-after 4
-bash
-nested
-three
-0
-agent agent /home/agent /home/agent
-script
-33
-"""
-
-
-@pytest.fixture(scope="module")
-def built(base_sif: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The files of the image that the Dockerfile above makes, by a real build."""
-    root = tmp_path_factory.mktemp("rich")
-    context = root / "context"
-    (context / "sub" / "nested").mkdir(parents=True)
-    texts = {
-        "Dockerfile": RICH,
-        ".dockerignore": "*.log\n**/*.secret\n!sub/nested/kept.secret\n",
-        "one.txt": "1\n",
-        "two.txt": "2\n",
-        "with blank.txt": "blank\n",
-        "a.cfg": "a",
-        "b.cfg": "b",
-        "noise.log": "n",
-        "script.sh": "#!/bin/sh\necho script\n",
-        "sub/three": "3\n",
-        "sub/nested/lost.secret": "s",
-        "sub/nested/kept.secret": "k",
-    }
-    for name, text in texts.items():
-        (context / name).write_text(text)
-    with tarfile.open(context / "archive.tar.gz", "w:gz") as archive:
-        archive.add(context / "sub" / "three", "in/archive")
-    images = Images(ImageStore(root / "store"), builder=Builder())
-    dockerfile = Dockerfile.read(context / "Dockerfile", build_args={"WHO": "me"})
-    before = set(os.listdir("/tmp"))
-    path = images.resolve_dockerfile(dockerfile, ImageMapping({"base": str(base_sif)}, root))
-    assert images.resolve_dockerfile(dockerfile, ImageMapping({"base": str(base_sif)}, root)) == path
-    assert not {"kept", "of-the-other-stage"} & (set(os.listdir("/tmp")) - before)
-    tree = unpacked(path, root / "tree")
-    yield tree
-    remove_tree(tree)
-
-
-@pytest.mark.slow
-def test_a_built_image_ran_every_step_in_its_order_directory_shell_and_user(built: Path) -> None:
-    assert (built / "log").read_text() == LOG
-
-
-def test_a_built_image_holds_what_was_copied_where_and_as_it_was_asked(built: Path) -> None:
-    def text(path: str) -> str:
-        return (built / path).read_text()
-
-    assert not (built / "srv/app/one.txt").exists()
-    assert text("srv/app/three") == "3\n"
-    assert text("srv/app/renamed.txt") == "2\n"
-    assert sorted(os.listdir(built / "data")) == ["nested", "three", "with blank.txt"]
-    assert sorted(os.listdir(built / "srv/app/conf")) == ["a.cfg", "b.cfg"]
-    assert text("unpacked/in/archive") == "3\n"
-    assert os.access(built / "usr/local/bin/script.sh", os.X_OK)
-    assert text("texts/ONE") == "for me\n"
-    assert text("texts/TWO") == "for $WHO\n"
-    assert not (built / "all/noise.log").exists()
-    assert (built / "parents/sub/nested/kept.secret").exists()
-    assert sorted(os.listdir(built / "part")) == sorted(set(os.listdir(built / "all")) - {"a.cfg", "b.cfg", "sub"})
-    assert os.listdir(built / "all/sub/nested") == ["kept.secret"]
-    assert (built / "from/bin/tool").stat().st_mode & 0o777 == 0o750
-    assert os.readlink(built / "from/bin/alias") == "tool"
-    assert text("tmp/kept").endswith("echo tool\n")
-    assert not (built / "tmp/of-the-other-stage").exists()
-    for left in (".megaflow-from", ".megaflow-build/steps", "root/x", "bound", "var/cache/pip"):
-        assert not (built / left).exists(), left
-
-
-def test_a_built_image_sets_its_variables_over_those_of_its_base(built: Path) -> None:
-    settings = built / ".singularity.d" / "env"
-    done = subprocess.run(
-        [
-            "/bin/sh",
-            "-c",
-            f'. {settings}/90-environment.sh; . {settings}/92-megaflow.sh; echo "$LAYERED|$PLAIN|$QUOTED|$OLD|$LC_ALL"',
-        ],
-        env={"PATH": "/bin"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "/opt/bin:/bin|two  words|$PLAIN|style value|C.UTF-8\n"
-
-
-def test_a_step_that_fails_names_its_line(small_rootfs: str, tmp_path: Path) -> None:
-    dockerfile = parse(tmp_path, "FROM base\nRUN true\n\nRUN echo trying && \\\n  exit 7\nRUN true\n")
-    said = r"Dockerfile: the build failed at line 4(.|\n)*trying(.|\n)*Dockerfile:4: exit status 7"
-    with pytest.raises(SiteError, match=said):
-        Images(ImageStore(tmp_path / "store"), builder=Builder()).resolve_dockerfile(
-            dockerfile, ImageMapping({"base": small_rootfs}, tmp_path)
-        )
-    assert list((tmp_path / "store" / "work").glob("*/")) == []
-
-
-@pytest.mark.slow
-def test_a_build_on_an_image_begins_in_its_directory_and_makes_no_step_twice(base_sif: Path, tmp_path: Path) -> None:
-    store = ImageStore(tmp_path / "store")
-    said: list[str] = []
-    bases = {"base": str(base_sif)}
-
-    def made(name: str, text: str) -> Path:
-        context = tmp_path / name
-        context.mkdir()
-        (context / "f").write_text(name)
-        (context / "Dockerfile").write_text(text)
-        images = Images(store, builder=Builder())
-        images.say = said.append
-        dockerfile = Dockerfile.read(context / "Dockerfile")
-        path = images.resolve_dockerfile(dockerfile, ImageMapping(bases, tmp_path))
-        bases[name] = str(path)
-        return path
-
-    made("first", "FROM base\nENV A=1\nWORKDIR /w\nRUN echo made > made\n")
-    second = made("second", "FROM first\nENV B=$A-2\nCOPY f .\nWORKDIR sub\nRUN echo $B > ../b; pwd > pwd\n")
-    assert [line.partition(":")[0].rpartition("/")[0] for line in said].count(str(tmp_path / "first")) == 2
-    image = read_layered(second)
-    assert (image.workdir, image.settings.splitlines()[0]) == ("/w/sub", "export A=1")
-    view = LayerView([listing.of_blob(layer_path(second, layer.digest)) for layer in reversed(image.layers)])
-    found = {name: view.read(f"w/{name}").decode().strip() for name in ("made", "f", "b", "sub/pwd")}
-    assert found == {"made": "made", "f": "second", "b": "1-2", "sub/pwd": "/w/sub"}
-    said.clear()
-    third = made("third", "FROM first\nENV B=$A-2\nCOPY f .\nWORKDIR sub\nRUN echo $B > ../b; pwd > pwd\n")
-    assert third != second
-    assert not any(":1: " in line or "first" in line for line in said)
-    said.clear()
-    (tmp_path / "third" / "Dockerfile").touch()
-    again = Images(ImageStore(tmp_path / "store"), builder=Builder())
-    again.say = said.append
-    assert (
-        again.resolve_dockerfile(Dockerfile.read(tmp_path / "third" / "Dockerfile"), ImageMapping(bases, tmp_path))
-        == third
-    )
-    assert said == []
-
-
-def test_a_default_that_a_base_image_might_know_better_is_told(small_rootfs: str, tmp_path: Path) -> None:
-    images, said = Images(ImageStore(tmp_path / "store"), builder=Builder()), list[str]()
-    images.say = said.append
-    text = "FROM base\nARG OURS\nENV MADE=${OURS:-1} OPEN=${THEIRS-2}\nWORKDIR /${MADE:-x}\nRUN echo ${SHELLS:-own}\n"
-    text += "ENV QUOTED='${A:-x}' ESCAPED=\\${B:-x}\n"  # here is no variable
-    dockerfile = parse(tmp_path, text)
-    assert [name for _, name in dockerfile.unset] == ["OURS", "THEIRS"]
-    images.resolve_dockerfile(dockerfile, ImageMapping({"base": small_rootfs}, tmp_path))
-    assert said[:2] == [
-        f"{dockerfile.path}:3: other than in Docker: ${name} counts as unset, whatever the base image sets"
-        for name in ("OURS", "THEIRS")
-    ]
-
-
-def test_without_an_overlay_a_chain_is_laid_out_once_for_all_its_steps(
-    small_rootfs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
-    laid: list[str] = []
-
-    async def counted(prefix: Sequence[str], *words: str, said: object = None) -> str:
-        laid.extend(words[2:] if words[0] == "lay" else ())
-        return await tree.run_tree(prefix, *words, said=said)
-
-    monkeypatch.setattr(workspace, "run_tree", counted)
-    steps = "RUN echo 1 > /one\nRUN rm /one && echo 2 > /two\n"
-    steps += "RUN mkdir /d && cat /two > /d/two && rm /two\nRUN ls /d / > /seen\n"
-    text = (
-        f"FROM base AS first\n{steps}FROM first\nRUN echo 3 > /d/three\nCOPY --from=first /d /e\nRUN ls /e >> /seen\n"
-    )
-    image = build(tmp_path / "context", text, {"base": small_rootfs})
-    found = tree_of(image)
-    assert {"/d/two", "/d/three", "/e/two", "/seen"} <= found.keys()
-    assert not {"/one", "/two", "/e/three"} & found.keys()
-    assert len(laid) == len(set(laid)) == 7, laid  # the base, and six layers

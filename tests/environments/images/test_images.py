@@ -1,4 +1,4 @@
-"""The image store and the verbs on it: content-addressed, published whole, read-only to others, carried offline."""
+"""The image store and its commands: content-addressed, atomic, read-only for other users, and carried offline."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ import pytest
 
 from megaflow_hpc.cli import main
 from megaflow_hpc.environments.images import sif
-from megaflow_hpc.environments.images.definition_file import definition_digest
 from megaflow_hpc.environments.images.disk_quota import SITE_VARIABLES, VARIABLE, default_stores, mount_of
+from megaflow_hpc.environments.images.image_file import LABEL, working_directory
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.registries import Registries, split_name
-from megaflow_hpc.environments.images.resolve import Images
-from megaflow_hpc.environments.images.store import ImageStore, digest_of
+from megaflow_hpc.environments.images.resolve import Images, definition_digest
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.apptainer import clean_environment, find_apptainer
+from tests.support.oci import oci_archive
 from tests.support.registries import Front, Registry, tree_layer
-from tests.support.small_images import SmallImages
+from tests.support.small_images import SmallImages, digest_of
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -163,6 +165,26 @@ def test_without_build_sources_are_checked_and_nothing_is_made(tmp_path: Path) -
     assert list(images.store.images()) == []
 
 
+def test_the_work_directory_of_an_image_that_was_pulled(small_rootfs: str, base_sif: Path, tmp_path: Path) -> None:
+    oci_archive(Path(small_rootfs, "etc"), tmp_path / "x.tar", "/app/src")
+    command = [find_apptainer(), "build", str(tmp_path / "x.sif"), f"oci-archive:{tmp_path / 'x.tar'}"]
+    subprocess.run(command, env=clean_environment(tmp_path), check=True, capture_output=True)
+    assert working_directory(tmp_path / "x.sif") == "/app/src"
+    assert working_directory(base_sif) is None
+
+
+def test_the_work_directory_in_a_label_and_of_what_is_no_image(tmp_path: Path) -> None:
+    assert working_directory(tmp_path) is None
+    labels = tmp_path / ".singularity.d" / "labels.json"
+    labels.parent.mkdir()
+    for text, found in ((json.dumps({LABEL: "/srv"}), "/srv"), (json.dumps({LABEL: "srv"}), None), ("[]", None)):
+        labels.write_text(text)
+        assert working_directory(tmp_path) == found
+    (tmp_path / "x").write_bytes(b"not a SIF")
+    assert working_directory(tmp_path / "x") is None
+    assert working_directory(tmp_path / "gone") is None
+
+
 # --- registries -------------------------------------------------------------------------------------------------------
 
 
@@ -192,7 +214,7 @@ def test_mirrors_stand_for_registries() -> None:
 
 @pytest.fixture(scope="module")
 def hub(registry: Registry, small_rootfs: str) -> str:
-    """What stands for Docker's registry; it has ``tiny:1``."""
+    """A mirror of Docker's registry with the image ``tiny:1``."""
     env = ["FROM_REGISTRY=it's here", "PATH=/usr/bin:/bin"]
     registry.push("hub/library/tiny", "1", [tree_layer(Path(small_rootfs))], Env=env, WorkingDir="/usr")
     return "/hub"
@@ -211,7 +233,7 @@ def test_pull_fetches_through_a_mirror_and_knows_the_image_by_its_own_name(
     assert (image.base, len(image.layers), image.workdir) == (None, 1, "/usr")
     assert image.settings == "export FROM_REGISTRY='it'\"'\"'s here'\nexport PATH=/usr/bin:/bin\n"
     asked = len(between.asked)
-    assert verb("pull", "docker://tiny:1", "--air-gapped")[0] == 0  # it is there: nobody is asked
+    assert verb("pull", "docker://tiny:1", "--air-gapped")[0] == 0  # the image is stored, so no request is sent
     assert len(between.asked) == asked
     listed = json.loads(verb("list", "--json")[1])["images"]
     assert [(row["sources"], row["path"]) for row in listed] == [(["docker://tiny:1"], str(path))]
@@ -228,7 +250,7 @@ def test_a_registry_that_does_not_have_it_is_the_sites_error_with_a_remedy(
         assert "name a mirror (environment.mirrors, --mirror)" in said
 
 
-# --- where nothing can be fetched -------------------------------------------------------------------------------------
+# --- without network --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.lab
@@ -279,7 +301,7 @@ def test_images_are_carried_with_a_manifest_and_checked_where_they_arrive(
     other = tmp_path / "other-store"
 
     status, _, said = verb("pull", "--manifest", manifest, "--store", other)
-    assert status == 3  # without the mirror: this machine reaches no registry
+    assert status == 3  # without the mirror no registry can be reached
     empty = tmp_path / "empty"
     empty.mkdir()
     status, _, said = verb("pull", "--manifest", manifest, "--from", empty, "--store", other)
@@ -310,7 +332,7 @@ def test_images_are_carried_with_a_manifest_and_checked_where_they_arrive(
     assert verb("pull", "--manifest", manifest)[0] == 2
 
 
-# --- verbs ------------------------------------------------------------------------------------------------------------
+# --- commands ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_definition_is_built_once_and_a_dockerfile_with_its_bases_mapped(verb: Verb, tmp_path: Path) -> None:
@@ -392,7 +414,7 @@ def test_images_are_kept_where_there_is_room_and_are_not_made_where_there_is_non
     (home / ".megaflow-hpc" / "images").mkdir(parents=True)
     assert default_stores() == [own, home / ".megaflow-hpc" / "images"]
     assert default_stores(f"{named}:/group/images") == [named, Path("/group/images")]
-    # A quota leaves little there: another place is taken, and nothing is begun where it is named all the same.
+    # If a quota leaves little space, another directory is chosen, and a named store there is refused.
     device = mount_of(scratch)[0]
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -406,4 +428,4 @@ def test_images_are_kept_where_there_is_room_and_are_not_made_where_there_is_non
     assert not named.exists()
     own.mkdir(parents=True)
     monkeypatch.delenv(VARIABLE)
-    assert default_stores()[0] == own  # one that is in use is not left for another
+    assert default_stores()[0] == own  # an existing store is kept

@@ -1,4 +1,4 @@
-"""Images of layers as they are kept: listed, carried, exported, and pruned with what no other image has."""
+"""Layered images in a store: listed, carried, exported, and pruned together with layers that only they use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.pruning import prune
-from megaflow_hpc.environments.images.store import ImageStore, digest_of
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from tests.support.builds import unpacked
 from tests.support.layers import add_layer
-from tests.support.small_images import SmallImages
+from tests.support.small_images import SmallImages, digest_of
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -33,13 +33,13 @@ def store(verb: Verb, small_images: SmallImages) -> ImageStore:
 
 
 def built(verb: Verb, store: ImageStore, place: Path, *names: str) -> list[Path]:
-    """Images that share their base and a layer, and each have a layer with ``name``."""
+    """Builds images that share their base and one layer, and have another layer with ``name``."""
     base = next(image for image in store.images() if image.path.endswith(".sif"))
     place.mkdir(exist_ok=True)
     contents = {"shared": "shared by all" * 1000, **{name: name for name in names}}
     for name, text in contents.items():
         (place / name).write_text(text)
-        os.utime(place / name, (1e9, 1e9))  # COPY keeps the time of change: another would make another layer
+        os.utime(place / name, (1e9, 1e9))  # COPY keeps the mtime, so another would make another layer
     dockerfiles = []
     for name in names:
         dockerfiles.append(place / f"{name}.Dockerfile")
@@ -78,7 +78,7 @@ def test_what_goes_takes_along_what_no_other_image_has(verb: Verb, store: ImageS
     assert gone["freed_bytes"] > sum(sizes[digest] for digest in own)
     assert blobs(store.root) == {layer.digest for layer in read_layered(two).layers}
 
-    (again,) = built(verb, store, tmp_path / "context", "one")  # the step whose layer went is made again
+    (again,) = built(verb, store, tmp_path / "context", "one")  # the step of a removed layer is repeated
     assert (again, blobs(store.root) >= own) == (one, True)
     gone = json.loads(verb("prune", base.digest, one.stem, two.stem, "--json")[1])
     assert (len(gone["removed"]), len(gone["layers"])) == (3, 3)
@@ -93,7 +93,7 @@ def test_layers_that_no_image_had_stay_for_a_day_and_the_base_of_what_stays_for_
     (one,) = built(verb, store, tmp_path / "context", "one")
     with store.layers.making("another") as place:
         shutil.copy(store.layers.path(read_layered(one).layers[0].digest), place / "copy")
-        assert json.loads(verb("prune", one.stem, "--dry-run", "--json")[1])["layers"] == []  # somebody builds
+        assert json.loads(verb("prune", one.stem, "--dry-run", "--json")[1])["layers"] == []  # a build is running
     store.remove(one.stem)
     assert prune(store).layers == ()
     assert len(prune(store, layers_older_s=-1.0, dry_run=True).layers) == 2
@@ -144,13 +144,13 @@ def test_images_of_a_group_are_built_on_without_copying_them(
     for place in places:
         place.chmod(0o755)
 
-    # The group removes its image, and with it the layer that a link leads to: it is made again.
+    # The group removes its image and the layer that a link refers to. The layer is made again.
     assert verb("prune", one.stem, "--store", group)[0] == 0
-    assert not mine.whole(two)
+    assert not mine.is_complete(two)
     (again,) = built(verb, mine, tmp_path / "context", "two")
-    assert mine.whole(again)
+    assert mine.is_complete(again)
     assert not (own / "layers" / read_layered(again).layers[0].digest).is_symlink()
-    doomed = sorted({two.stem, again.stem})  # steps that run leave the times at which they ran
+    doomed = sorted({two.stem, again.stem})  # repeated steps leave other mtimes
     assert json.loads(verb("prune", *doomed, base.digest, "--json", "--store", own)[1])["removed"] != []
     assert (group / "sha256" / f"{base.digest}.sif").exists()
 
@@ -183,9 +183,13 @@ def test_a_manifest_names_base_and_layers_and_its_files_may_lie_side_by_side(
     assert sorted(str(file.relative_to(other)) for file in [Path(path), *other.glob("sha256/*.sif")]) == sorted(
         file for file in row["files"] if not file.startswith("layers/")
     )
-    assert ImageStore(other).whole(path)
+    assert ImageStore(other).is_complete(path)
 
-    # A base that is not as its digest says, and a manifest of the version before layers.
+    # A layer is missing, then the base has the wrong digest. Last comes a manifest of version 1.
+    lost = (flat / image.layers[0].digest).rename(tmp_path / "lost")
+    status, _, said = verb("pull", "--manifest", manifest, "--from", flat, "--store", tmp_path / "third")
+    assert (status, f"layers/{image.layers[0].digest}" in said) == (3, True)
+    lost.rename(flat / image.layers[0].digest)
     sif = flat / f"{base.digest}.sif"
     sif.chmod(0o644)
     sif.write_bytes(sif.read_bytes()[:-1] + b"x")
@@ -246,7 +250,7 @@ def test_an_image_is_exported_as_one_sif(verb: Verb, store: ImageStore, tmp_path
 
 
 def test_an_adopter_that_is_killed_leaves_no_link(tmp_path: Path) -> None:
-    """A store of one's own takes a layer of the group's by a link; it ends between the link and its place."""
+    """A store takes a layer of the group's store by a link. The process is killed before the link is in place."""
     group = ImageStore(tmp_path / "group")
     layer = add_layer(group, {"a": "1"})
     code = """

@@ -1,4 +1,4 @@
-"""Builds and pulls killed at any instant: the store holds nothing half, and the next one goes on from what is whole."""
+"""Builds and pulls that are killed at any time leave a consistent store, and the next one continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megaflow_hpc.host.files import remove_tree
 from tests.support.registries import Registry, layer, noise
 
 KILLS = int(os.environ.get("MEGAFLOW_BUILD_KILLS", "6"))
-"""In the suite; the figures in docs/how-to/images.md are of 100."""
+"""Kills in a run of the suite. The figures in docs/how-to/images.md are from 100."""
 
 BUILD = """
 import sys
@@ -33,7 +33,7 @@ from megaflow_hpc.environments.images.store import ImageStore
 store, scratch, base, *files = sys.argv[1:]
 images = Images(ImageStore(store), builder=Builder(scratch=scratch))
 for file in files:
-    print(images.resolve_dockerfile(Dockerfile.read(Path(file)), ImageMapping({"base": base}, Path("/"))), flush=True)
+    print(images.resolve_dockerfile(Dockerfile(Path(file)), ImageMapping({"base": base}, Path("/"))), flush=True)
 """
 
 
@@ -77,7 +77,7 @@ for name in names:
 
 @pytest.mark.slow
 def test_a_pull_killed_at_any_instant_leaves_nothing_half(registry: Registry, tmp_path: Path) -> None:
-    """Of images that share layers, from a real registry."""
+    """The images share layers and come from a real registry."""
     seed = int(os.environ.get("MEGAFLOW_SEED", "7"))
     store = ImageStore(tmp_path / "store")
     shared = [layer({f"shared{number}": noise(f"shared {number}", 4_000_000)}, "") for number in range(3)]
@@ -96,7 +96,7 @@ def test_a_pull_killed_at_any_instant_leaves_nothing_half(registry: Registry, tm
 
 
 def _killed_at_any_instant(argv: list[str], store: ImageStore, chance: random.Random, longest_s: float) -> list[Path]:
-    """Runs a program until it was killed :data:`KILLS` times, then to its end; returns the images that it prints."""
+    """Kills a program :data:`KILLS` times, then runs it to its end. Returns the images that it prints."""
     killed = 0
     while killed < KILLS:
         process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -109,7 +109,7 @@ def _killed_at_any_instant(argv: list[str], store: ImageStore, chance: random.Ra
         assert process.returncode in (0, -signal.SIGKILL), said.decode()
         _whole(store)
         if process.returncode == 0:
-            remove_tree(store.root)  # so that there is something to kill
+            remove_tree(store.root)  # so that the next run has work
     finished = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
     _whole(store)
     assert list((store.root / "work").iterdir()) == []
@@ -121,15 +121,13 @@ def _killed_at_any_instant(argv: list[str], store: ImageStore, chance: random.Ra
 
 
 def _whole(store: ImageStore) -> None:
-    """Whatever bears a digest has it, and whatever names a layer names one that is there."""
+    """Checks every digest, and that every named layer exists."""
     if not store.root.is_dir():
         return
     for path in (store.root / "layers").glob("*"):
         if not path.suffix and not path.name.startswith("."):
-            with open(path, "rb", buffering=0) as blob:
-                measure(blob, path.name)
+            measure([path.read_bytes()], path.name)
     for path in (store.root / "sha256").glob("*.image"):
         assert hashlib.sha256(path.read_bytes()).hexdigest() == path.stem
         for each in read_layered(path).layers:
-            with open(layer_path(path, each.digest), "rb", buffering=0) as blob:
-                assert measure(blob, each.digest) == each
+            assert measure([layer_path(path, each.digest).read_bytes()], each.digest) == each

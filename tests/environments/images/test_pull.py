@@ -1,11 +1,8 @@
-"""Images of a registry in the store: each layer once, whoever pulls, and nothing half when a pull is killed."""
+"""Pulls from a registry into the store: each layer is fetched once, and killed pulls leave a consistent store."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from hashlib import sha256
@@ -16,31 +13,26 @@ import pytest
 
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images import pull
-from megaflow_hpc.environments.images.cache.manifest import fetch, manifest
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
-from megaflow_hpc.environments.images.image_config import working_directory
-from megaflow_hpc.environments.images.layered import Base, LayeredImage, read_layered
+from megaflow_hpc.environments.images.image_file import working_directory
+from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.pull import exports
 from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.resolve import Images
-from megaflow_hpc.environments.images.store import ImageStore, digest_of
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import SiteError
 from tests.support.builds import unpacked
-from tests.support.layers import add_layer
-from tests.support.places import ROOT
 from tests.support.registries import Front, Layer, Registry, layer, noise, says, tree_layer
 from tests.support.sandboxes import runs
-from tests.support.small_images import SmallImages
-from tests.support.waiting import until
 
 Resolve = Callable[[str], Path]
 
 
 @pytest.fixture
 def images(tmp_path: Path, between: Front) -> Images:
-    """A store of this test's, and the registry as a mirror of ``lab.org``."""
+    """A store of this test, with the registry as a mirror of ``lab.org``."""
     return Images(ImageStore(tmp_path / "store"), Registries({"lab.org": f"http://{between.address}"}))
 
 
@@ -49,7 +41,7 @@ def pulled(images: Images, name: str) -> Path:
 
 
 def stored(images: Images) -> Mapping[str, int]:
-    """Bytes of each file below the store's ``layers``, its notes apart."""
+    """Sizes of the layer blobs in the store."""
     files = (images.store.root / "layers").iterdir()
     return {file.name: file.stat().st_size for file in files if not file.name.endswith(".json")}
 
@@ -57,7 +49,7 @@ def stored(images: Images) -> Mapping[str, int]:
 def test_images_made_as_swe_bench_makes_them_are_stored_at_the_cost_of_what_differs(
     registry: Registry, between: Front, images: Images
 ) -> None:
-    """One base, environments on it, instances on those: 12 images of 3 environments."""
+    """12 images of 3 environments over one base."""
     base = layer({"usr/lib/base": noise("system", 1_000_000)})
     blobs = {base.digest: len(base.blob)}
     names = []
@@ -115,7 +107,7 @@ def test_pulls_at_once_fetch_a_shared_layer_once(registry: Registry, between: Fr
         arrived.wait(60)
         between.passed_on(handler)
 
-    for number in range(4):  # all know what they lack before any has fetched it
+    for number in range(4):  # all have listed their missing layers before any layer is fetched
         between.rules[f"at-once-{number}/manifests/1"] = together
     failed: list[BaseException] = []
 
@@ -135,50 +127,6 @@ def test_pulls_at_once_fetch_a_shared_layer_once(registry: Registry, between: Fr
     assert len(stored(images)) == 5
 
 
-def test_a_pull_that_is_killed_leaves_nothing_half(registry: Registry, between: Front, images: Images) -> None:
-    """It ends while the second of two layers arrives; the next goes on with that one."""
-    whole, broken = (layer({name: noise(name, 400_000)}, "") for name in ("whole", "broken"))
-    registry.push("killed", "1", [whole, broken])
-    stalled, released = threading.Event(), threading.Event()
-
-    def stalls(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.end_headers()
-        handler.wfile.write(broken.blob[:300_000])
-        handler.wfile.flush()
-        stalled.set()
-        released.wait(60)
-        handler.close_connection = True
-
-    between.rules[broken.digest] = stalls
-    words = ["images", "pull", "docker://lab.org/killed:1", "--store", str(images.store.root)]
-    mirror = f"lab.org=http://{between.address}"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megaflow_hpc", *words, "--mirror", mirror],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        assert stalled.wait(60)
-        until(lambda: images.store.layers.find(whole.digest), "the first layer is there", every_s=0.01)
-        process.kill()
-        process.wait()
-    finally:
-        released.set()
-        process.kill()
-    assert list(images.store.images()) == []
-    assert list(stored(images)) == [whole.digest]
-    assert images.store.leftovers() != []
-
-    between.rules.clear()
-    between.asked.clear()
-    assert len(read_layered(pulled(images, "killed:1")).layers) == 2
-    assert stored(images) == {each.digest: len(each.blob) for each in (whole, broken)}
-    assert whole.digest not in between.blobs()
-
-
 def test_what_came_wrong_is_not_stored(registry: Registry, between: Front, images: Images) -> None:
     good, no_archive = layer({"a": b"good"}), Layer(b"no archive, but a layer by its name" * 100, "gzip")
     registry.push("wrong", "1", [good, no_archive])
@@ -193,7 +141,7 @@ def test_what_came_wrong_is_not_stored(registry: Registry, between: Front, image
 def test_another_blob_than_was_asked_for_is_not_stored(
     registry: Registry, between: Front, images: Images, how: str
 ) -> None:
-    """Of the same size: only the digest tells. It is found while the blob is written, by what is read for its sizes."""
+    """Both have the same size, so only the digest differs."""
     right, wrong = layer({"a": b"right"}, ""), layer({"a": b"wrong"}, "")
     registry.push("another", "1", [right])
     sent = wrong.blob if how == "another layer" else bytes(7) + wrong.blob[7:]
@@ -211,7 +159,7 @@ def test_a_pull_says_how_far_it_is_and_that_there_is_no_room(
     registry.push("large", "1", [layer({"a": noise("large", 3_000_000)}, "")])
     said: list[str] = []
     images.say = said.append
-    monkeypatch.setattr(pull, "SPARE", 1 << 60)
+    monkeypatch.setattr(pull, "SPARE_BYTES", 1 << 60)
     with pytest.raises(SiteError, match=r"2 MiB to fetch, and only \d+ MiB free at .*; set MEGAFLOW_IMAGE_STORE to a"):
         pulled(images, "large:1")
     assert said == []
@@ -225,7 +173,7 @@ def test_a_pull_says_how_far_it_is_and_that_there_is_no_room(
 def test_a_sandbox_starts_from_layers_as_their_maker_meant_it(
     registry: Registry, images: Images, busybox_rootfs: str, scratch: Path
 ) -> None:
-    """Over a base as Docker's are: no file of Apptainer's in it. One layer changes, one hides what lies below."""
+    """The base is like Docker's, without files of Apptainer. One layer changes files and one hides files."""
     base = tree_layer(Path(busybox_rootfs))
     environment = layer({"opt/tool": b"new", "opt/old": b"x", "etc/motd": b"hello"}, "zstd")
     instance = layer({"opt/.wh.old": b"", "testbed/source.py": b"pass"})
@@ -250,7 +198,7 @@ def test_a_dockerfile_on_an_image_of_a_registry_adds_its_layers(
     dockerfile.write_text("FROM base\nRUN echo made >/opt/made\n")
     images.builder = Builder()
     mapping = ImageMapping({"base": "docker://lab.org/team/base:1"}, tmp_path)
-    path = images.resolve_dockerfile(Dockerfile.read(dockerfile), mapping)
+    path = images.resolve_dockerfile(Dockerfile(dockerfile), mapping)
     below = read_layered(pulled(images, "team/base:1"))
     image = read_layered(path)
     assert image.layers[: len(below.layers)] == below.layers
@@ -261,7 +209,7 @@ def test_a_dockerfile_on_an_image_of_a_registry_adds_its_layers(
 def test_steps_run_as_the_user_of_the_image_that_they_start_from(
     registry: Registry, images: Images, busybox_rootfs: str, tmp_path: Path
 ) -> None:
-    """Until another is named. What a step finds otherwise than in Docker is said while it is made."""
+    """Differences from Docker are reported while steps are carried out."""
     registry.push("team/user", "1", [tree_layer(Path(busybox_rootfs))], Env=["PATH=/bin"], User="12:34")
     dockerfile = tmp_path / "context" / "Dockerfile"
     dockerfile.parent.mkdir()
@@ -272,7 +220,7 @@ def test_steps_run_as_the_user_of_the_image_that_they_start_from(
     images.builder, said = Builder(), list[str]()
     images.say = said.append
     path = images.resolve_dockerfile(
-        Dockerfile.read(dockerfile), ImageMapping({"base": "docker://lab.org/team/user:1"}, tmp_path)
+        Dockerfile(dockerfile), ImageMapping({"base": "docker://lab.org/team/user:1"}, tmp_path)
     )
     tree = unpacked(path, tmp_path / "tree")
     assert ((tree / "own" / "who").read_text(), (tree / "root-did").read_text()) == ("12\n34\n", "0\n")
@@ -284,42 +232,3 @@ def test_steps_run_as_the_user_of_the_image_that_they_start_from(
         "5: other than in Docker: a cache mount is empty in every step",
         "5: other than in Docker: a bind mount is a copy; what is written to it is lost, and does not fail",
     ]
-
-
-@pytest.mark.parametrize("laid", ["as in a store", "side by side"])
-def test_an_image_of_layers_is_carried_with_its_base(tmp_path: Path, laid: str) -> None:
-    """A SIF of the store with a layer over it; what lies there already is left alone."""
-    here, there = (Images(ImageStore(tmp_path / name), Registries({}, True)) for name in ("here", "there"))
-    base = Path(SmallImages(tmp_path / "made", 100_000).fill(here.store, 1)[0])
-    layers = (add_layer(here.store, {"a": "1"}), add_layer(here.store, {"b": "2"}))
-    made = here.store.add_layered(
-        LayeredImage(Base.of(base, base.stem), layers, "export A=1\n", "/srv"), "a Dockerfile"
-    )
-    here.store.name("key", "a Dockerfile", made.digest)
-    here.used["key"] = ("a Dockerfile", Path(made.path))
-    content = manifest(here)
-    files = content["images"][0]["files"]
-    assert sorted(files) == sorted(
-        [f"sha256/{made.digest}.image", f"sha256/{base.name}", *(f"layers/{layer.digest}" for layer in layers)]
-    )
-    carried = tmp_path / "carried"
-    for file in files:
-        target = carried / (file if laid == "as in a store" else Path(file).name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(here.store.root / file, target)
-    there.store.prepare("test")
-    found = Path(fetch(there, content, carried, lambda line: None)["a Dockerfile"])
-    assert found.name == f"{made.digest}.image"
-    image = read_layered(found)
-    assert image.base is not None
-    assert Path(image.base.path).is_relative_to(tmp_path / "there")
-    assert digest_of(image.base.path) == base.stem
-    assert image.layers == layers
-    assert set(there.store.layers.layers()) == set(layers)
-
-    lost = next(path for path in carried.rglob(layers[1].digest))
-    lost.unlink()
-    again = Images(ImageStore(tmp_path / "again"), Registries({}, True))
-    with pytest.raises(SiteError, match=rf"1 of 1 images are not in .*\n.*layers/{layers[1].digest}"):
-        fetch(again, content, carried, lambda line: None)
-    assert list(again.store.images()) == []

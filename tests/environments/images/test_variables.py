@@ -1,4 +1,4 @@
-"""The variables that steps and sandboxes have of the images below them: all of them, once, whatever image it is."""
+"""The variables of base images in steps and sandboxes: all of them, each once, for every form of image."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ export X="${X:-"base"}"
 export USER="${USER:-"ada lovelace"}"
 export HOME="${HOME:-"/ignored"}"
 """
-"""Variables of an image that Apptainer made of a Docker image; by its own rule ``HOME`` is the caller's."""
+"""Variables as Apptainer writes them for a Docker image. ``HOME`` is the caller's by its own rule."""
 
 
 @pytest.fixture(params=["of a registry", "of Apptainer"])
 def base(request: pytest.FixtureRequest, tmp_path: Path, busybox_rootfs: str) -> str:
-    """An image that sets variables, ``USER`` among them."""
+    """An image that sets variables, including ``USER``."""
     if request.param == "of a registry":
         registry: Registry = request.getfixturevalue("registry")
         env = ["PATH=/opt/bin:/bin", "X=base", "USER=ada lovelace", "HOME=/srv"]
@@ -45,7 +45,7 @@ def base(request: pytest.FixtureRequest, tmp_path: Path, busybox_rootfs: str) ->
 
 
 class Made:
-    """Builds one Dockerfile after the other, each onto the image that is named, and reads what it said."""
+    """Builds Dockerfiles on named images, and reads the files that their steps wrote."""
 
     def __init__(self, place: Path, registries: Registries) -> None:
         self.place = place
@@ -58,7 +58,7 @@ class Made:
         context.mkdir()
         (context / "Dockerfile").write_text(f"FROM base\n{text}")
         return self.images.resolve_dockerfile(
-            Dockerfile.read(context / "Dockerfile"), ImageMapping({"base": base}, self.place)
+            Dockerfile(context / "Dockerfile"), ImageMapping({"base": base}, self.place)
         )
 
     def said(self, image: Path, *names: str) -> list[list[str]]:

@@ -1,18 +1,16 @@
-"""What a sandbox used in its life: what its commands say of themselves, over all its containers."""
+"""Resources used by a sandbox over all its containers, compared with what its commands measure themselves."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from megaflow_hpc.environments import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.limits.usage import MemoryPeak
+from tests.support.sandboxes import Start
 from tests.support.waiting import until_async
-
-InSandbox = Callable[..., Any]
 
 BURN = """
 import json, resource, sys, time
@@ -23,7 +21,7 @@ print(json.dumps([time.process_time(), resource.getrusage(resource.RUSAGE_SELF).
 
 
 async def burn(sandbox: ApptainerSandbox, size: int, cpu_s: float) -> tuple[float, float]:
-    """CPU seconds and peak resident MB of a command, as it measured itself."""
+    """Returns CPU seconds and peak resident MB of a command, as measured by itself."""
     done = await sandbox.exec(["python3", "-c", BURN, str(size), str(cpu_s)], timeout_s=120)
     assert done.exit_code == 0, done.stderr
     used, held = json.loads(done.stdout)
@@ -31,53 +29,41 @@ async def burn(sandbox: ApptainerSandbox, size: int, cpu_s: float) -> tuple[floa
 
 
 @pytest.mark.parametrize("limits", [{}, {"memory_mb": 2000, "disk_mb": 2000, "cpu_s": 100}], ids=["free", "limited"])
-def test_cpu_time_and_the_most_memory_are_those_of_its_commands(in_sandbox: InSandbox, limits: dict[str, int]) -> None:
-    async def use(sandbox: ApptainerSandbox) -> tuple[float, float, ApptainerSandbox]:
-        return *await burn(sandbox, 100_000_000, 1.2), sandbox
-
-    used, held, sandbox = in_sandbox(use, **limits)
+async def test_cpu_time_and_the_most_memory_are_those_of_its_commands(start: Start, limits: dict[str, int]) -> None:
+    sandbox = await start(**limits)
+    used, held = await burn(sandbox, 100_000_000, 1.2)
     found = sandbox.consumption()
     assert used - 0.05 <= found.cpu_s <= used + 1
     assert 100 <= found.memory_peak_mb <= held + 30
 
 
-def test_what_short_commands_of_several_containers_used_is_added_up(in_sandbox: InSandbox) -> None:
-    """Each is over before the watchdog looks at it again; a limit's own count begins anew with each container."""
-
-    async def use(sandbox: ApptainerSandbox) -> tuple[list[float], ApptainerSandbox]:
-        used = [(await burn(sandbox, 1000, 0.25))[0]]
-        await sandbox.kill_processes()
-        used.append((await burn(sandbox, 1000, 0.25))[0])
-        before = sandbox.consumption().cpu_s
-        assert before >= sum(used) - 0.05
-        assert (await sandbox.exec("kill -9 -1; sleep 60")).exit_code == 137
-        used.append((await burn(sandbox, 1000, 0.25))[0])
-        return used, sandbox
-
-    used, sandbox = in_sandbox(use, cpu_s=100)
+async def test_what_short_commands_of_several_containers_used_is_added_up(start: Start) -> None:
+    """Each ends before the watchdog looks again. The count of a limit restarts with each container."""
+    sandbox = await start(cpu_s=100)
+    used = [(await burn(sandbox, 1000, 0.25))[0]]
+    await sandbox.kill_processes()
+    used.append((await burn(sandbox, 1000, 0.25))[0])
+    before = sandbox.consumption().cpu_s
+    assert before >= sum(used) - 0.05
+    assert (await sandbox.exec("kill -9 -1; sleep 60")).exit_code == 137
+    used.append((await burn(sandbox, 1000, 0.25))[0])
     assert sum(used) - 0.1 <= sandbox.consumption().cpu_s <= sum(used) + 2
 
 
-def test_what_was_written_is_known_where_a_limit_asks_for_it(in_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> ApptainerSandbox:
+async def test_written_bytes_are_measured_only_with_a_limit(start: Start) -> None:
+    limited, free = await start(disk_mb=1000), await start()
+    for sandbox in (limited, free):
         await sandbox.exec("head -c 20000000 /dev/urandom > /var/big")
 
-        def measured() -> bool:
-            sandbox._watch.poke()
-            return (sandbox.consumption().disk_peak_mb or 0) >= 20
+    def measured() -> bool:
+        limited._watch.poke()
+        return (limited.consumption().disk_peak_mb or 0) >= 20
 
-        await until_async(measured, "the file is measured")
-        await sandbox.exec("rm /var/big")
-        return sandbox
-
-    limited = in_sandbox(use, disk_mb=1000).consumption()
-    assert 20 <= (limited.disk_peak_mb or 0) <= 60
-
-    async def nothing(sandbox: ApptainerSandbox) -> ApptainerSandbox:
-        await sandbox.exec("head -c 20000000 /dev/zero > /var/big")
-        return sandbox
-
-    assert in_sandbox(nothing).consumption().disk_peak_mb is None
+    await until_async(measured, "the file is measured")
+    await limited.exec("rm /var/big")
+    await start.close()
+    assert 20 <= (limited.consumption().disk_peak_mb or 0) <= 60
+    assert free.consumption().disk_peak_mb is None
 
 
 def test_memory_is_measured_exactly_only_where_it_may_be_a_new_peak() -> None:
@@ -94,6 +80,6 @@ def test_memory_is_measured_exactly_only_where_it_may_be_a_new_peak() -> None:
     for bound, held in ((500, 300), (50_000_000, 30_000_000), (50_100_000, 30_100_000), (30_000_000, 29_000_000)):
         peak.look(bound, holds(held))
     assert (measured, peak.bytes) == ([30_000_000], 30_000_000)
-    peak.look(80_000_000, holds(20_000_000))  # a bound that shared pages have raised
+    peak.look(80_000_000, holds(20_000_000))  # shared pages raise the upper bound
     peak.look(60_000_000, holds(55_000_000))
     assert (measured[1:], peak.bytes) == ([20_000_000, 55_000_000], 55_000_000)

@@ -1,4 +1,4 @@
-"""Sandboxes where there is no overlay: each writes to a copy of its image (busybox here, which is copied fast)."""
+"""Sandboxes without an overlay: each writes to a copy of its image (busybox, which is copied fast)."""
 
 from __future__ import annotations
 
@@ -6,38 +6,33 @@ import asyncio
 import json
 import os
 import resource
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.environments.images.layers.merging import OPAQUE_MARK
 from megaflow_hpc.environments.sandbox.rootfs import copies
-from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.environments.sandbox.rootfs.writable import WritableLayer
-from megaflow_hpc.environments.sandbox.scratch import scratch_base
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot, pack
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.tasks.formats import VerificationContext
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.steps import prepare, verify
-from megaflow_hpc.types import ExecResult
 from tests.support.harbor_tasks import write_task
-from tests.support.namespaces import CLOSED, fuse_overlay, restricted
-from tests.support.sandboxes import runs
-
-InSandbox = Callable[..., Any]
+from tests.support.namespaces import CLOSED, fuse_overlay, mount_overlay, restricted
+from tests.support.sandboxes import Start
 
 
 @pytest.fixture
-def copied(busybox_rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> InSandbox:
-    """Runs ``use(sandbox)`` in a sandbox that is a copy."""
+def copied(busybox_rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts sandboxes that are copies."""
     monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
-    return runs(busybox_rootfs, scratch)
+    return Start(busybox_rootfs, scratch)
 
 
 # --- taking apart and laying out ------------------------------------------------------------------------------------
@@ -62,7 +57,7 @@ def listing(root: Path) -> dict[str, Any]:
 
 
 def changed(root: Path) -> None:
-    """What an agent may do, a change that hides behind size and time included."""
+    """Makes an agent's changes, including one that keeps size and time of a file."""
     before = (root / "bin" / "sh").stat()
     (root / "bin" / "sh").write_text("bin/sh as it wa!")
     os.utime(root / "bin" / "sh", ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -103,7 +98,7 @@ def test_a_copy_in_which_nothing_changed_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_overlays_layer_is_understood(tmp_path: Path) -> None:
-    """Whiteouts are devices 0/0 there; a directory made anew has an attribute."""
+    """Whiteouts of an overlay are devices 0/0. A directory that replaces another has an attribute."""
     image, layer = image_of(tmp_path / "image"), tmp_path / "layer"
     (layer / "upper" / "bin").mkdir(parents=True)
     (layer / "upper" / "etc").mkdir()
@@ -116,7 +111,7 @@ def test_an_overlays_layer_is_understood(tmp_path: Path) -> None:
 
 def test_a_copy_that_does_not_fit_says_so_and_what_to_look_at(tmp_path: Path) -> None:
     image = image_of(tmp_path / "image")
-    layer = WritableLayer(str(tmp_path / "layer"), Access(str(image), lambda: None, copies=True))
+    layer = WritableLayer(str(tmp_path / "layer"), Rootfs(str(image), lambda: None, copies=True))
     layer.make()
     (image / "large").write_bytes(b"x" * 2_000_000)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -133,21 +128,20 @@ def test_a_copy_that_does_not_fit_says_so_and_what_to_look_at(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
-def test_a_sandbox_writes_to_a_copy_that_a_reset_renews(
-    copied: InSandbox, busybox_rootfs: str, user: str | None
+async def test_a_sandbox_writes_to_a_copy_that_a_reset_renews(
+    copied: Start, busybox_rootfs: str, user: str | None
 ) -> None:
-    async def use(sandbox: ApptainerSandbox) -> list[str]:
-        said = [(await sandbox.exec("echo x > /etc/mine; rm /etc/profile; rm -r /opt; ls /etc; id -u")).stdout]
-        await sandbox.kill_processes()
-        said.append((await sandbox.exec("ls /etc; ls -d /opt; ls /sys/class/net | wc -l")).stdout)
-        await sandbox.reset()
-        return [*said, (await sandbox.exec("ls /etc; ls -d /opt")).stdout]
-
-    first, kept, renewed = copied(use, user=user)
-    uid = os.getuid() if user else 0
-    assert first.split()[-3:] == ["mine", "passwd", str(uid)]
+    sandbox = await copied(user=user)
+    first = (
+        await sandbox.exec("echo x > /etc/mine; echo bad > /etc/passwd; rm /etc/profile; rm -r /opt; ls /etc; id -u")
+    ).stdout
+    await sandbox.kill_processes()
+    kept = (await sandbox.exec("ls /etc; ls -d /opt; ls /sys/class/net | wc -l")).stdout
+    await sandbox.reset()
+    renewed = (await sandbox.exec("ls /etc; ls -d /opt; grep -c bad /etc/passwd")).stdout
+    assert first.split()[-3:] == ["mine", "passwd", str(os.getuid() if user else 0)]
     assert kept.split()[:-1] == first.split()[:-1]
-    assert renewed.split()[-3:] == ["passwd", "profile", "/opt"]
+    assert renewed.split()[-4:] == ["passwd", "profile", "/opt", "0"]
     assert sorted(os.listdir(Path(busybox_rootfs, "etc"))) == ["passwd", "profile"]
 
 
@@ -183,24 +177,12 @@ def test_snapshots_pass_between_copies_and_overlays(
         assert first == second == third
 
 
-def test_a_reset_copies_the_image_afresh(copied: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> ExecResult:
-        await sandbox.exec("touch /stain; echo bad > /etc/profile; rm /etc/passwd")
-        await sandbox.reset()
-        return await sandbox.exec("ls /stain; grep -c bad /etc/profile; ls /etc/passwd")
-
-    result = copied(use)
-    assert result.stdout == "0\n/etc/passwd\n"
-
-
 @pytest.mark.slow
-def test_what_a_sandbox_writes_is_bounded_and_the_copy_itself_is_not_its_work(copied: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> tuple[ExecResult, ExecResult]:
-        small = await sandbox.exec("sleep 1; dd if=/dev/zero of=/small bs=1000 count=1000; sleep 2; echo kept")
-        fill = "i=0; while :; do i=$((i+1)); dd if=/dev/zero of=/f$i bs=1000000 count=1 || exit; done"
-        return small, await sandbox.exec(fill, timeout_s=60)
-
-    small, filled = copied(use, disk_mb=3)  # the image alone is 2 MB
+async def test_what_a_sandbox_writes_is_bounded_and_the_copy_itself_is_not_its_work(copied: Start) -> None:
+    sandbox = await copied(disk_mb=3)  # the image alone is 2 MB
+    small = await sandbox.exec("sleep 1; dd if=/dev/zero of=/small bs=1000 count=1000; sleep 2; echo kept")
+    fill = "i=0; while :; do i=$((i+1)); dd if=/dev/zero of=/f$i bs=1000000 count=1 || exit; done"
+    filled = await sandbox.exec(fill, timeout_s=60)
     assert (small.stdout, small.breach) == ("kept\n", "")
     assert filled.breach.startswith("disk limit: ")
 
@@ -216,21 +198,19 @@ def test_what_a_sandbox_writes_is_bounded_and_the_copy_itself_is_not_its_work(co
     ],
     ids=["an honest answer", "a false shell", "tools that are gone", "a reward directory elsewhere"],
 )
-def test_a_verdict_on_a_copy_is_honest(
-    copied: InSandbox, tmp_path: Path, agent: str, reward: float, fresh: bool
+async def test_a_verdict_on_a_copy_is_honest(
+    copied: Start, tmp_path: Path, agent: str, reward: float, fresh: bool
 ) -> None:
     path = write_task(tmp_path, toml='[environment]\ndocker_image = "base"\nworkdir = "/app"\n')
     test = "if grep -q 42 answer; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
     (path / "tests" / "test.sh").write_text(test)
     task = read_harbor_task(path)
 
-    async def use(sandbox: ApptainerSandbox) -> tuple[float | None, str]:
-        await prepare(task, sandbox)
-        await sandbox.exec(agent, timeout_s=30)
-        verdict = await verify(task, sandbox, VerificationContext(fresh=fresh))
-        return verdict.reward, verdict.error
-
-    assert copied(use, workdir=task.workdir) == (reward, "")
+    sandbox = await copied(workdir=task.workdir)
+    await prepare(task, sandbox)
+    await sandbox.exec(agent, timeout_s=30)
+    verdict = await verify(task, sandbox, VerificationContext(fresh=fresh))
+    assert (verdict.reward, verdict.error) == (reward, "")
 
 
 # --- when ------------------------------------------------------------------------------------------------------------
@@ -252,39 +232,25 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("fuse", ["closed", "open"])
 def test_on_scratch_that_takes_no_overlay_sandboxes_are_copies(tmp_path: Path, busybox_rootfs: str, fuse: str) -> None:
-    """Really: scratch is an overlay itself, on which none can lie; with FUSE open its overlay is used instead."""
-    for name in ("l", "u", "w", "m"):
-        (tmp_path / name).mkdir()
-    options = f"lowerdir={tmp_path}/l,upperdir={tmp_path}/u,workdir={tmp_path}/w,userxattr"
+    """Scratch is really an overlay, which cannot hold another. With FUSE, its overlay is used instead."""
     lent = os.environ.get("MEGAFLOW_FUSE")
     device = CLOSED if fuse == "closed" else f"mount --bind {lent} /dev/fuse" if lent else ":"
-    before = f"{device} && mount -t overlay overlay -o {options} {tmp_path}/m"
-    done = restricted(before, "-c", START, str(tmp_path / "m"), busybox_rootfs)
+    done = restricted(f"{device} && {mount_overlay(tmp_path)}", "-c", START, str(tmp_path / "m"), busybox_rootfs)
     remove_tree(tmp_path / "w")
     assert done.returncode == 0, done.stderr
     writes, said, why_no_copy = json.loads(done.stdout)
     overlay = fuse == "open" and fuse_overlay(lent or "/dev/fuse")
     assert writes == ("overlay" if overlay else "copy")
-    # Where Apptainer makes the root, of an overlay, it mounts the node's resolv.conf, if there is one.
+    # If Apptainer mounts the overlay itself, it also mounts the node's resolv.conf.
     settings = ["resolv.conf"] if overlay and Path("/etc/resolv.conf").exists() else []
     assert said.splitlines() == ["mine", "passwd", "profile", *settings]
     assert why_no_copy == ""
 
 
-def test_scratch_on_a_network_file_system_alone_is_used_with_a_warning(tmp_path: Path) -> None:
-    mounts = "1 0 1:1 / / rw - nfs4 root:/ rw\n"
-    base, warning = scratch_base({"MEGAFLOW_SCRATCH": str(tmp_path)}, mounts)
-    assert base == str(tmp_path)
-    assert f"MEGAFLOW_SCRATCH={tmp_path} is on nfs4" in warning
-    assert "copies" in warning
-
-
 def test_doctor_says_that_sandboxes_are_copies(tmp_path: Path) -> None:
-    for name in ("l", "u", "w", "m"):
-        (tmp_path / name).mkdir()
-    options = f"lowerdir={tmp_path}/l,upperdir={tmp_path}/u,workdir={tmp_path}/w,userxattr"
-    before = f"mount -t overlay overlay -o {options} {tmp_path}/m"
-    done = restricted(before, "-m", "megaflow_hpc", "doctor", "--json", MEGAFLOW_SCRATCH=str(tmp_path / "m"))
+    done = restricted(
+        mount_overlay(tmp_path), "-m", "megaflow_hpc", "doctor", "--json", MEGAFLOW_SCRATCH=str(tmp_path / "m")
+    )
     remove_tree(tmp_path / "w")
     findings = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
     if fuse_overlay():
@@ -294,12 +260,9 @@ def test_doctor_says_that_sandboxes_are_copies(tmp_path: Path) -> None:
         assert "every sandbox is a copy of its image" in findings["overlay"]["found"]
 
 
-def test_no_path_of_the_host_stands_in_an_environment(small_rootfs: str, scratch: Path) -> None:
-    async def main() -> str:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(small_rootfs)) as sandbox:
-                return (await sandbox.exec("cat /proc/[0-9]*/environ")).stdout
-
-    said = asyncio.run(main())
+async def test_no_path_of_the_host_stands_in_an_environment(small_rootfs: str, scratch: Path) -> None:
+    async with ApptainerProvider(scratch) as provider:
+        async with await provider.start(SandboxSpec(small_rootfs)) as sandbox:
+            said = (await sandbox.exec("cat /proc/[0-9]*/environ")).stdout
     assert "PATH=/" in said
     assert [word for word in (str(scratch), "APPTAINER", "SINGULARITY") if word in said] == []

@@ -1,4 +1,4 @@
-"""What a command in a sandbox gives back."""
+"""Results of commands in sandboxes."""
 
 from __future__ import annotations
 
@@ -7,127 +7,98 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.environments.sandbox.commands.command import RunningCommand
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPair
 from megaflow_hpc.errors import ConfigError, LostError, SandboxError
 from megaflow_hpc.host.process import descendants
-from megaflow_hpc.types import ExecResult
-from tests.support.sandboxes import runs
+from tests.support.sandboxes import Start
 from tests.support.waiting import some_at_a_time, until_async
-
-InSandbox = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
 def no_command_is_counted_for_ever() -> Iterator[None]:
-    """However a command ends: later ones would be listened to later."""
+    """A command that is counted for ever would delay the reading of later ones."""
     yield
     assert RunningCommand.under_way == 0
 
 
-def test_exit_codes_signals_and_streams_are_exact(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> list[ExecResult]:
-        commands = (
-            "exit 0",
-            "exit 3",
-            "exit 255",
-            "kill -TERM $$",
-            "kill -9 $$",
-            "no-such-command",
-            "echo out; echo err >&2",
-        )
-        return [await sandbox.exec(command) for command in commands]
-
-    results = in_any_sandbox(use)
+async def test_exit_codes_signals_and_streams_are_exact(start_any: Start) -> None:
+    sandbox = await start_any()
+    commands = (
+        "exit 0",
+        "exit 3",
+        "exit 255",
+        "kill -TERM $$",
+        "kill -9 $$",
+        "no-such-command",
+        "echo out; echo err >&2",
+    )
+    results = [await sandbox.exec(command) for command in commands]
     assert [r.exit_code for r in results] == [0, 3, 255, 143, 137, 127, 0]
     assert (results[-1].stdout, results[-1].stderr) == ("out\n", "err\n")
     assert not any(r.timed_out or r.truncated for r in results)
 
 
-def test_a_sequence_is_run_as_it_is_and_a_string_by_the_shell(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> list[str]:
-        hostile = "a b'c\"$HOME`id`\n\\n*"
-        plain = await sandbox.exec(["printf", "%s", hostile])
-        quoted = await sandbox.exec(f"cat <<'END'\n{hostile}\nEND\n")
-        return [plain.stdout, quoted.stdout[:-1], hostile, hostile]
-
-    first, second, *expected = in_any_sandbox(use)
-    assert [first, second] == expected
+async def test_a_sequence_is_run_as_it_is_and_a_string_by_the_shell(start_any: Start) -> None:
+    sandbox = await start_any()
+    hostile = "a b'c\"$HOME`id`\n\\n*"
+    assert (await sandbox.exec(["printf", "%s", hostile])).stdout == hostile
+    assert (await sandbox.exec(f"cat <<'END'\n{hostile}\nEND\n")).stdout == hostile + "\n"
 
 
-def test_every_byte_value_passes_in_both_directions(in_any_sandbox: InSandbox) -> None:
+async def test_every_byte_value_passes_in_both_directions(start_any: Start) -> None:
     data = bytes(range(256)) * 300
-
-    async def use(sandbox: ApptainerSandbox) -> ExecResult:
-        return await sandbox.exec("tee /dev/stderr", user_input=data)
-
-    result = in_any_sandbox(use)
+    sandbox = await start_any()
+    result = await sandbox.exec("tee /dev/stderr", user_input=data)
     assert result.stdout_bytes == data
     assert result.stderr_bytes == data
 
 
-def test_standard_input_is_empty_unless_given(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> list[str]:
-        return [(await sandbox.exec("cat", timeout_s=5)).stdout, (await sandbox.exec("cat", user_input="täxt")).stdout]
-
-    assert in_any_sandbox(use) == ["", "täxt"]
-
-
-def test_directory_and_environment_hold_for_one_command(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> list[Any]:
-        value = "x'y\n$z"
-        first = await sandbox.exec('pwd; printf "%s|%s" "$MINE" "$BASE"', cwd="/usr/lib", env={"MINE": value})
-        second = await sandbox.exec('pwd; printf "%s|%s" "$MINE" "$BASE"')
-        relative = await sandbox.exec("pwd", cwd="sub")
-        missing = await sandbox.exec("pwd", cwd="/no/such")
-        return [first.stdout, second.stdout, relative.stdout, missing.exit_code, missing.stderr]
-
-    async def with_sub(sandbox: ApptainerSandbox) -> list[Any]:
-        await sandbox.exec("mkdir sub")
-        return await use(sandbox)
-
-    first, second, relative, missing, said = in_any_sandbox(with_sub, workdir="/made/here", env={"BASE": "b b"})
-    assert first == "/usr/lib\nx'y\n$z|b b"
-    assert second == "/made/here\n|b b"
-    assert relative == "/made/here/sub\n"
-    assert missing == 126
-    assert "/no/such" in said
+async def test_standard_input_is_empty_unless_given(start_any: Start) -> None:
+    sandbox = await start_any()
+    assert (await sandbox.exec("cat", timeout_s=5)).stdout == ""
+    assert (await sandbox.exec("cat", user_input="täxt")).stdout == "täxt"
 
 
-def test_commands_longer_than_an_argument_may_be(in_any_sandbox: InSandbox) -> None:
+async def test_directory_and_environment_hold_for_one_command(start_any: Start) -> None:
+    sandbox = await start_any(workdir="/made/here", env={"BASE": "b b"})
+    await sandbox.exec("mkdir sub")
+    show = 'pwd; printf "%s|%s" "$MINE" "$BASE"'
+    value = "x'y\n$z"
+    assert (await sandbox.exec(show, cwd="/usr/lib", env={"MINE": value})).stdout == f"/usr/lib\n{value}|b b"
+    assert (await sandbox.exec(show)).stdout == "/made/here\n|b b"
+    assert (await sandbox.exec("pwd", cwd="sub")).stdout == "/made/here/sub\n"
+    missing = await sandbox.exec("pwd", cwd="/no/such")
+    assert missing.exit_code == 126
+    assert "/no/such" in missing.stderr
+
+
+async def test_commands_longer_than_an_argument_may_be(start_any: Start) -> None:
     text = "x" * 300_000
-
-    async def use(sandbox: ApptainerSandbox) -> ExecResult:
-        return await sandbox.exec(f"cat <<'END' | wc -c\n{text}\nEND\n")
-
-    assert in_any_sandbox(use).stdout.strip() == "300001"
+    sandbox = await start_any()
+    assert (await sandbox.exec(f"cat <<'END' | wc -c\n{text}\nEND\n")).stdout.strip() == "300001"
 
 
-def test_signals_have_their_default_effect_in_commands(in_sandbox: InSandbox) -> None:
-    """A shell's "&" would leave SIGINT and SIGQUIT ignored for good, and Python without KeyboardInterrupt."""
-
-    async def use(sandbox: ApptainerSandbox) -> str:
-        code = "import signal as s; print(s.getsignal(2).__name__, s.getsignal(3), s.pthread_sigmask(0, []))"
-        return (await sandbox.exec(["python3", "-c", code])).stdout.strip()
-
-    assert in_sandbox(use) == "default_int_handler 0 set()"
+async def test_signals_have_their_default_effect_in_commands(start: Start) -> None:
+    """A shell's "&" would leave SIGINT and SIGQUIT ignored, and Python without KeyboardInterrupt."""
+    sandbox = await start()
+    code = "import signal as s; print(s.getsignal(2).__name__, s.getsignal(3), s.pthread_sigmask(0, []))"
+    assert (await sandbox.exec(["python3", "-c", code])).stdout.strip() == "default_int_handler 0 set()"
 
 
-def test_a_gigabyte_of_output_is_bounded_in_memory_and_keeps_head_and_tail(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> ExecResult:
-        flood = "dd if=/dev/zero bs=1000000 count=1000 2>/dev/null"
-        return await sandbox.exec(f"echo first; {flood}; echo last; echo e >&2", timeout_s=60)
-
+async def test_a_gigabyte_of_output_is_bounded_in_memory_and_keeps_head_and_tail(start_any: Start) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = in_any_sandbox(use)
+    sandbox = await start_any()
+    flood = "dd if=/dev/zero bs=1000000 count=1000 2>/dev/null"
+    result = await sandbox.exec(f"echo first; {flood}; echo last; echo e >&2", timeout_s=60)
     assert result.exit_code == 0
     assert result.truncated
     assert len(result.stdout_bytes) < 600_000
@@ -138,83 +109,74 @@ def test_a_gigabyte_of_output_is_bounded_in_memory_and_keeps_head_and_tail(in_an
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
 
 
-def test_a_timeout_kills_everything_the_command_started(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> tuple[ExecResult, str, float]:
-        other = asyncio.create_task(sandbox.exec("until [ -e /over ]; do sleep 0.05; done; echo fine", timeout_s=60))
-        started = time.monotonic()
-        daemon = "(setsid sh -c 'sleep 1003 & sleep 1004' &)"
-        command = f"echo begun; trap '' TERM; sleep 1001 & setsid sleep 1002 & {daemon}; sleep 1005"
-        result = await sandbox.exec(command, timeout_s=0.5)
-        took = time.monotonic() - started
-        left = (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sleep 100[0-9]'")).stdout
-        await sandbox.exec("touch /over")
-        assert (await other).stdout == "fine\n"
-        return result, left, took
-
-    result, left, took = in_any_sandbox(use)
+async def test_a_timeout_kills_everything_the_command_started(start_any: Start) -> None:
+    sandbox = await start_any()
+    other = asyncio.create_task(sandbox.exec("until [ -e /over ]; do sleep 0.05; done; echo fine", timeout_s=60))
+    started = time.monotonic()
+    daemon = "(setsid sh -c 'sleep 1003 & sleep 1004' &)"
+    command = f"echo begun; trap '' TERM; sleep 1001 & setsid sleep 1002 & {daemon}; sleep 1005"
+    result = await sandbox.exec(command, timeout_s=0.5)
+    took = time.monotonic() - started
+    left = (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sleep 100[0-9]'")).stdout
+    await sandbox.exec("touch /over")
+    assert (await other).stdout == "fine\n"
     assert (result.exit_code, result.timed_out, result.stdout) == (124, True, "begun\n")
     assert left == ""
     assert took < 5
 
 
-def test_commands_run_at_the_same_time_in_one_sandbox(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> tuple[float, list[str]]:
-        started = time.monotonic()
-        together = "touch /here{0}; until set -- /here* && [ $# -eq 12 ]; do sleep 0.05; done; echo {0}"
-        results = await asyncio.gather(*(sandbox.exec(together.format(i), timeout_s=30) for i in range(12)))
-        return time.monotonic() - started, [r.stdout for r in results]
-
-    took, outputs = in_any_sandbox(use)
+async def test_commands_run_at_the_same_time_in_one_sandbox(start_any: Start) -> None:
+    sandbox = await start_any()
+    started = time.monotonic()
+    together = "touch /here{0}; until set -- /here* && [ $# -eq 12 ]; do sleep 0.05; done; echo {0}"
+    results = await asyncio.gather(*(sandbox.exec(together.format(i), timeout_s=30) for i in range(12)))
+    took, outputs = time.monotonic() - started, [r.stdout for r in results]
     assert outputs == [f"{i}\n" for i in range(12)]
     assert took < 6
 
 
-def test_a_background_process_outlives_its_command_and_may_go_on_printing(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> tuple[float, str, int]:
-        started = time.monotonic()
-        first = await sandbox.exec("(while :; do echo noise; echo >> /said; sleep 0.01; done) & echo $!")
-        took = time.monotonic() - started
-        await sandbox.exec("until [ $(wc -l < /said) -gt 20 ]; do sleep 0.01; done", timeout_s=30)
-        for _ in range(3):
-            quiet = await sandbox.exec("echo quiet")
-        pid = next(line for line in first.stdout.splitlines() if line.isdigit())
-        return took, quiet.stdout, (await sandbox.exec(f"kill -0 {pid}")).exit_code
-
-    took, quiet, alive = in_any_sandbox(use)
+async def test_a_background_process_outlives_its_command_and_may_go_on_printing(start_any: Start) -> None:
+    sandbox = await start_any()
+    started = time.monotonic()
+    first = await sandbox.exec("(while :; do echo noise; echo >> /said; sleep 0.01; done) & echo $!")
+    took = time.monotonic() - started
+    await sandbox.exec("until [ $(wc -l < /said) -gt 20 ]; do sleep 0.01; done", timeout_s=30)
+    for _ in range(3):
+        quiet = await sandbox.exec("echo quiet")
+    pid = next(line for line in first.stdout.splitlines() if line.isdigit())
+    quiet = quiet.stdout
+    alive = (await sandbox.exec(f"kill -0 {pid}")).exit_code
     assert took < 2
     assert quiet == "quiet\n"
     assert alive == 0
 
 
-def test_streams_are_used_again_and_nothing_of_them_is_lost(in_any_sandbox: InSandbox) -> None:
-    """By a short command, by one that prints more than a pipe holds, late, and beside one left in the background."""
+async def test_streams_are_used_again_and_nothing_of_them_is_lost(start_any: Start) -> None:
+    """Reuses streams after a short command, a long output, late output, and next to a background process."""
     long = (
         "sleep 0.02; i=0; while [ $i -lt 2000 ]; do echo 0123456789012345678901234567890123456789; i=$((i + 1)); done"
     )
-
-    async def use(sandbox: ApptainerSandbox) -> tuple[set[str], set[int], int]:
-        shorts, longs = set(), set()
-        assert sandbox._dir.container
-        pairs = sandbox._dir.container.commands._pairs
-        for _ in range(4):
-            await sandbox.exec("sleep 0.05 &")
-            shorts.add((await sandbox.exec("echo short")).stdout)
-            longs.add(len((await sandbox.exec(long)).stdout_bytes))
-        await until_async(lambda: not pairs._left, "nobody holds a stream")
-        assert len(pairs._free) == pairs._made
-        return shorts, longs, pairs._made
-
-    shorts, longs, made = in_any_sandbox(use)
+    sandbox = await start_any()
+    shorts, longs = set(), set()
+    assert sandbox._dir.container
+    pairs = sandbox._dir.container.commands._pairs
+    for _ in range(4):
+        await sandbox.exec("sleep 0.05 &")
+        shorts.add((await sandbox.exec("echo short")).stdout)
+        longs.add(len((await sandbox.exec(long)).stdout_bytes))
+    await until_async(lambda: not pairs._held, "nobody holds a stream")
+    assert len(pairs._free) == pairs._made
+    made = pairs._made
     assert (shorts, longs) == ({"short\n"}, {2000 * 41})
     assert made <= 6
 
 
 @pytest.mark.parametrize("last_words", [b"", b"late"], ids=["silent", "printing"])
 @pytest.mark.parametrize("holds", ["2>/dev/null", ">/dev/null", ""])
-def test_a_holder_that_goes_while_its_streams_are_opened_afresh_leaves_them_whole(
-    in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch, holds: str, last_words: bytes
+async def test_a_holder_that_goes_while_its_streams_are_opened_afresh_leaves_them_whole(
+    start: Start, monkeypatch: pytest.MonkeyPatch, holds: str, last_words: bytes
 ) -> None:
-    """Of either stream, or of both, after its command has ended."""
+    """The process holds one stream or both after its command has ended."""
     seconds = f"{3000 + os.getpid()}.{len(holds)}{len(last_words)}"
     renew = StreamPair.renew
     gone: list[int] = []
@@ -239,147 +201,132 @@ def test_a_holder_that_goes_while_its_streams_are_opened_afresh_leaves_them_whol
             for stream in (0, 1):
                 if pair.held[stream]:
                     Path(pair._paths[stream]).write_bytes(last_words)
-            while holders():  # one that was still the shell at the last look is a sleep now
+            while holders():  # a shell of the last look may be a sleep now
                 kill()
                 time.sleep(0.001)
         renew(pair)
 
     monkeypatch.setattr(StreamPair, "renew", slowly)
-
-    async def use(sandbox: ApptainerSandbox) -> list[tuple[str, str]]:
-        assert sandbox._dir.container
-        running.append(commands := sandbox._dir.container.commands)
-        pairs = commands._pairs
-        await sandbox.exec("true")
-        for _ in range(100):
-            await sandbox.exec(f"sleep {seconds} {holds} &")  # a slow one is listened to before it has ended
-            await until_async(lambda: kill() or not pairs._left, "nobody holds a stream")
-            if gone:
-                break
-        assert len(pairs._free) == len(set(pairs._free)) == pairs._made
-        said = [await sandbox.exec(f"echo {number}; echo -{number} >&2") for number in range(2 * pairs._made)]
-        return [(one.stdout, one.stderr) for one in said]
-
-    said = in_sandbox(use)
+    sandbox = await start()
+    assert sandbox._dir.container
+    running.append(commands := sandbox._dir.container.commands)
+    pairs = commands._pairs
+    await sandbox.exec("true")
+    for _ in range(100):
+        await sandbox.exec(f"sleep {seconds} {holds} &")  # a slow one is listened to before it has ended
+        await until_async(lambda: kill() or not pairs._held, "nobody holds a stream")
+        if gone:
+            break
+    assert len(pairs._free) == len(set(pairs._free)) == pairs._made
+    said = [await sandbox.exec(f"echo {number}; echo -{number} >&2") for number in range(2 * pairs._made)]
+    said = [(one.stdout, one.stderr) for one in said]
     assert gone, "a holder went in between"
     assert said == [(f"{number}\n", f"-{number}\n") for number in range(len(said))]
 
 
-def test_commands_run_whatever_shell_the_image_has(in_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> list[tuple[str, str]]:
-        said = []
-        for shell in ("dash", "bash"):
-            await sandbox.exec(f"ln -sf {shell} /bin/sh")
-            await sandbox.kill_processes()
-            name = await sandbox.exec(["/bin/sh", "-c", "echo ${BASH_VERSION:+bash}"], timeout_s=30)
-            done = await sandbox.exec("printf 'two\n lines'; exit 7", timeout_s=30)
-            assert done.exit_code == 7
-            said.append((name.stdout.strip(), done.stdout))
-        return said
-
-    assert in_sandbox(use) == [("", "two\n lines"), ("bash", "two\n lines")]
+async def test_commands_run_whatever_shell_the_image_has(start: Start) -> None:
+    sandbox = await start()
+    said = []
+    for shell in ("dash", "bash"):
+        await sandbox.exec(f"ln -sf {shell} /bin/sh")
+        await sandbox.kill_processes()
+        name = await sandbox.exec(["/bin/sh", "-c", "echo ${BASH_VERSION:+bash}"], timeout_s=30)
+        done = await sandbox.exec("printf 'two\n lines'; exit 7", timeout_s=30)
+        assert done.exit_code == 7
+        said.append((name.stdout.strip(), done.stdout))
+    assert said == [("", "two\n lines"), ("bash", "two\n lines")]
 
 
-def test_the_shells_that_start_commands_keep_nothing_of_those_that_ended(in_any_sandbox: InSandbox) -> None:
-    """A shell with job control keeps every job until it has told of it, and each child that it forks writes to all."""
-
-    async def use(sandbox: ApptainerSandbox) -> tuple[int, int]:
-        held = []
-        for count in (100, 1000):
-            for _ in range(count):
-                await sandbox.exec("/bin/true")
-            assert sandbox.pid is not None
-            held.append(max(written(pid) for pid in (sandbox.pid, *descendants(sandbox.pid))))
-        return held[0], held[1]
-
-    before, after = in_any_sandbox(use)
+async def test_the_shells_that_start_commands_keep_nothing_of_those_that_ended(start_any: Start) -> None:
+    """A shell with job control keeps every job until it has reported it, and each fork copies these pages."""
+    sandbox = await start_any()
+    held = []
+    for count in (100, 1000):
+        for _ in range(count):
+            await sandbox.exec("/bin/true")
+        assert sandbox.pid is not None
+        held.append(max(written(pid) for pid in (sandbox.pid, *descendants(sandbox.pid))))
+    before, after = held[0], held[1]
     assert after - before < 16
 
 
 def written(pid: int) -> int:
-    """KiB of the pages that a process, or one that it was forked of, has written to."""
+    """Returns KiB of pages that a process, or the one that it was forked from, has written to."""
     with suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
         return int(next(line.split()[1] for line in file if line.startswith("Anonymous:")))
     return 0
 
 
-def test_killing_the_group_the_runner_or_everyone_costs_that_command_only(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> list[ExecResult]:
-        assert (await sandbox.exec("kill -9 0")).exit_code == 137
-        assert (await sandbox.exec("kill -9 1; kill -9 $$")).exit_code == 137
-        everyone = await sandbox.exec("echo said; touch kept; kill -9 -1", timeout_s=10)
-        return [everyone, await sandbox.exec("ls kept")]
-
-    everyone, after = in_any_sandbox(use, workdir="/w")
+async def test_killing_the_group_the_runner_or_everyone_costs_that_command_only(start_any: Start) -> None:
+    sandbox = await start_any(workdir="/w")
+    assert (await sandbox.exec("kill -9 0")).exit_code == 137
+    assert (await sandbox.exec("kill -9 1; kill -9 $$")).exit_code == 137
+    everyone = await sandbox.exec("echo said; touch kept; kill -9 -1", timeout_s=10)
+    everyone, after = [everyone, await sandbox.exec("ls kept")]
     assert (everyone.exit_code, everyone.stdout) == (137, "said\n")
     assert "every process" in everyone.stderr
     assert after.stdout == "kept\n"
 
 
-def test_a_kill_from_outside_is_a_lost_container_and_never_a_result(in_any_sandbox: InSandbox) -> None:
-    """Whoever asks for a new container gets one, on the same files: an agent's work can still be judged."""
-
-    async def use(sandbox: ApptainerSandbox) -> str:
-        await sandbox.exec("touch /kept")
-        command = asyncio.create_task(sandbox.exec("sleep 60"))
-        await until_async(lambda: sandbox.busy, "the command runs")
-        assert sandbox.pid is not None
-        os.kill(sandbox.pid, signal.SIGKILL)
-        with pytest.raises(LostError, match="ended from outside"):
-            await command
-        with pytest.raises(LostError, match="ended from outside"):
-            await sandbox.exec("true")
-        await sandbox.kill_processes()
-        return (await sandbox.exec("ls /kept")).stdout
-
-    assert in_any_sandbox(use) == "/kept\n"
+async def test_a_kill_from_outside_is_a_lost_container_and_never_a_result(start_any: Start) -> None:
+    """A new container starts on the same files, so the agent's work can still be judged."""
+    sandbox = await start_any()
+    await sandbox.exec("touch /kept")
+    command = asyncio.create_task(sandbox.exec("sleep 60"))
+    await until_async(lambda: sandbox.busy, "the command runs")
+    assert sandbox.pid is not None
+    os.kill(sandbox.pid, signal.SIGKILL)
+    with pytest.raises(LostError, match="ended from outside"):
+        await command
+    with pytest.raises(LostError, match="ended from outside"):
+        await sandbox.exec("true")
+    await sandbox.kill_processes()
+    assert (await sandbox.exec("ls /kept")).stdout == "/kept\n"
 
 
-def test_stopping_ends_a_command_under_way_with_an_error(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> None:
-        task = asyncio.create_task(sandbox.exec("sleep 3000"))
-        await until_async(lambda: sandbox.busy, "the command runs")
-        await sandbox.stop()
+async def test_stopping_ends_a_running_command_with_an_error_and_leaves_no_files(start_any: Start) -> None:
+    sandbox = await start_any()
+    await sandbox.exec("mkdir -p /a/b && chmod 0 /a")
+    task = asyncio.create_task(sandbox.exec("sleep 3000"))
+    await until_async(lambda: sandbox.busy, "the command runs")
+    await sandbox.stop()
+    await sandbox.stop()
+    assert not os.path.exists(sandbox.directory)
+    for ended in (task, sandbox.exec("true")):
         with pytest.raises(SandboxError, match="stopped"):
-            await task
-
-    in_any_sandbox(use)
+            await ended
 
 
-def test_a_command_that_cannot_be_handed_over_costs_nothing_else(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> str:
-        for _ in range(70):  # more than there are workers
-            with pytest.raises(SandboxError, match="zero byte"):
-                await sandbox.exec(["echo", "a\0b"])
-            with pytest.raises(ConfigError, match="A-B"):
-                await sandbox.exec("true", env={"A-B": "x"})
-        return (await sandbox.exec("echo fine")).stdout
-
-    assert in_any_sandbox(use) == "fine\n"
+async def test_a_command_that_cannot_be_handed_over_costs_nothing_else(start_any: Start) -> None:
+    sandbox = await start_any()
+    for _ in range(70):  # more than the number of workers
+        with pytest.raises(SandboxError, match="zero byte"):
+            await sandbox.exec(["echo", "a\0b"])
+        with pytest.raises(ConfigError, match="A-B"):
+            await sandbox.exec("true", env={"A-B": "x"})
+    assert (await sandbox.exec("echo fine")).stdout == "fine\n"
 
 
-def test_cancelling_a_command_ends_it(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> str:
-        task = asyncio.create_task(sandbox.exec("sleep 2001"))
-        await until_async(lambda: sandbox.busy, "the command runs")
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[s]leep 2001'")).stdout
+async def test_cancelling_a_command_ends_it(start_any: Start) -> None:
+    sandbox = await start_any()
+    task = asyncio.create_task(sandbox.exec("sleep 2001"))
+    await until_async(lambda: sandbox.busy, "the command runs")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (
+        await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[s]leep 2001'")
+    ).stdout.strip() == "0"
 
-    assert in_any_sandbox(use).strip() == "0"
 
-
-def test_the_number_of_processes_is_bounded_per_sandbox(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> ExecResult:
-        return await sandbox.exec("i=0; while [ $i -lt 80 ]; do sleep 5 & i=$((i+1)); done", timeout_s=20)
-
-    result = in_any_sandbox(use, processes=50)
+async def test_the_number_of_processes_is_bounded_per_sandbox(start_any: Start) -> None:
+    sandbox = await start_any(processes=50)
+    result = await sandbox.exec("i=0; while [ $i -lt 80 ]; do sleep 5 & i=$((i+1)); done", timeout_s=20)
     assert result.exit_code != 0
     assert "fork" in result.stderr.lower()
 
 
-def test_uploads_and_downloads_keep_contents_modes_and_links(in_any_sandbox: InSandbox, tmp_path: Path) -> None:
+async def test_uploads_and_downloads_keep_contents_modes_and_links(start_any: Start, tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "deep" / "er").mkdir(parents=True)
     (source / "deep" / "er" / "data").write_bytes(bytes(range(256)))
@@ -387,86 +334,82 @@ def test_uploads_and_downloads_keep_contents_modes_and_links(in_any_sandbox: InS
     (source / "run.sh").chmod(0o755)
     (source / "link").symlink_to("deep/er/data")
     back = tmp_path / "back"
-
-    async def use(sandbox: ApptainerSandbox) -> list[str]:
-        await sandbox.upload(str(source), "/place/with blank")
-        await sandbox.upload(str(source / "run.sh"), "/place/renamed.sh")
-        await sandbox.upload(str(source / "run.sh"), "/place/dir/")
-        await sandbox.download("/place/with blank", str(back))
-        await sandbox.download("/place/renamed.sh", str(tmp_path / "one.sh"))
-        ran = ["'/place/with blank/run.sh'", "/place/renamed.sh", "/place/dir/run.sh"]
-        return [(await sandbox.exec(command)).stdout for command in ran]
-
-    assert in_any_sandbox(use) == ["ran\n"] * 3
+    sandbox = await start_any()
+    await sandbox.upload(str(source), "/place/with blank")
+    await sandbox.upload(str(source / "run.sh"), "/place/renamed.sh")
+    await sandbox.upload(str(source / "run.sh"), "/place/dir/")
+    await sandbox.download("/place/with blank", str(back))
+    await sandbox.download("/place/renamed.sh", str(tmp_path / "one.sh"))
+    ran = ["'/place/with blank/run.sh'", "/place/renamed.sh", "/place/dir/run.sh"]
+    assert [(await sandbox.exec(command)).stdout for command in ran] == ["ran\n"] * 3
     assert (back / "deep" / "er" / "data").read_bytes() == bytes(range(256))
     assert os.readlink(back / "link") == "deep/er/data"
     assert os.access(back / "run.sh", os.X_OK)
     assert (tmp_path / "one.sh").read_text() == "#!/bin/sh\necho ran\n"
 
 
-def test_a_download_cannot_write_outside_its_target(in_any_sandbox: InSandbox, tmp_path: Path) -> None:
-    async def use(sandbox: ApptainerSandbox) -> None:
-        await sandbox.exec(
-            "mkdir /out && ln -s /etc/passwd /out/a && ln -s ../../escape /out/b && mkfifo /out/c && echo x > /out/d"
-        )
-        await sandbox.download("/out", str(tmp_path / "in"))
-
-    in_any_sandbox(use)
+async def test_a_download_cannot_write_outside_its_target(start_any: Start, tmp_path: Path) -> None:
+    sandbox = await start_any()
+    await sandbox.exec(
+        "mkdir /out && ln -s /etc/passwd /out/a && ln -s ../../escape /out/b && mkfifo /out/c && echo x > /out/d"
+    )
+    await sandbox.download("/out", str(tmp_path / "in"))
     assert sorted(path.name for path in (tmp_path / "in").iterdir()) == ["d"]
 
 
-def test_reset_gives_the_image_back_and_kill_processes_keeps_the_files(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> list[str]:
-        look = "ls -d /kept /etc/hostname-not 2>/dev/null; cat /tmp/note 2>/dev/null; "
-        # The runner's own shells come and go; what is looked for is the process that was left behind.
-        look += "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'slee[p] 500'"
-        await sandbox.exec("touch /kept; echo note > /tmp/note; rm -rf /opt; (setsid sleep 500 &)")
-        await sandbox.kill_processes()
-        after_kill = (await sandbox.exec(look)).stdout
-        await sandbox.reset()
-        return [after_kill, (await sandbox.exec(look + "; ls -d /opt")).stdout]
-
-    after_kill, after_reset = in_any_sandbox(use)
+async def test_reset_gives_the_image_back_and_kill_processes_keeps_the_files(start_any: Start) -> None:
+    sandbox = await start_any()
+    look = "ls -d /kept /etc/hostname-not 2>/dev/null; cat /tmp/note 2>/dev/null; "
+    # The runner's own shells come and go; what is looked for is the process that was left behind.
+    look += "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'slee[p] 500'"
+    await sandbox.exec("touch /kept; echo note > /tmp/note; rm -rf /opt; (setsid sleep 500 &)")
+    await sandbox.kill_processes()
+    after_kill = (await sandbox.exec(look)).stdout
+    await sandbox.reset()
+    after_kill, after_reset = [after_kill, (await sandbox.exec(look + "; ls -d /opt")).stdout]
     assert after_kill.split() == ["/kept", "note", "0"]
     assert after_reset.split() == ["0", "/opt"]
-
-
-def told_at_rest(sandbox: ApptainerSandbox) -> bool:
-    return sandbox.pid is None and sandbox.host_pid is None
 
 
 AT_REST = {"file": b"written", "deep/file": b"x" * 100, "none": None, "deep": None, "pipe": None, "/w/../w/deep": None}
 WOKEN = {"link": b"written", "gone": None, "/etc/passwd": b"root:"}
 
 
-def reading_at_rest(image_run: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> None:
-        made = await sandbox.exec(
-            "mkdir -p deep && printf written > file && printf %0100d 0 | tr 0 x > deep/file && ln -s file link && "
-            "mkfifo pipe && ln -s /proc/self/environ out && (setsid sleep 500 &)"
-        )
-        assert made.exit_code == 0, made.stderr
-        for path, content in (AT_REST | WOKEN).items():
-            assert await sandbox.read(path, 5 if path == "/etc/passwd" else 1000) == content, path
-        await sandbox.end_processes()
-        for path, content in list(AT_REST.items())[:5]:
-            assert await sandbox.read(path) == content, path
-        assert await sandbox.read("deep/file", 7) == b"x" * 7
-        assert told_at_rest(sandbox), "reading what the sandbox wrote starts no container"
-        for path, content in WOKEN.items():
-            await sandbox.end_processes()
-            assert await sandbox.read(path, 5 if path == "/etc/passwd" else 1000) == content, path
-        left = await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'slee[p] 500'")
-        assert left.stdout == "0\n"
-        await sandbox.end_processes()
-        await sandbox.end_processes()
-        await sandbox.restart()
-        assert (await sandbox.exec("cat file")).stdout == "written"
-        await sandbox.end_processes()
-        await sandbox.reset()
-        assert await sandbox.read("file") is None
+@pytest.fixture(params=["", "overlay"], ids=["overlay", "copy"])
+def start_either(
+    request: pytest.FixtureRequest, busybox_rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> Start:
+    """Starts sandboxes over an overlay, or as copies of their image."""
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", request.param)
+    return Start(busybox_rootfs, scratch)
 
-    image_run(use, workdir="/w")
+
+async def test_a_sandbox_at_rest_is_read_by_the_host_and_wakes_for_a_command(start_either: Start) -> None:
+    sandbox = await start_either(workdir="/w")
+    made = await sandbox.exec(
+        "mkdir -p deep && printf written > file && printf %0100d 0 | tr 0 x > deep/file && ln -s file link && "
+        "mkfifo pipe && ln -s /proc/self/environ out && (setsid sleep 500 &)"
+    )
+    assert made.exit_code == 0, made.stderr
+    for path, content in (AT_REST | WOKEN).items():
+        assert await sandbox.read(path, 5 if path == "/etc/passwd" else 1000) == content, path
+    await sandbox.end_processes()
+    for path, content in list(AT_REST.items())[:5]:
+        assert await sandbox.read(path) == content, path
+    assert await sandbox.read("deep/file", 7) == b"x" * 7
+    assert (sandbox.pid, sandbox.host_pid) == (None, None), "reading what the sandbox wrote starts no container"
+    for path, content in WOKEN.items():
+        await sandbox.end_processes()
+        assert await sandbox.read(path, 5 if path == "/etc/passwd" else 1000) == content, path
+    left = await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'slee[p] 500'")
+    assert left.stdout == "0\n"
+    await sandbox.end_processes()
+    await sandbox.end_processes()
+    await sandbox.restart()
+    assert (await sandbox.exec("cat file")).stdout == "written"
+    await sandbox.end_processes()
+    await sandbox.reset()
+    assert await sandbox.read("file") is None
 
 
 LACKED = {"none": True, "none/deeper": True, "/no/such": True, "empty": True}
@@ -475,113 +418,57 @@ LACKED |= dict.fromkeys(
 )
 
 
-def lacking_at_rest(image_run: InSandbox, folder: Path) -> None:
-    async def use(sandbox: ApptainerSandbox) -> None:
-        made = await sandbox.exec(
-            "mkdir deep empty dots && touch file deep/file dots/.hidden && ln -s file link && ln -s nowhere gone && "
-            "ln -s / linked && ls /bound && rm /etc/passwd"
-        )
-        assert made.exit_code == 0, made.stderr
-        assert not await sandbox.lacks("none"), "while it runs a command may make it at any time"
-        await sandbox.end_processes()
-        assert {path: await sandbox.lacks(path) for path in LACKED} == LACKED
-        assert told_at_rest(sandbox), "looking starts no container"
-        assert (await sandbox.exec("ls -d deep empty")).stdout == "deep\nempty\n"
-
-    image_run(use, workdir="/w", binds=(f"{folder}:/bound",))
+async def test_the_host_knows_what_a_sandbox_at_rest_lacks(start_either: Start, tmp_path: Path) -> None:
+    sandbox = await start_either(workdir="/w", binds=(f"{tmp_path}:/bound",))
+    made = await sandbox.exec(
+        "mkdir deep empty dots && touch file deep/file dots/.hidden && ln -s file link && ln -s nowhere gone && "
+        "ln -s / linked && ls /bound && rm /etc/passwd"
+    )
+    assert made.exit_code == 0, made.stderr
+    assert not await sandbox.lacks("none"), "while it runs a command may make it at any time"
+    await sandbox.end_processes()
+    assert {path: await sandbox.lacks(path) for path in LACKED} == LACKED
+    assert (sandbox.pid, sandbox.host_pid) == (None, None), "looking starts no container"
+    assert (await sandbox.exec("ls -d deep empty")).stdout == "deep\nempty\n"
 
 
-def test_what_a_sandbox_at_rest_lacks_is_told_by_the_host(in_any_sandbox: InSandbox, tmp_path: Path) -> None:
-    lacking_at_rest(in_any_sandbox, tmp_path)
-
-
-def test_what_a_copy_at_rest_lacks_is_told_alike(
-    busybox_rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
-    lacking_at_rest(runs(busybox_rootfs, scratch), tmp_path)
-
-
-def test_a_sandbox_at_rest_is_read_by_the_host_and_wakes_for_a_command(in_any_sandbox: InSandbox) -> None:
-    reading_at_rest(in_any_sandbox)
-
-
-def test_a_copy_at_rest_is_read_alike(busybox_rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
-    reading_at_rest(runs(busybox_rootfs, scratch))
-
-
-def test_an_image_with_little_more_than_a_shell_is_enough(small_rootfs: str, scratch: Path) -> None:
-    async def main() -> ExecResult:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(small_rootfs, workdir="/w", env={"A": "b"})) as sandbox:
-                assert (await sandbox.exec("cat", user_input="in", timeout_s=5)).stdout == "in"
-                assert (await sandbox.exec("while :; do :; done", timeout_s=0.3)).timed_out
-                return await sandbox.exec('echo "$A"; kill -9 $$')
-
-    result = asyncio.run(main())
+async def test_an_image_with_little_more_than_a_shell_is_enough(start: Start, small_rootfs: str) -> None:
+    sandbox = await start(small_rootfs, workdir="/w", env={"A": "b"})
+    assert (await sandbox.exec("cat", user_input="in", timeout_s=5)).stdout == "in"
+    assert (await sandbox.exec("while :; do :; done", timeout_s=0.3)).timed_out
+    result = await sandbox.exec('echo "$A"; kill -9 $$')
     assert (result.exit_code, result.stdout, result.stderr) == (137, "b\n", "")
 
 
-def test_directories_of_the_image_can_be_deleted_replaced_and_moved(in_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> list[str]:
-        result = await sandbox.exec(
-            "set -e; cd /usr; rm -rf share/doc lib/python3; mkdir share/doc; ls -A share/doc; ls -d lib/python3"
-        )
-        moved = await sandbox.exec(
-            "cp -a /usr/share/perl5 /p; rm -rf /usr/share/perl5; mv /p /usr/share/perl5; echo $?"
-        )
-        return [result.stdout, result.stderr, moved.stdout]
-
-    out, err, moved = in_sandbox(use)
-    assert out == ""
-    assert "Input/output error" not in err
-    assert "lib/python3" in err
-    assert moved == "0\n"
+async def test_directories_of_the_image_can_be_deleted_replaced_and_moved(start: Start) -> None:
+    sandbox = await start()
+    result = await sandbox.exec(
+        "set -e; cd /usr; rm -rf share/doc lib/python3; mkdir share/doc; ls -A share/doc; ls -d lib/python3"
+    )
+    assert result.stdout == ""
+    assert "Input/output error" not in result.stderr
+    assert "lib/python3" in result.stderr
+    moved = await sandbox.exec("cp -a /usr/share/perl5 /p; rm -rf /usr/share/perl5; mv /p /usr/share/perl5; echo $?")
+    assert moved.stdout == "0\n"
 
 
-def test_a_stopped_sandbox_says_so_and_leaves_no_files(rootfs: str, scratch: Path) -> None:
-    async def main() -> None:
-        async with ApptainerProvider(scratch) as provider:
-            sandbox = await provider.start(SandboxSpec(rootfs))
-            await sandbox.exec("mkdir -p /a/b && chmod 0 /a")
-            await sandbox.stop()
-            await sandbox.stop()
-            assert not os.path.exists(sandbox.directory)
-            with pytest.raises(SandboxError, match="stopped"):
-                await sandbox.exec("true")
+async def test_many_sandboxes_leave_no_descriptor_and_no_directory(rootfs: str, scratch: Path) -> None:
+    async with ApptainerProvider(scratch) as provider:
 
-    asyncio.run(main())
+        async def one() -> None:
+            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
+                assert (await sandbox.exec("echo x; sleep 300 &")).stdout == "x\n"
 
-
-def test_many_sandboxes_leave_no_descriptor_and_no_directory(rootfs: str, scratch: Path) -> None:
-    async def main() -> None:
-        async with ApptainerProvider(scratch) as provider:
-
-            async def one() -> None:
-                async with await provider.start(SandboxSpec(rootfs)) as sandbox:
-                    assert (await sandbox.exec("echo x; sleep 300 &")).stdout == "x\n"
-
-            await one()
-            before = sorted(os.listdir("/proc/self/fd"))
-            await asyncio.gather(*some_at_a_time(4, (one() for _ in range(20))))
-            assert len(os.listdir("/proc/self/fd")) <= len(before) + 1
-        assert not list((scratch / "owners").glob(f"{os.getpid()}-*"))
-
-    asyncio.run(main())
+        await one()
+        before = sorted(os.listdir("/proc/self/fd"))
+        await asyncio.gather(*some_at_a_time(4, (one() for _ in range(20))))
+        assert len(os.listdir("/proc/self/fd")) <= len(before) + 1
+    assert not list((scratch / "owners").glob(f"{os.getpid()}-*"))
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ({"network": "tor"}, "tor"),
-        ({"workdir": "here"}, "absolute"),
-        ({"env": {"A-B": "x"}}, "A-B"),
-    ],
+    ("spec", "value"), [({"network": "tor"}, "tor"), ({"workdir": "here"}, "absolute"), ({"env": {"A-B": "x"}}, "A-B")]
 )
-def test_a_wrong_spec_is_refused_with_its_value(in_any_sandbox: InSandbox, spec: dict[str, Any], said: str) -> None:
-    async def use(sandbox: ApptainerSandbox) -> None:
-        raise AssertionError("started")
-
-    with pytest.raises(ConfigError, match=said):
-        in_any_sandbox(use, **spec)
+async def test_a_wrong_spec_is_refused_with_its_value(start: Start, spec: dict[str, Any], value: str) -> None:
+    with pytest.raises(ConfigError, match=value):
+        await start(**spec)

@@ -1,4 +1,4 @@
-"""What a sandbox must not see, reach, or leave behind."""
+"""A sandbox must not see, reach or leave behind anything of the host."""
 
 from __future__ import annotations
 
@@ -10,40 +10,29 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
+import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.janitor import sweep
-from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, descendants
 from tests.support.layers import unpacked
-from tests.support.sandboxes import clone_at_once
-from tests.support.trees import nest
+from tests.support.sandboxes import Start
 from tests.support.waiting import until_async
 
-InSandbox = Callable[..., Any]
 CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5).sendall(b'x')"
 
 
-@pytest.fixture(autouse=True, params=["apptainer", "clone"])
-def _start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sandboxes are containers that Apptainer has started, or clones of one."""
-    if request.param == "clone":
-        clone_at_once(monkeypatch)
-    else:
-        monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "clones")
+pytestmark = pytest.mark.usefixtures("started_by")
 
 
-def test_neither_home_nor_host_environment_is_inside(
-    in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+async def test_neither_home_nor_host_environment_is_inside(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s3cret")
@@ -62,16 +51,13 @@ def test_neither_home_nor_host_environment_is_inside(
     )
     for name in ("LEAK_C", "OPENAI_API_KEY", "LD_PRELOAD_NOT", *names):
         monkeypatch.setenv(name, "leaked")
-
-    async def use(sandbox: ApptainerSandbox) -> tuple[str, str]:
-        # PID 1's environment as well: a command can read it.
-        env = await sandbox.exec("env; echo; echo COMMAND; tr '\\0' '\\n' < /proc/1/environ")
-        files = await sandbox.exec(
-            ["ls", "-d", "/mnt/secret", str(tmp_path), str(Path.home() / ".bashrc"), str(Path.cwd())]
-        )
-        return env.stdout, files.stdout
-
-    env, files = in_sandbox(use)
+    sandbox = await start()
+    # PID 1's environment as well: a command can read it.
+    env = await sandbox.exec("env; echo; echo COMMAND; tr '\\0' '\\n' < /proc/1/environ")
+    files = await sandbox.exec(
+        ["ls", "-d", "/mnt/secret", str(tmp_path), str(Path.home() / ".bashrc"), str(Path.cwd())]
+    )
+    env, files = env.stdout, files.stdout
     assert "leaked" not in env
     assert str(Path.home()) not in env
     assert files == ""
@@ -87,51 +73,38 @@ ENVIRONMENTS = "cat /proc/[0-9]*/environ | tr '\\0' '\\n'"
 
 @pytest.mark.parametrize("user", [None, "agent"])
 @pytest.mark.parametrize("layers", [False, True], ids=["tree", "layers"])
-def test_no_path_of_the_host_stands_in_an_environment_or_the_mount_table_but_a_binds(
-    rootfs: str, scratch: Path, tmp_path: Path, user: str | None, layers: bool
+async def test_no_path_of_the_host_stands_in_an_environment_or_the_mount_table_but_a_binds(
+    start: Start, rootfs: str, scratch: Path, tmp_path: Path, user: str | None, layers: bool
 ) -> None:
-    """Of a bind the kernel itself shows where it lies on its file system, and nobody can keep it from that."""
+    """The kernel itself shows the source of a bind on its file system, and this cannot be hidden."""
     above = unpacked([{"app/": "", "app/one": "1"}, {"app/": "", "app/two": "2"}], tmp_path / "layers")
-    access = Access(rootfs, lambda: None, layers=above) if layers else None
-
-    async def main() -> list[str]:
-        async with ApptainerProvider(scratch) as provider:
-            spec = SandboxSpec(rootfs, user=user, env={"OURS": "1"}, workdir="/app")
-            async with await provider.start(spec, access=access) as sandbox:
-                said = [(await sandbox.exec(f"{TABLES}; ls /app; {ENVIRONMENTS}")).stdout]
-                await sandbox.kill_processes()
-                return [*said, (await sandbox.exec(f"{TABLES}; ls /app; {ENVIRONMENTS}")).stdout]
-
-    for said in asyncio.run(main()):
-        assert ("one\ntwo\n" in said) == layers
-        assert "PATH=/" in said
-        lines = [line for line in said.splitlines() if " /.megaflow " not in line]
-        assert " overlay overlay rw,lowerdir=" in said
-        hosts = (str(scratch), str(tmp_path), Path(rootfs).parent.name, "layer.root", "APPTAINER", "SINGULARITY")
+    held = Rootfs(rootfs, lambda: None, layers=above) if layers else None
+    sandbox = await start(rootfs=held, user=user, env={"OURS": "1"}, workdir="/app")
+    hosts = (str(scratch), str(tmp_path), Path(rootfs).parent.name, "layer.root", "APPTAINER", "SINGULARITY")
+    for _ in range(2):
+        shown = (await sandbox.exec(f"{TABLES}; ls /app; {ENVIRONMENTS}")).stdout
+        assert ("one\ntwo\n" in shown) == layers
+        assert "PATH=/" in shown
+        assert " overlay overlay rw,lowerdir=" in shown
+        lines = [line for line in shown.splitlines() if " /.megaflow " not in line]
         assert [line for line in lines if any(word in line for word in hosts)] == []
+        await sandbox.kill_processes()
+    await start.close()
     remove_tree(tmp_path / "layers")
 
 
-def test_commands_inherit_three_descriptors(in_sandbox: InSandbox) -> None:
-    reading, writing = os.pipe()
-    os.set_inheritable(writing, True)
-
-    async def use(sandbox: ApptainerSandbox) -> str:
+async def test_commands_inherit_three_descriptors(start: Start) -> None:
+    with open(os.devnull) as file:
+        os.set_inheritable(file.fileno(), True)
+        sandbox = await start()
         code = "import os; print(sorted(os.listdir('/proc/self/fd'))[:-1])"  # the last is listdir's own
-        return (await sandbox.exec(["python3", "-c", code])).stdout.strip()
-
-    try:
-        assert in_sandbox(use) == "['0', '1', '2']"
-    finally:
-        os.close(reading)
-        os.close(writing)
+        assert (await sandbox.exec(["python3", "-c", code])).stdout.strip() == "['0', '1', '2']"
 
 
 @pytest.mark.usefixtures("runner")
-def test_every_process_of_a_sandbox_holds_nothing_of_the_host_but_its_pipes(rootfs: str, scratch: Path) -> None:
-    """Seen from the host: files, sockets and terminals that a process could reach by ``/proc/PID/fd``."""
-
-    # Console and tty are the terminal that the runner's standard error is, and nothing but.
+async def test_every_process_of_a_sandbox_holds_nothing_of_the_host_but_its_pipes(start: Start) -> None:
+    """Checks from the host the files, sockets and terminals that a process could reach by ``/proc/PID/fd``."""
+    # Console and tty are only the runner's standard error.
     allowed = ("pipe", "/dev/null", "/dev/pts/", "/.megaflow/", "/dev/console", "/dev/tty")
 
     def held(init: int) -> set[str]:
@@ -145,98 +118,72 @@ def test_every_process_of_a_sandbox_holds_nothing_of_the_host_but_its_pipes(root
                 found.add("unreadable")
         return {name for name in found if not name.startswith(allowed) and "/control-" not in name}
 
-    async def main() -> None:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
-                pid = sandbox.pid
-                assert pid is not None
-                running = asyncio.create_task(sandbox.exec("sleep 30"))
-                await until_async(lambda: sandbox.busy, "the command runs")
-                # A program that starts has files of its image open for an instant.
-                await until_async(lambda: not held(pid), f"nothing but pipes is open; first {held(pid)}", 5.0)
-                running.cancel()
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         os.set_inheritable(server.fileno(), True)
-        asyncio.run(main())
+        sandbox = await start()
+        pid = sandbox.pid
+        assert pid is not None
+        running = asyncio.create_task(sandbox.exec("sleep 30"))
+        await until_async(lambda: sandbox.busy, "the command runs")
+        # A program that starts has files of its image open for an instant.
+        await until_async(lambda: not held(pid), f"nothing but pipes is open; first {held(pid)}", 5.0)
+        running.cancel()
 
 
-def test_namespaces_are_the_sandboxes_own_and_the_network_may_be(in_sandbox: InSandbox) -> None:
-    kinds = ("pid", "ipc", "mnt", "user", "net")
-    own = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in kinds}
-
-    async def use(sandbox: ApptainerSandbox) -> dict[str, str]:
-        return {kind: (await sandbox.exec(["readlink", f"/proc/self/ns/{kind}"])).stdout.strip() for kind in kinds}
-
-    private = in_sandbox(use)
-    assert all(private[kind] and private[kind] != own[kind] for kind in kinds)
-    assert in_sandbox(use, network="host")["net"] == own["net"]
+async def test_namespaces_are_the_sandboxes_own_and_the_network_may_be(start: Start) -> None:
+    private, shared = await start(), await start(network="host")
+    for kind in ("pid", "ipc", "mnt", "user", "net"):
+        name = (await private.exec(["readlink", f"/proc/self/ns/{kind}"])).stdout.strip()
+        assert name.startswith(kind)
+        assert name != os.readlink(f"/proc/self/ns/{kind}")
+    assert (await shared.exec("readlink /proc/self/ns/net")).stdout.strip() == os.readlink("/proc/self/ns/net")
 
 
-def test_tmp_processes_and_ipc_are_private_and_rights_cannot_grow(in_sandbox: InSandbox) -> None:
-    marker = Path("/tmp") / f"megaflow-test-{os.getpid()}"
-    marker.write_text("host")
+async def test_tmp_processes_and_ipc_are_private_and_rights_cannot_grow(start: Start) -> None:
+    sandbox = await start()
 
-    async def use(sandbox: ApptainerSandbox) -> list[str]:
-        commands = (
-            f"cat {marker}",
-            "ls /proc | grep -c '^[0-9]'",
-            "ls /dev/shm | wc -l",
-            "grep NoNewPrivs /proc/self/status",
-            "grep CapEff /proc/self/status",
-            "touch /.megaflow/x /sys/x; mount -t tmpfs x /mnt; echo $?",
-        )
-        return [(await sandbox.exec(command)).stdout.strip() for command in commands]
+    async def output(command: str) -> str:
+        return (await sandbox.exec(command)).stdout.strip()
 
-    try:
-        tmp, processes, shm, privileges, capabilities, written = in_sandbox(use)
-    finally:
-        marker.unlink()
-    assert tmp == ""
-    assert int(processes) < 10
-    assert shm == "0"
-    assert privileges.split() == ["NoNewPrivs:", "1"]
+    with tempfile.NamedTemporaryFile(dir="/tmp") as marker:
+        assert await output(f"ls {marker.name}") == ""
+    assert int(await output("ls /proc | grep -c '^[0-9]'")) < 10
+    assert await output("ls /dev/shm | wc -l") == "0"
+    assert (await output("grep NoNewPrivs /proc/self/status")).split() == ["NoNewPrivs:", "1"]
     # As Docker's: no CAP_SYS_ADMIN, CAP_NET_ADMIN or CAP_SYS_PTRACE, and only in the sandbox's own namespaces.
+    capabilities = await output("grep CapEff /proc/self/status")
     assert int(capabilities.split()[1], 16) & (1 << 21 | 1 << 12 | 1 << 19) == 0
-    assert written != "0"
+    assert await output("touch /.megaflow/x /sys/x; mount -t tmpfs x /mnt; echo $?") != "0"
 
 
-def test_writes_of_one_sandbox_reach_neither_the_image_nor_another(rootfs: str, scratch: Path) -> None:
-    async def main() -> list[int]:
-        async with ApptainerProvider(scratch) as provider:
-            first, second = await asyncio.gather(*(provider.start(SandboxSpec(rootfs)) for _ in range(2)))
-            await first.exec("echo x > /etc/mine; rm -rf /usr/bin/git")
-            return [(await s.exec("test -e /etc/mine || test ! -e /usr/bin/git")).exit_code for s in (first, second)]
-
-    assert asyncio.run(main()) == [0, 1]
+async def test_writes_of_one_sandbox_reach_neither_the_image_nor_another(start: Start, rootfs: str) -> None:
+    first, second = await asyncio.gather(start(), start())
+    await first.exec("echo x > /etc/mine; rm -rf /usr/bin/git")
+    test = "test -e /etc/mine || test ! -e /usr/bin/git"
+    assert [(await sandbox.exec(test)).exit_code for sandbox in (first, second)] == [0, 1]
     assert not Path(rootfs, "etc", "mine").exists()
 
 
-def test_a_gateway_sandbox_reaches_exactly_what_is_served_on_its_listener(in_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> tuple[bytes, int, int]:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            received.set_result(await reader.readexactly(1))
-            writer.close()
+async def test_a_gateway_sandbox_reaches_exactly_what_is_served_on_its_listener(start: Start) -> None:
+    sandbox = await start(network="gateway")
 
-        received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        server = await asyncio.start_server(serve, sock=await sandbox.listen(8123))
-        async with server:
-            good = await sandbox.exec(["python3", "-c", CONNECT, "8123"])
-            other = await sandbox.exec(["python3", "-c", CONNECT, "8124"])
-            return await received, good.exit_code, other.exit_code
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received.set_result(await reader.readexactly(1))
+        writer.close()
 
-    assert in_sandbox(use, network="gateway") == (b"x", 0, 1)
+    received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    server = await asyncio.start_server(serve, sock=await sandbox.listen(8123))
+    async with server:
+        good = await sandbox.exec(["python3", "-c", CONNECT, "8123"])
+        other = await sandbox.exec(["python3", "-c", CONNECT, "8124"])
+        result = await received, good.exit_code, other.exit_code
+    assert result == (b"x", 0, 1)
 
 
-def test_an_unprivileged_user_is_not_uid_0(in_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> list[str]:
-        return [
-            (await sandbox.exec("id -u")).stdout.strip(),
-            (await sandbox.exec("touch /x && echo ok")).stdout.strip(),
-        ]
-
-    assert in_sandbox(use) == ["0", "ok"]
-    assert in_sandbox(use, user="agent")[0] != "0"
+async def test_an_unprivileged_user_is_not_uid_0(start: Start) -> None:
+    root, user = await start(), await start(user="agent")
+    assert (await root.exec("id -u; touch /x && echo ok")).stdout == "0\nok\n"
+    assert (await user.exec("id -u")).stdout.strip() not in ("", "0")
 
 
 OWNER = """
@@ -265,11 +212,8 @@ def test_a_killed_owner_leaves_no_process_and_the_janitor_removes_the_rest(
     rootfs: str, tmp_path: Path, setpriv: bool
 ) -> None:
     scratch = tmp_path / "scratch"
-    hide = (
-        ""
-        if setpriv
-        else "import megaflow_hpc.environments.sandbox.commands.container as c; c.dies_with_parent = lambda: []\n"
-    )
+    launcher = "megaflow_hpc.environments.sandbox.commands.launcher"
+    hide = "" if setpriv else f"import {launcher} as launcher; launcher.dies_with_parent = lambda: []\n"
     owner = subprocess.Popen([sys.executable, "-c", hide + OWNER, str(scratch), rootfs], stdout=subprocess.PIPE)
     assert owner.stdout
     inits = json.loads(owner.stdout.readline())
@@ -302,28 +246,6 @@ def test_the_janitor_ends_processes_that_outlived_their_owner(tmp_path: Path) ->
     assert left.wait(10) == -signal.SIGKILL
 
 
-def test_directories_deeper_than_a_path_is_long_go_with_their_sandbox(rootfs: str, scratch: Path) -> None:
-    deep = ["python3", "-c", "import os\nfor _ in range(1500): os.mkdir('dir'); os.chdir('dir')"]
-
-    async def main() -> list[str]:
-        async with ApptainerProvider(scratch) as provider:
-            sandbox = await provider.start(SandboxSpec(rootfs))
-            assert (await sandbox.exec(deep, cwd="/var")).exit_code == 0
-            await sandbox.reset()
-            assert (await sandbox.exec(deep, cwd="/var")).exit_code == 0
-            await sandbox.stop()
-            return [name for name in os.listdir(Path(sandbox.directory).parent) if name.startswith("s")]
-
-    assert asyncio.run(main()) == []
-
-
-def test_the_janitor_removes_directories_deeper_than_a_path_is_long(tmp_path: Path) -> None:
-    (tmp_path / "owners" / "1-1").mkdir(parents=True)
-    nest(tmp_path / "owners" / "1-1" / "s1", 1500, "dir")
-    assert sweep(tmp_path)["left"] == 0
-    assert list((tmp_path / "owners").iterdir()) == []
-
-
 def test_janitors_at_the_same_time_leave_nothing_and_do_not_fail(tmp_path: Path) -> None:
     for owner in range(20):
         for sandbox in range(3):
@@ -343,28 +265,17 @@ def test_janitors_at_the_same_time_leave_nothing_and_do_not_fail(tmp_path: Path)
     assert list((tmp_path / "owners").iterdir()) == []
 
 
-def test_an_image_without_a_shell_is_named_as_the_cause(scratch: Path, tmp_path: Path) -> None:
+async def test_an_image_without_a_shell_is_named_as_the_cause(start: Start, tmp_path: Path) -> None:
     image = tmp_path / "empty-image"
     for name in ("etc", "proc", "sys", "dev", "tmp", "bin"):
         (image / name).mkdir(parents=True)
-
-    async def main() -> None:
-        async with ApptainerProvider(scratch) as provider:
-            await provider.start(SandboxSpec(str(image)))
-
     with pytest.raises(SandboxError, match=r"empty-image: .*no /bin/sh"):
-        asyncio.run(main())
+        await start(image)
 
 
-def test_an_image_that_is_none_is_refused_with_its_path(scratch: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.sif"
-    broken.write_text(textwrap.dedent("not an image"))
-
-    async def start(image: str) -> None:
-        async with ApptainerProvider(scratch) as provider:
-            await provider.start(SandboxSpec(image))
-
+async def test_an_image_that_is_none_is_refused_with_its_path(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "broken.sif").write_text("not an image")
     with pytest.raises(SandboxError, match=r"broken\.sif: cannot be read as an image"):
-        asyncio.run(start(str(broken)))
+        await start(tmp_path / "broken.sif")
     with pytest.raises(SandboxError, match=r"missing\.sif: no such image"):
-        asyncio.run(start(str(tmp_path / "missing.sif")))
+        await start(tmp_path / "missing.sif")

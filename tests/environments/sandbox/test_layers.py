@@ -1,24 +1,21 @@
-"""Sandboxes over images of layers: what is seen is the topmost layer's word, whatever is below."""
+"""Sandboxes over images of layers. The topmost layer that has a path decides what a sandbox sees."""
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.rootfs import overlay
-from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.environments.sandbox.rootfs.upperdir import restore
-from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
 from megaflow_hpc.host.files import remove_tree
 from tests.support.layers import OPAQUE, Entries, add_image, add_layer, unpacked
+from tests.support.sandboxes import Start
 
 CHAIN: list[Entries] = [
     {"app/": "", "app/one": "1\n", "app/gone": "x\n", "new/": "", "new/below": "x\n", "etc/hidden": "x\n"},
@@ -30,20 +27,17 @@ SEEN = "one\n2\n/app:\none\ntwo\n\n/new:\nabove\n3\n"
 
 
 @pytest.mark.parametrize("count", [0, 147])
-def test_a_sandbox_sees_what_the_topmost_layers_say(rootfs: str, scratch: Path, tmp_path: Path, count: int) -> None:
+async def test_a_sandbox_sees_what_the_topmost_layers_say(
+    start: Start, rootfs: str, tmp_path: Path, count: int
+) -> None:
     more: list[Entries] = [{f"more/{number}": "", f"app/{number}/deep/": ""} for number in range(count)]
     layers = unpacked([CHAIN[0], *more, *CHAIN[1:]], tmp_path / "layers")
-
-    async def main() -> None:
-        async with ApptainerProvider(scratch) as provider:
-            access = Access(rootfs, lambda: None, layers=layers)
-            async with await provider.start(SandboxSpec(rootfs), access=access) as sandbox:
-                seen = await sandbox.exec(LOOK if not count else "cat /app/one /link; ls /new; ls /more | wc -l")
-                assert seen.stdout == (SEEN if not count else f"one\n2\nabove\n{count}\n"), seen.stderr
-                changed = await sandbox.exec("rm -rf /app && mkdir /app && ls -A /app && rm /link && test ! -e /link")
-                assert (changed.exit_code, changed.stdout) == (0, ""), changed.stderr
-
-    asyncio.run(main())
+    sandbox = await start(rootfs=Rootfs(rootfs, lambda: None, layers=layers))
+    seen = await sandbox.exec(LOOK if not count else "cat /app/one /link; ls /new; ls /more | wc -l")
+    assert seen.stdout == (SEEN if not count else f"one\n2\nabove\n{count}\n"), seen.stderr
+    changed = await sandbox.exec("rm -rf /app && mkdir /app && ls -A /app && rm /link && test ! -e /link")
+    assert (changed.exit_code, changed.stdout) == (0, ""), changed.stderr
+    await start.close()
     remove_tree(tmp_path / "layers")
 
 
@@ -52,50 +46,33 @@ SETTINGS = 'export GREETING="hello"\nexport PATH="/app/bin:$PATH"\n'
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[ImageStore]:
-    """In memory, where hundreds of layers are soon written."""
+    """In memory, to write hundreds of layers fast."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         yield ImageStore(Path(place, "store"))
 
 
-def within(image: str, scratch: Path, use: Callable[[ApptainerSandbox], Awaitable[Any]], **spec: Any) -> Any:
-    async def main() -> Any:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(image, **spec)) as sandbox:
-                return await use(sandbox)
-
-    return asyncio.run(main())
-
-
-async def look(sandbox: ApptainerSandbox) -> str:
-    seen = await sandbox.exec(f'{LOOK}; echo "$GREETING" "${{PATH%%:*}}"')
-    deleted = await sandbox.exec("rm -rf /app /link && mkdir /app && touch /new/more && ls -A /app /new")
-    assert (deleted.exit_code, deleted.stdout) == (0, "/app:\n\n/new:\nabove\nmore\n"), deleted.stderr
-    return seen.stdout
-
-
 @pytest.mark.parametrize("way", ["overlay", "copy"])
 @pytest.mark.parametrize("base", ["sif", "directory"])
-def test_an_image_of_layers_is_the_same_whichever_way_a_node_takes_it(
-    base_sif: Path, rootfs: str, scratch: Path, store: ImageStore, monkeypatch: pytest.MonkeyPatch, way: str, base: str
+async def test_an_image_of_layers_is_the_same_whichever_way_a_node_takes_it(
+    base_sif: Path, rootfs: str, start: Start, store: ImageStore, monkeypatch: pytest.MonkeyPatch, way: str, base: str
 ) -> None:
-    if way == "copy":
-        monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
-    image = add_image(store, str(base_sif) if base == "sif" else rootfs, CHAIN, SETTINGS)
-    assert within(image, scratch, look) == SEEN + "hello /app/bin\n"
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay" if way == "copy" else "")
+    sandbox = await start(add_image(store, str(base_sif) if base == "sif" else rootfs, CHAIN, SETTINGS))
+    seen = await sandbox.exec(f'{LOOK}; echo "$GREETING" "${{PATH%%:*}}"')
+    assert seen.stdout == SEEN + "hello /app/bin\n"
+    deleted = await sandbox.exec("rm -rf /app /link && mkdir /app && touch /new/more && ls -A /app /new")
+    assert (deleted.exit_code, deleted.stdout) == (0, "/app:\n\n/new:\nabove\nmore\n"), deleted.stderr
 
 
-def test_an_image_without_a_base_starts(busybox_rootfs: str, scratch: Path, store: ImageStore) -> None:
-    """The lowest layer brings a shell, as an image of a registry does; no file of the runtime's is in it."""
+async def test_an_image_without_a_base_starts(busybox_rootfs: str, start: Start, store: ImageStore) -> None:
+    """The lowest layer has a shell, as images of registries do, and no file of the runtime."""
     programs: dict[str, str | bytes | None] = {
         "bin/": "",
         "bin/busybox": Path(busybox_rootfs, "bin/busybox").read_bytes(),
     }
     programs |= {f"bin/{name}": "->busybox" for name in ("sh", "cat", "ls", "head", "rm", "mkdir", "kill")}
-
-    async def use(sandbox: ApptainerSandbox) -> str:
-        return (await sandbox.exec("cat /app/one; ls /app /bin")).stdout
-
-    seen = within(add_image(store, None, [programs, {"app/": "", "app/one": "1\n"}]), scratch, use)
+    sandbox = await start(add_image(store, None, [programs, {"app/": "", "app/one": "1\n"}]))
+    seen = (await sandbox.exec("cat /app/one; ls /app /bin")).stdout
     assert seen == "1\n/app:\none\n\n/bin:\nbusybox\ncat\nhead\nkill\nls\nmkdir\nrm\nsh\n"
 
 
@@ -105,15 +82,11 @@ def chain(store: ImageStore) -> list[LayerFacts]:
 
 
 @pytest.mark.parametrize("count", [1, 10, 60, 150, 600])
-def test_a_chain_of_any_length_can_be_used(
-    rootfs: str, scratch: Path, store: ImageStore, chain: list[LayerFacts], count: int
+async def test_a_chain_of_any_length_can_be_used(
+    rootfs: str, start: Start, store: ImageStore, chain: list[LayerFacts], count: int
 ) -> None:
-    image = add_image(store, rootfs, chain[:count])
-
-    async def use(sandbox: ApptainerSandbox) -> tuple[str, str]:
-        return (await sandbox.exec("ls /chain | wc -l")).stdout, (await sandbox.exec(f"cat /chain/{count - 1}")).stdout
-
-    assert within(image, scratch, use) == (f"{count}\n", str(count - 1))
+    sandbox = await start(add_image(store, rootfs, chain[:count]))
+    assert (await sandbox.exec(f"ls /chain | wc -l; cat /chain/{count - 1}")).stdout == f"{count}\n{count - 1}"
 
 
 CHEAT = """
@@ -136,51 +109,37 @@ def test_a_chain_has_few_links_and_fits_into_a_page(tmp_path: Path, count: int, 
 
 
 @pytest.mark.parametrize("way", ["overlay", "copy"])
-def test_programs_of_every_layer_are_the_images_again_after_a_hostile_agent(
-    rootfs: str, scratch: Path, store: ImageStore, monkeypatch: pytest.MonkeyPatch, way: str
+async def test_programs_of_every_layer_are_the_images_again_after_a_hostile_agent(
+    rootfs: str, start: Start, store: ImageStore, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """gawk is one layer's, grep another's over it, tee and sort the base's, and cat is where a layer put nothing."""
+    """One layer has gawk, another over it grep, and the base tee and sort; no layer has a cat in that directory."""
     monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay" if way == "copy" else "")
+    gawk, grep = "#!/bin/sh\necho gawk of a layer\n", "#!/bin/sh\necho grep of a layer\n"
     layers: list[Entries] = [
-        {
-            "usr/bin/": "",
-            "usr/bin/gawk": "#!/bin/sh\necho gawk of a layer\n",
-            "usr/bin/grep": "#!/bin/sh\necho below\n",
-        },
-        {"usr/bin/": "", "usr/bin/grep": "#!/bin/sh\necho grep of a layer\n", "usr/bin/xargs": None},
+        {"usr/bin/": "", "usr/bin/gawk": gawk, "usr/bin/grep": "#!/bin/sh\necho below\n"},
+        {"usr/bin/": "", "usr/bin/grep": grep, "usr/bin/xargs": None},
     ]
-
-    def put_back(paths: LayerPaths) -> None:
-        restore(paths.upper, paths.image, [])
-
-    async def use(sandbox: ApptainerSandbox) -> str:
-        cheated = await sandbox.exec(CHEAT)
-        assert (cheated.exit_code, cheated.stderr) == (0, "")
-        assert (await sandbox.exec("gawk; grep")).stdout == "false\nfalse\n"
-        await sandbox.restart(change=put_back)
-        return (await sandbox.exec("gawk; grep; echo b | sort | tee /dev/null; cat /dev/null; command -v xargs")).stdout
-
-    assert within(add_image(store, rootfs, layers), scratch, use) == "gawk of a layer\ngrep of a layer\nb\n"
+    sandbox = await start(add_image(store, rootfs, layers))
+    cheated = await sandbox.exec(CHEAT)
+    assert (cheated.exit_code, cheated.stderr) == (0, "")
+    assert (await sandbox.exec("gawk; grep")).stdout == "false\nfalse\n"
+    await sandbox.restart(change=lambda paths: restore(paths.upper, paths.image, []))
+    programs = "gawk; grep; echo b | sort | tee /dev/null; cat /dev/null; command -v xargs"
+    assert (await sandbox.exec(programs)).stdout == "gawk of a layer\ngrep of a layer\nb\n"
 
 
-def test_a_snapshot_and_a_reset_sandbox_have_the_layers(
-    rootfs: str, scratch: Path, store: ImageStore, tmp_path: Path
+async def test_a_snapshot_and_a_reset_sandbox_have_the_layers(
+    rootfs: str, start: Start, store: ImageStore, tmp_path: Path
 ) -> None:
     image = add_image(store, rootfs, CHAIN, SETTINGS)
-
-    async def main() -> None:
-        spec = SandboxSpec(image)
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(spec) as first:
-                await first.exec("rm /app/one; echo mine > /app/mine")
-                kept = await first.snapshot(tmp_path / "kept")
-                await first.reset()
-                assert (await first.exec(LOOK)).stdout == SEEN
-            async with await provider.start(spec, kept) as second:
-                assert (await second.exec("ls /app; cat /link")).stdout == "mine\ntwo\n2\n"
-                await second.end_processes()
-                assert await second.read("/app/mine") == b"mine\n"
-                assert await second.read("/app/one") is None
-                assert await second.read("/app/two") == b"2\n"
-
-    asyncio.run(main())
+    first = await start(image)
+    await first.exec("rm /app/one; echo mine > /app/mine")
+    kept = await first.snapshot(tmp_path / "kept")
+    await first.reset()
+    assert (await first.exec(LOOK)).stdout == SEEN
+    second = await start(image, kept=kept)
+    assert (await second.exec("ls /app; cat /link")).stdout == "mine\ntwo\n2\n"
+    await second.end_processes()
+    assert await second.read("/app/mine") == b"mine\n"
+    assert await second.read("/app/one") is None
+    assert await second.read("/app/two") == b"2\n"

@@ -1,9 +1,7 @@
-"""What a node can do is found out, and each kind of node is used in its own way; real kernels refuse where they are
-told to, in a namespace of the test's own."""
+"""The probe of a node, and each kind of node. Real kernels refuse features in a namespace of the test."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import subprocess
@@ -20,8 +18,7 @@ from megaflow_hpc.environments.sandbox.scratch import file_system, kind_of, scra
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.types import ExecResult
-from tests.support.namespaces import fuse_overlay, restricted
+from tests.support.namespaces import fuse_overlay, mount_overlay, restricted
 
 MOUNTS = """\
 21 1 259:1 / / rw,relatime - ext4 /dev/sda1 rw
@@ -54,9 +51,6 @@ MOUNTS = """\
 def test_the_file_system_of_a_path_is_that_of_the_last_mount_above_it(path: str, type_: str, kind: str) -> None:
     assert file_system(path, MOUNTS) == type_
     assert kind_of(type_) == kind
-
-
-def test_an_unknown_fuse_file_system_counts_as_remote() -> None:
     assert kind_of("fuse.sshfs") == "network"
 
 
@@ -70,6 +64,10 @@ def test_scratch_on_a_network_file_system_is_passed_over_with_a_warning(tmp_path
     assert base == str(local)
     assert f"MEGAFLOW_SCRATCH={remote} is on nfs4" in warning
     assert scratch_base({"TMPDIR": str(local)}, mounts) == (str(local), "")
+    base, warning = scratch_base({"MEGAFLOW_SCRATCH": str(local)}, "1 0 1:1 / / rw - nfs4 root:/ rw\n")
+    assert base == str(local)
+    assert f"MEGAFLOW_SCRATCH={local} is on nfs4" in warning
+    assert "copies" in warning
 
 
 def test_a_diskless_node_falls_back_on_memory(tmp_path: Path) -> None:
@@ -84,15 +82,14 @@ def memory_scratch() -> Iterator[Path]:
     remove_tree(path)
 
 
-def test_what_a_sandbox_writes_on_scratch_in_memory_counts_as_its_memory(rootfs: str, memory_scratch: Path) -> None:
-    async def main() -> tuple[ExecResult, ExecResult]:
-        async with ApptainerProvider(memory_scratch) as provider:
-            async with await provider.start(SandboxSpec(rootfs, memory_mb=60, disk_mb=500)) as sandbox:
-                small = await sandbox.exec("head -c 5000000 /dev/zero > /var/small; sleep 1; echo kept")
-                fill = "i=0; while :; do i=$((i+1)); head -c 4000000 /dev/zero > /var/f$i || exit; done"
-                return small, await sandbox.exec(fill, timeout_s=60)
-
-    small, filled = asyncio.run(main())
+async def test_what_a_sandbox_writes_on_scratch_in_memory_counts_as_its_memory(
+    rootfs: str, memory_scratch: Path
+) -> None:
+    async with ApptainerProvider(memory_scratch) as provider:
+        async with await provider.start(SandboxSpec(rootfs, memory_mb=60, disk_mb=500)) as sandbox:
+            small = await sandbox.exec("head -c 5000000 /dev/zero > /var/small; sleep 1; echo kept")
+            fill = "i=0; while :; do i=$((i+1)); head -c 4000000 /dev/zero > /var/f$i || exit; done"
+            filled = await sandbox.exec(fill, timeout_s=60)
     assert (small.stdout, small.breach) == ("kept\n", "")
     assert filled.breach.startswith("memory limit: ")
 
@@ -139,18 +136,15 @@ def test_a_kernel_without_network_namespaces_is_found_out(tmp_path: Path) -> Non
 
 
 def test_scratch_that_takes_no_overlay_is_found_out_and_copies_are_left(tmp_path: Path) -> None:
-    """An overlay cannot lie on an overlay; without FUSE sandboxes are copies of their images."""
-    for name in ("l", "u", "w", "m"):
-        (tmp_path / name).mkdir()
-    options = f"lowerdir={tmp_path}/l,upperdir={tmp_path}/u,workdir={tmp_path}/w,userxattr"
-    done = restricted(f"mount -t overlay overlay -o {options} {tmp_path}/m", "-c", PROBE, str(tmp_path / "m"))
+    """An overlay cannot be on an overlay. Without FUSE, sandboxes are copies of their images."""
+    done = restricted(mount_overlay(tmp_path), "-c", PROBE, str(tmp_path / "m"))
     found = probe.Site(**json.loads(done.stdout))
     remove_tree(tmp_path / "w")
     assert found.container == ""
     assert found.overlay_by != "kernel"
     if fuse_overlay():
         assert (found.overlay, found.overlay_by) == ("", "fuse-overlayfs")
-    else:  # Apptainer's last words are those of what it tried last
+    else:  # Apptainer's last line is about its last attempt
         assert ("fuse" if shutil.which("fuse-overlayfs") else "mounting overlay") in found.overlay
         assert (found.copy, found.refuses("host")) == ("", "")
         without = replace(found, copy="scratch is read-only")
@@ -189,7 +183,7 @@ def test_an_apptainer_without_its_setuid_starter_is_not_setuid(tmp_path: Path) -
     starter = tmp_path / "apptainer" / "bin" / "starter-suid"
     starter.parent.mkdir(parents=True)
     starter.touch()
-    starter.chmod(0o4755)  # the bit, but not root's
+    starter.chmod(0o4755)  # it has the bit, but root does not own it
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\necho PREFIX=/usr\necho LIBEXECDIR={tmp_path}\n")
     program.chmod(0o755)

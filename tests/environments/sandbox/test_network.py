@@ -1,4 +1,4 @@
-"""What reaches out of a sandbox, by network: proved against listeners of the host that are alive."""
+"""Connections out of a sandbox, tested with live listeners of the host."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments import ApptainerSandbox
 from megaflow_hpc.environments.sandbox import helper_python, probe
-from megaflow_hpc.environments.sandbox.network import _receive, how_to_listen
+from megaflow_hpc.environments.sandbox.network import _is_listener, how_to_listen
 from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
 from megaflow_hpc.types import Network
-
-InSandbox = Callable[..., Any]
+from tests.support.sandboxes import Start
 
 REACH = """
 import json, socket, sys
@@ -38,7 +37,7 @@ print(json.dumps(reached))
 
 @pytest.fixture
 def listeners() -> Iterator[list[list[Any]]]:
-    """One live listener of the host per way out: (name, family, address as Python's socket takes it)."""
+    """Yields a live listener of the host for each way out: name, family, and address for Python's socket."""
     name = f"megaflow-test-{os.getpid()}"
     with (
         closing(socket.create_server(("127.0.0.1", 0))) as four,
@@ -51,7 +50,7 @@ def listeners() -> Iterator[list[list[Any]]]:
         out = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         with closing(out):
             try:
-                out.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent, a route is looked up
+                out.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent, only a route is looked up
                 own = out.getsockname()[0]
             except OSError:
                 own = "127.0.0.1"
@@ -63,57 +62,41 @@ def listeners() -> Iterator[list[list[Any]]]:
         ]
 
 
-def reached(in_sandbox: InSandbox, network: Network, listeners: list[list[Any]], **spec: Any) -> dict[str, bool]:
-    async def use(sandbox: ApptainerSandbox) -> dict[str, bool]:
-        done = await sandbox.exec(["python3", "-c", REACH, json.dumps(listeners)], timeout_s=60)
-        found: dict[str, bool] = json.loads(done.stdout)
-        return found
-
-    result: dict[str, bool] = in_sandbox(use, network=network, **spec)
-    return result
+async def reached(sandbox: ApptainerSandbox, listeners: list[list[Any]]) -> set[str]:
+    """Returns the names of the listeners that a sandbox reaches."""
+    done = await sandbox.exec(["python3", "-c", REACH, json.dumps(listeners)], timeout_s=60)
+    return {name for name, is_reached in json.loads(done.stdout).items() if is_reached}
 
 
-def test_network_host_reaches_every_listener_of_the_host(in_sandbox: InSandbox, listeners: list[list[Any]]) -> None:
-    """Without this, that the others reach none would prove nothing."""
-    assert reached(in_sandbox, "host", listeners) == {name: True for name, *_ in listeners}
+async def test_network_host_reaches_every_listener_of_the_host(start: Start, listeners: list[list[Any]]) -> None:
+    """Proves that the listeners work."""
+    assert await reached(await start(network="host"), listeners) == {name for name, *_ in listeners}
 
 
 @pytest.mark.parametrize("network", ["none", "gateway"])
 @pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
-def test_without_the_hosts_network_no_listener_of_the_host_is_reached(
-    in_sandbox: InSandbox, listeners: list[list[Any]], network: Network, user: str | None
+async def test_without_the_hosts_network_no_listener_of_the_host_is_reached(
+    start: Start, listeners: list[list[Any]], network: Network, user: str | None
 ) -> None:
-    assert reached(in_sandbox, network, listeners, user=user) == {name: False for name, *_ in listeners}
+    sandbox = await start(network=network, user=user)
+    assert await reached(sandbox, listeners) == set()
+    await sandbox.kill_processes()
+    assert await reached(sandbox, listeners) == set()
 
 
 @pytest.mark.parametrize("network", ["none", "gateway"])
-def test_there_is_no_device_but_loopback_and_none_can_be_made(in_sandbox: InSandbox, network: Network) -> None:
-    async def use(sandbox: ApptainerSandbox) -> tuple[str, str, int]:
-        devices = await sandbox.exec("tail -n +3 /proc/net/dev | cut -d: -f1")
-        routes = await sandbox.exec("tail -n +2 /proc/net/route; grep -v ' lo$' /proc/net/ipv6_route")
-        # A raw socket would see packets; a new namespace would bring rights over devices.
-        raw = "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)"
-        return devices.stdout, routes.stdout, (await sandbox.exec(["python3", "-c", raw])).exit_code
-
-    devices, routes, raw = in_sandbox(use, network=network)
-    assert devices.split() == ["lo"]
-    assert routes == ""
-    assert raw != 0
+async def test_there_is_no_device_but_loopback_and_none_can_be_made(start: Start, network: Network) -> None:
+    sandbox = await start(network=network)
+    devices = await sandbox.exec("tail -n +3 /proc/net/dev | cut -d: -f1")
+    routes = await sandbox.exec("tail -n +2 /proc/net/route; grep -v ' lo$' /proc/net/ipv6_route")
+    # A raw socket would see packets; a new namespace would bring rights over devices.
+    raw = "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)"
+    assert devices.stdout.split() == ["lo"]
+    assert routes.stdout == ""
+    assert (await sandbox.exec(["python3", "-c", raw])).exit_code != 0
 
 
-def test_the_network_stays_closed_after_the_processes_were_replaced(
-    in_sandbox: InSandbox, listeners: list[list[Any]]
-) -> None:
-    async def use(sandbox: ApptainerSandbox) -> dict[str, bool]:
-        await sandbox.kill_processes()
-        done = await sandbox.exec(["python3", "-c", REACH, json.dumps(listeners)], timeout_s=60)
-        found: dict[str, bool] = json.loads(done.stdout)
-        return found
-
-    assert not any(in_sandbox(use, network="gateway").values())
-
-
-def test_two_gateway_sandboxes_on_one_port_do_not_meet(rootfs: str, scratch: Path) -> None:
+async def test_two_gateway_sandboxes_on_one_port_do_not_meet(start: Start) -> None:
     ask = "import socket, sys; print(socket.create_connection(('127.0.0.1', 8000), 5).recv(8).decode())"
 
     async def serve(sandbox: ApptainerSandbox, word: bytes) -> asyncio.Server:
@@ -123,26 +106,16 @@ def test_two_gateway_sandboxes_on_one_port_do_not_meet(rootfs: str, scratch: Pat
 
         return await asyncio.start_server(answer, sock=await sandbox.listen(8000))
 
-    async def main() -> list[str]:
-        async with ApptainerProvider(scratch) as provider:
-            sandboxes = [await provider.start(SandboxSpec(rootfs, network="gateway")) for _ in range(2)]
-            servers = [
-                await serve(sandbox, word) for sandbox, word in zip(sandboxes, (b"first", b"second"), strict=True)
-            ]
-            said = [(await sandbox.exec(["python3", "-c", ask])).stdout.strip() for sandbox in sandboxes]
-            for server in servers:
-                server.close()
-            return said
-
-    assert asyncio.run(main()) == ["first", "second"]
+    first, second = await start(network="gateway"), await start(network="gateway")
+    async with await serve(first, b"first"), await serve(second, b"second"):
+        assert (await first.exec(["python3", "-c", ask])).stdout == "first\n"
+        assert (await second.exec(["python3", "-c", ask])).stdout == "second\n"
 
 
-def test_only_a_gateway_sandbox_has_a_listener(in_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> None:
-        await sandbox.listen()
-
+async def test_only_a_gateway_sandbox_has_a_listener(start: Start) -> None:
+    sandbox = await start(network="none")
     with pytest.raises(SandboxError, match="only 'gateway' has"):
-        in_sandbox(use, network="none")
+        await sandbox.listen()
 
 
 # --- a listener without entering from outside ------------------------------------------------------------------------
@@ -150,7 +123,7 @@ def test_only_a_gateway_sandbox_has_a_listener(in_sandbox: InSandbox) -> None:
 
 @pytest.fixture
 def by_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where only root's rights start containers, so that nobody may enter their namespaces."""
+    """As on nodes where only root can start containers, so other users cannot enter their namespaces."""
     monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "nsenter")
 
 
@@ -164,70 +137,57 @@ async def echo(sandbox: ApptainerSandbox, port: int = 0) -> tuple[asyncio.Server
 
 
 @pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
-def test_a_helper_inside_any_image_listens_where_namespaces_cannot_be_entered(
-    busybox_rootfs: str, scratch: Path, by_helper: None, user: str | None
+async def test_a_helper_inside_any_image_listens_where_namespaces_cannot_be_entered(
+    start: Start, busybox_rootfs: str, by_helper: None, user: str | None
 ) -> None:
-    """In an image of nothing but busybox; again after the processes were replaced; and twice at once."""
-
-    async def main() -> list[str]:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(busybox_rootfs, network="gateway", user=user)) as sandbox:
-                said = []
-                for _ in range(2):
-                    server, port = await echo(sandbox)
-                    other, _ = await echo(sandbox, 8123)
-                    async with server, other:
-                        for number in (port, 8123, 8124):
-                            asked = await sandbox.exec(f"echo hello | nc -w 3 127.0.0.1 {number}; echo $?")
-                            said.append(asked.stdout)
-                    await sandbox.kill_processes()
-                # Nothing of it runs on, and what it brought cannot be changed.
-                server, _ = await echo(sandbox)
-                server.close()
-                said.append((await sandbox.exec("cat /proc/[0-9]*/cmdline | grep -c python/[l]oader")).stdout)
-                return [*said, (await sandbox.exec("echo x > /.megaflow/python/loader || echo refused")).stdout]
-
-    answered = ["HELLO\n0\n", "HELLO\n0\n", "1\n"]
-    assert asyncio.run(main()) == [*answered, *answered, "0\n", "refused\n"]
+    """Uses an image with only busybox; repeats after the processes were replaced, and with two listeners."""
+    sandbox = await start(busybox_rootfs, network="gateway", user=user)
+    for _ in range(2):
+        server, port = await echo(sandbox)
+        other, _ = await echo(sandbox, 8123)
+        async with server, other:
+            for number, answer in ((port, "HELLO\n0\n"), (8123, "HELLO\n0\n"), (8124, "1\n")):
+                asked = await sandbox.exec(f"echo hello | nc -w 3 127.0.0.1 {number}; echo $?")
+                assert asked.stdout == answer
+        await sandbox.kill_processes()
+    # No process of it continues, and its files cannot be changed.
+    server, _ = await echo(sandbox)
+    server.close()
+    assert (await sandbox.exec("cat /proc/[0-9]*/cmdline | grep -c python/[l]oader")).stdout == "0\n"
+    assert (await sandbox.exec("echo x > /.megaflow/python/loader || echo refused")).stdout == "refused\n"
 
 
 @pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
-def test_with_a_helper_too_no_listener_of_the_host_is_reached(
-    in_sandbox: InSandbox, listeners: list[list[Any]], by_helper: None, user: str | None
+async def test_with_a_helper_too_no_listener_of_the_host_is_reached(
+    start: Start, listeners: list[list[Any]], by_helper: None, user: str | None
 ) -> None:
-    async def use(sandbox: ApptainerSandbox) -> dict[str, bool]:
-        server, _ = await echo(sandbox)
-        async with server:
-            done = await sandbox.exec(["python3", "-c", REACH, json.dumps(listeners)], timeout_s=60)
-            found: dict[str, bool] = json.loads(done.stdout)
-            return found
-
-    assert in_sandbox(use, network="gateway", user=user) == {name: False for name, *_ in listeners}
+    sandbox = await start(network="gateway", user=user)
+    server, _ = await echo(sandbox)
+    async with server:
+        assert await reached(sandbox, listeners) == set()
 
 
-def test_a_port_that_is_taken_is_said(in_sandbox: InSandbox, by_helper: None) -> None:
-    async def use(sandbox: ApptainerSandbox) -> None:
-        first = await sandbox.listen(8123)
-        with first, pytest.raises(SandboxError, match=r"no listener on port 8123 in the sandbox: .*in use"):
-            await sandbox.listen(8123)
-
-    in_sandbox(use, network="gateway")
+async def test_a_port_that_is_taken_is_said(start: Start, by_helper: None) -> None:
+    sandbox = await start(network="gateway")
+    first = await sandbox.listen(8123)
+    with first, pytest.raises(SandboxError, match=r"no listener on port 8123 in the sandbox: .*in use"):
+        await sandbox.listen(8123)
 
 
-def test_what_is_passed_out_instead_of_a_listener_is_refused() -> None:
-    """What passes descriptors out shares its sandbox with an agent."""
-    for passed in ("a file", "two", "nothing"):
-        ours, theirs = socket.socketpair()
-        with ours, theirs, open(os.devnull) as file, socket.create_server(("127.0.0.1", 0)) as server:
-            descriptors = {"a file": [file.fileno()], "two": [file.fileno(), server.fileno()], "nothing": []}[passed]
-            before = len(os.listdir("/proc/self/fd"))
-            socket.send_fds(theirs, [b"x"], descriptors)
-            found = _receive(ours)
-            assert (found is not None) == (passed == "two")
-            if found is not None:
-                assert found.getsockname() == server.getsockname()
-                found.close()
-            assert len(os.listdir("/proc/self/fd")) == before
+@pytest.mark.parametrize("passed", ["a file", "two", "nothing"])
+def test_only_a_listener_that_is_passed_out_is_kept(passed: str) -> None:
+    """An agent of the same sandbox can pass other descriptors."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open(os.devnull) as file, socket.create_server(("127.0.0.1", 0)) as server:
+        descriptors = {"a file": [file.fileno()], "two": [file.fileno(), server.fileno()], "nothing": []}[passed]
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(theirs, [b"x"], descriptors)
+        received = helper_python.receive_descriptor(ours, _is_listener)
+        assert (received is not None) == (passed == "two")
+        if received is not None:
+            with socket.socket(fileno=received) as listener:
+                assert listener.getsockname() == server.getsockname()
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_way_of_a_listener_is_chosen_by_what_the_node_allows(

@@ -1,8 +1,7 @@
-"""A reset leaves nothing of what ran before, and each rollout of a campaign starts clean."""
+"""A reset removes everything that ran before, and each rollout of a campaign starts clean."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -14,31 +13,28 @@ import pytest
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.config.sections import EnvironmentConfig
-from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.types import Network, Task
+from tests.support.sandboxes import Start
 
 LOOK = (
     "ls -A /tmp /dev/shm; ls -d /kept /opt 2>&1; cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[s]leep 500'; pwd"
 )
 
 
-def test_a_reset_leaves_no_process_and_no_file(rootfs: str, scratch: Path) -> None:
-    async def main() -> None:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(rootfs, workdir="/w")) as sandbox:
-                clean = (await sandbox.exec(LOOK)).stdout
-                for _ in range(3):
-                    await sandbox.exec(
-                        "touch /kept /tmp/kept /dev/shm/kept; rm -rf /opt; echo bad > /etc/profile; setsid sleep 500 &"
-                    )
-                    old = sandbox.pid
-                    await sandbox.reset()
-                    assert sandbox.pid != old
-                    assert (await sandbox.exec(LOOK)).stdout == clean
-                    assert (await sandbox.exec("grep -c bad /etc/profile")).stdout == "0\n"
-        assert not list((scratch / "owners").glob(f"{os.getpid()}-*"))
-
-    asyncio.run(main())
+async def test_a_reset_leaves_no_process_and_no_file(start: Start, scratch: Path) -> None:
+    sandbox = await start(workdir="/w")
+    clean = (await sandbox.exec(LOOK)).stdout
+    for _ in range(3):
+        await sandbox.exec(
+            "touch /kept /tmp/kept /dev/shm/kept; rm -rf /opt; echo bad > /etc/profile; setsid sleep 500 &"
+        )
+        old = sandbox.pid
+        await sandbox.reset()
+        assert sandbox.pid != old
+        assert (await sandbox.exec(LOOK)).stdout == clean
+        assert (await sandbox.exec("grep -c bad /etc/profile")).stdout == "0\n"
+    await start.close()
+    assert not list((scratch / "owners").glob(f"{os.getpid()}-*"))
 
 
 @pytest.mark.parametrize(

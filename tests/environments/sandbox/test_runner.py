@@ -1,4 +1,4 @@
-"""What starts commands inside: a program where one was built for this machine and runs, else the image's shell."""
+"""The program that starts commands: the compiled one if it was built and runs, else the image's shell."""
 
 from __future__ import annotations
 
@@ -7,30 +7,24 @@ import os
 import re
 import struct
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.sandbox.commands import program
+from megaflow_hpc.environments.sandbox.commands import container
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.host.process import descendants
 from tests.support.places import ROOT
-from tests.support.sandboxes import runs
-
-InSandbox = Callable[..., Any]
+from tests.support.sandboxes import Start
 
 OWN = re.compile(rb"(OLDPWD|SHLVL|_|MEGAFLOW_COMMAND)=")
-"""Variables that a shell keeps for itself, and the mark of a command."""
+"""Variables of the shell itself, and the mark of a command."""
 
 
 @pytest.mark.parametrize("shell", ["dash", "bash"])
-def test_a_command_is_started_as_a_shell_would(
-    rootfs: str, scratch: Path, shell: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Environment, limits, signals and exit status, whichever of the two starts it."""
+async def test_a_command_is_started_as_a_shell_would(start: Start, shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares environment, limits, signals and exit status of both runners."""
     commands: list[tuple[Any, dict[str, Any]]] = [
         (["env"], {}),
         (["env"], {"cwd": "/link", "env": {"BASE": "other", "PATH": "/bin", "MINE": "ä\n'$x"}}),
@@ -50,80 +44,65 @@ def test_a_command_is_started_as_a_shell_would(
         f"ln -sf {shell} /bin/sh; mkdir -p /a/b /v; ln -sfn /a/b /link; echo 'echo script $*' | tee script /v/plain; "
         "chmod +x script /v/plain; touch plain"
     )
-
-    async def use(sandbox: ApptainerSandbox) -> list[tuple[int, set[bytes]]]:
-        await sandbox.exec(made)
-        await sandbox.kill_processes()
-        results = [await sandbox.exec(command, **options) for command, options in commands]
-        return [(one.exit_code, set(one.stdout_bytes.splitlines())) for one in results]
-
-    found = []
+    sandboxes = []
     for without in ("program", ""):
         monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", without)
-        found.append(runs(rootfs, scratch)(use, workdir="/w", env={"BASE": "b b"}))
-    for what, one, other in zip(commands, *found, strict=True):
-        differ = {line for line in one[1] ^ other[1] if not OWN.match(line)}
-        assert (one[0], differ) == (other[0], set()), what
+        sandbox = await start(workdir="/w", env={"BASE": "b b"})
+        await sandbox.exec(made)
+        await sandbox.kill_processes()
+        sandboxes.append(sandbox)
+    for command, options in commands:
+        by_shells, by_program = [await sandbox.exec(command, **options) for sandbox in sandboxes]
+        lines = [set(result.stdout_bytes.splitlines()) for result in (by_shells, by_program)]
+        differing = {line for line in lines[0] ^ lines[1] if not OWN.match(line)}
+        assert (by_shells.exit_code, differing) == (by_program.exit_code, set()), command
 
 
-def test_each_command_has_its_own_session_and_no_terminal(
-    in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_each_command_has_its_own_session_and_no_terminal(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGAFLOW_SANDBOX_WITHOUT", raising=False)
-
-    async def use(sandbox: ApptainerSandbox) -> list[list[str]]:
-        said = [await sandbox.exec(["cat", "/proc/self/stat"]) for _ in range(3)]
-        return [one.stdout.rpartition(")")[0].split()[:1] + one.stdout.rpartition(")")[2].split()[2:5] for one in said]
-
-    found = in_sandbox(use)
+    sandbox = await start()
+    said = [await sandbox.exec(["cat", "/proc/self/stat"]) for _ in range(3)]
+    found = [one.stdout.rpartition(")")[0].split()[:1] + one.stdout.rpartition(")")[2].split()[2:5] for one in said]
     assert all(pid == group == session and terminal == "0" for pid, group, session, terminal in found)
     assert len({session for _, _, session, _ in found}) == 3
 
 
 def not_for_this_machine() -> bytes:
-    """A program whose header names a machine that this is not."""
+    """Returns a program for another kind of machine."""
     own = bytearray(Path("/bin/true").resolve().read_bytes())
     struct.pack_into("<H", own, 18, 8)  # EM_MIPS
     return bytes(own)
 
 
 @pytest.mark.parametrize("built", [None, b"", b"#!/no/such\n", b"exit 3\n", not_for_this_machine()])
-def test_where_the_program_is_missing_or_does_not_run_the_shells_do(
-    in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch, built: bytes | None
+async def test_where_the_program_is_missing_or_does_not_run_the_shells_do(
+    start: Start, monkeypatch: pytest.MonkeyPatch, built: bytes | None
 ) -> None:
-    monkeypatch.setattr(program, "_built", lambda machine: built)
-
-    async def use(sandbox: ApptainerSandbox) -> list[str]:
-        return [(await sandbox.exec(command)).stdout for command in ("echo fine", "echo again; cat /proc/1/cmdline")]
-
-    said = in_sandbox(use)
+    monkeypatch.setattr(container, "compiled_runner", lambda machine: built)
+    sandbox = await start()
+    said = [(await sandbox.exec(command)).stdout for command in ("echo fine", "echo again; cat /proc/1/cmdline")]
     assert said[0] == "fine\n"
     assert said[1].startswith("again\n/bin/sh\0/.megaflow/runner.sh")
 
 
-def test_a_command_that_kills_any_of_the_runners_processes_costs_itself_at_most(
-    rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_command_that_kills_any_of_the_runners_processes_costs_itself_at_most(
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MEGAFLOW_SANDBOX_WITHOUT", raising=False)
+    sandbox = await start()
     own = "grep -lsa '^/.megaflow/runner.[^.]' /proc/[0-9]*/cmdline | cut -d/ -f3"
-
-    async def use(sandbox: ApptainerSandbox) -> tuple[int, list[str]]:
-        count, said = len((await sandbox.exec(own)).stdout.split()), []
-        for signal in ("KILL", "TERM", "SEGV"):
-            for place in range(count):
-                await sandbox.exec(f"set -- $({own}); shift {place}; kill -{signal} $1; sleep 0.2", timeout_s=20)
-                said.append((await sandbox.exec("echo fine", timeout_s=20)).stdout)
-        return count, said
-
-    count, said = runs(rootfs, scratch)(use)
-    assert count >= 3  # main, reader, and the worker that waits
-    assert said == ["fine\n"] * (3 * count)
+    count = len((await sandbox.exec(own)).stdout.split())
+    assert count >= 3  # main, reader, and the waiting worker
+    for signal in ("KILL", "TERM", "SEGV"):
+        for index in range(count):
+            await sandbox.exec(f"set -- $({own}); shift {index}; kill -{signal} $1; sleep 0.2", timeout_s=20)
+            assert (await sandbox.exec("echo fine", timeout_s=20)).stdout == "fine\n"
 
 
-def test_nothing_of_a_command_that_has_ended_is_in_the_runners_memory(
-    rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+async def test_nothing_of_a_command_that_has_ended_is_in_the_runners_memory(
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later command of the same sandbox may read it there: it must not find what an earlier one was given."""
+    """Later commands of the same sandbox could read it from that memory."""
     monkeypatch.delenv("MEGAFLOW_SANDBOX_WITHOUT", raising=False)
     secret = os.urandom(16).hex()
 
@@ -140,17 +119,13 @@ def test_nothing_of_a_command_that_has_ended_is_in_the_runners_memory(
                         found += memory.read(end - first).count(secret.encode())
         return found
 
-    async def main() -> tuple[int, int]:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
-                running = asyncio.create_task(sandbox.exec("sleep 2", env={"SECRET": secret}))
-                await asyncio.sleep(1)
-                assert sandbox.pid is not None
-                during = held(sandbox.pid)
-                await running
-                return during, held(sandbox.pid)
-
-    during, after = asyncio.run(main())
+    sandbox = await start()
+    running = asyncio.create_task(sandbox.exec("sleep 2", env={"SECRET": secret}))
+    await asyncio.sleep(1)
+    assert sandbox.pid is not None
+    during = held(sandbox.pid)
+    await running
+    after = held(sandbox.pid)
     assert during, "it can be read at all"
     assert after == 0
 
@@ -163,5 +138,5 @@ def test_the_program_is_built_from_its_source_in_a_clone(tmp_path: Path) -> None
     done = subprocess.run(["python3", "hatch_build.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     built = tmp_path / commands / f"runner-{os.uname().machine}"
     assert str(built) in done.stdout.splitlines()
-    assert subprocess.run([built], check=False).returncode == 0  # no words: it says no more than that it runs
+    assert subprocess.run([built], check=False).returncode == 0  # without arguments it only shows that it runs
     assert sorted(os.listdir(tmp_path / commands)) == [built.name, "runner.c", "runner.h"]

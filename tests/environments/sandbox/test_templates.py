@@ -1,4 +1,4 @@
-"""Sandboxes that are clones of a container are as those that Apptainer starts, and end as they do."""
+"""Clones behave like containers that Apptainer starts, and end like them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.sandbox.commands.template import Template
-from megaflow_hpc.environments.sandbox.templates import supported
+from megaflow_hpc.environments.sandbox.templates import Template, supported
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.process import Identity, argv, descendants, parent
 from tests.support.campaigns import Make
-from tests.support.sandboxes import clone_at_once
+from tests.support.sandboxes import Start, clone_at_once
 from tests.support.waiting import until, until_async
 
 SEEN = {
@@ -40,7 +40,7 @@ def cloned(sandbox: ApptainerSandbox) -> bool:
 
 
 def mounts(text: str) -> list[tuple[str, str, str]]:
-    """(place, options of the mount, file system), but for Apptainer's terminal."""
+    """Returns mount point, options and file system of each mount except Apptainer's terminal."""
     fields = [line.split() for line in text.splitlines()]
     found = [(line[4], line[5], line[line.index("-") + 1]) for line in fields]
     return sorted(one for one in found if one[0] != "/dev/console")
@@ -57,35 +57,29 @@ async def seen(sandbox: ApptainerSandbox) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("network", ["none", "host"])
-def test_a_clone_has_what_a_container_of_apptainer_has(rootfs: str, scratch: Path, network: str) -> None:
-    async def main() -> list[tuple[bool, dict[str, object]]]:
-        async with ApptainerProvider(scratch) as provider:
-            spec = SandboxSpec(rootfs, env={"ONE": "two  words"}, workdir="/app", disk_mb=50, network=network)  # type: ignore[arg-type]
-            both = [await provider.start(spec) for _ in range(2)]
-            return [(cloned(sandbox), await seen(sandbox)) for sandbox in both]
-
+async def test_a_clone_has_what_a_container_of_apptainer_has(rootfs: str, scratch: Path, network: str) -> None:
     assert supported()
-    (first_cloned, first), (second_cloned, second) = asyncio.run(main())
+    async with ApptainerProvider(scratch) as provider:
+        spec = SandboxSpec(rootfs, env={"ONE": "two  words"}, workdir="/app", disk_mb=50, network=network)  # type: ignore[arg-type]
+        both = [await provider.start(spec) for _ in range(2)]
+        (first_cloned, first), (second_cloned, second) = [(cloned(sandbox), await seen(sandbox)) for sandbox in both]
     assert (first_cloned, second_cloned) == (False, True)
     for name, what in first.items():
         assert second[name] == what, name
 
 
-def test_nothing_of_the_template_is_left_inside(rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_of_the_template_is_left_inside(
+    start: Start, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clone_at_once(monkeypatch)
-
-    async def main() -> list[str]:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
-                commands = (
-                    f"ls -d {scratch} /.megaflow/cloner.py /.megaflow/python; umount / /proc /sys /dev",
-                    "unshare --user true || unshare --mount true || echo refused",
-                    "ls /proc | grep -c '^[0-9]'; cat /proc/*/comm",
-                    "ls -l /proc/1/fd | grep -c socket",
-                )
-                return [(await sandbox.exec(command)).stdout for command in commands]
-
-    paths, namespaces, processes, sockets = asyncio.run(main())
+    sandbox = await start()
+    commands = (
+        f"ls -d {scratch} /.megaflow/cloner.py /.megaflow/python; umount / /proc /sys /dev",
+        "unshare --user true || unshare --mount true || echo refused",
+        "ls /proc | grep -c '^[0-9]'; cat /proc/*/comm",
+        "ls -l /proc/1/fd | grep -c socket",
+    )
+    paths, namespaces, processes, sockets = [(await sandbox.exec(command)).stdout for command in commands]
     assert (paths, namespaces, sockets) == ("", "refused\n", "0\n")
     assert "python" not in processes
     assert "loader" not in processes
@@ -133,143 +127,130 @@ print(reached)
 """Arguments: the directory of another sandbox, then processes of the host by their numbers there."""
 
 
-def test_a_clone_reaches_neither_its_template_nor_another_clone(
+async def test_a_clone_reaches_neither_its_template_nor_another_clone(
     rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By number, descriptor, namespace, memory or file; and what it ends is its own."""
+    """Tries process numbers, descriptors, namespaces, memory and files. A kill ends only its own processes."""
     clone_at_once(monkeypatch)
-
-    async def main() -> tuple[str, str, str]:
-        async with ApptainerProvider(scratch) as provider:
-            one, other = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
-            assert cloned(one)
-            assert cloned(other)
-            await other.exec("touch /tmp/others /dev/shm/others /dev/mqueue/others")
-            template = parent(other.pid or 0)
-            assert template is not None
-            pids = [template, other.pid, *descendants(other.pid or 0), os.getpid()]
-            reached = await one.exec(["python3", "-c", REACH, Path(other.directory).name, *map(str, pids)])
-            assert reached.exit_code == 0, reached
-            ended = await one.exec("kill -9 -1; kill -9 1; echo it went on")
-            return reached.stdout, ended.stdout, (await other.exec("ls /tmp/others; echo and on")).stdout
-
-    reached, _, other = asyncio.run(main())
+    async with ApptainerProvider(scratch) as provider:
+        one, other = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
+        assert cloned(one)
+        assert cloned(other)
+        await other.exec("touch /tmp/others /dev/shm/others /dev/mqueue/others")
+        template = parent(other.pid or 0)
+        assert template is not None
+        pids = [template, other.pid, *descendants(other.pid or 0), os.getpid()]
+        reached = await one.exec(["python3", "-c", REACH, Path(other.directory).name, *map(str, pids)])
+        assert reached.exit_code == 0, reached
+        ended = await one.exec("kill -9 -1; kill -9 1; echo it went on")
+        reached, _, other = reached.stdout, ended.stdout, (await other.exec("ls /tmp/others; echo and on")).stdout
     assert reached == "[]\n"
     assert other == "/tmp/others\nand on\n"
 
 
-def test_a_request_is_the_fields_that_it_was_made_of(tmp_path: Path) -> None:
-    async def main() -> None:
-        template = Template(str(tmp_path / "log"))
-        (tmp_path / "log").touch()
-        fields = ["none", "/d", "lowerdir=/", "/d/merged", "1", "/bin/sh", "0", "A=b\0/home:/home:rw"]
-        with pytest.raises(SandboxError, match="zero byte"):
-            await template.clone(fields, 2, lambda identity: None)
-
-    asyncio.run(main())
+async def test_a_request_is_the_fields_that_it_was_made_of(tmp_path: Path) -> None:
+    template = Template(str(tmp_path / "log"))
+    (tmp_path / "log").touch()
+    fields = ["none", "/d", "lowerdir=/", "/d/merged", "1", "/bin/sh", "0", "A=b\0/home:/home:rw"]
+    with pytest.raises(SandboxError, match="zero byte"):
+        await template.clone(fields, 2, lambda identity: None)
 
 
-def test_links_in_a_layer_lead_a_clone_nowhere(rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The places that it mounts on are the agent's files when the next container starts."""
+async def test_links_in_a_layer_lead_a_clone_nowhere(
+    start: Start, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mount points are files of the agent when the next container starts."""
     clone_at_once(monkeypatch)
     trap = scratch / "trap"
     trap.mkdir(parents=True, exist_ok=True)
     (trap / "resolv.conf").write_text("host's\n")
+    sandbox = await start()
 
-    async def main() -> str:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
+    def set_traps(paths: object) -> None:
+        upper = Path(sandbox.directory, "layer", "upper")
+        shutil.rmtree(upper / "etc", ignore_errors=True)
+        (upper / "etc").symlink_to(trap)
+        shutil.rmtree(upper / "dev", ignore_errors=True)
+        (upper / "dev").symlink_to("/srv")
 
-                def set_traps(paths: object) -> None:
-                    upper = Path(sandbox.directory, "layer", "upper")
-                    shutil.rmtree(upper / "etc", ignore_errors=True)
-                    (upper / "etc").symlink_to(trap)
-                    shutil.rmtree(upper / "dev", ignore_errors=True)
-                    (upper / "dev").symlink_to("/srv")
-
-                await sandbox.end_processes(set_traps)
-                assert cloned(sandbox) or sandbox.pid is None
-                return (await sandbox.exec("ls /srv; cat /etc/resolv.conf; echo x >/etc/resolv.conf")).stdout
-
-    said = asyncio.run(main())
+    await sandbox.end_processes(set_traps)
+    assert cloned(sandbox) or sandbox.pid is None
+    said = (await sandbox.exec("ls /srv; cat /etc/resolv.conf; echo x >/etc/resolv.conf")).stdout
     assert "null" in said
     assert "host's" not in said
     assert (trap / "resolv.conf").read_text() == "host's\n"
     assert os.listdir(trap) == ["resolv.conf"]
 
 
-def test_a_template_that_is_killed_takes_its_sandboxes_along_and_the_next_start_makes_another(
-    rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_template_that_is_killed_takes_its_sandboxes_along_and_the_next_start_makes_another(
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clone_at_once(monkeypatch)
-
-    async def main() -> str:
-        async with ApptainerProvider(scratch) as provider:
-            spec = SandboxSpec(rootfs)
-            sandbox = await provider.start(spec)
-            assert sandbox.pid is not None
-            template = Identity.of(parent(sandbox.pid))
-            assert template is not None
-            template.kill()
-            await until_async(lambda: not template.alive(), "the template has ended")
-            with pytest.raises(SandboxError, match="from outside"):
-                await sandbox.exec("true")
-            await sandbox.stop()
-            async with await provider.start(spec) as other:
-                assert cloned(other)
-                return (await other.exec("echo on")).stdout
-
-    assert asyncio.run(main()) == "on\n"
+    sandbox = await start()
+    assert sandbox.pid is not None
+    template = Identity.of(parent(sandbox.pid))
+    assert template is not None
+    template.kill()
+    await until_async(lambda: not template.alive(), "the template has ended")
+    with pytest.raises(SandboxError, match="from outside"):
+        await sandbox.exec("true")
+    await sandbox.stop()
+    other = await start()
+    assert cloned(other)
+    assert (await other.exec("echo on")).stdout == "on\n"
 
 
-def test_nothing_is_left_when_the_provider_is_closed(rootfs: str, scratch: Path) -> None:
+async def test_nothing_is_left_when_the_provider_is_closed(rootfs: str, scratch: Path) -> None:
     before = set(descendants(os.getpid()))
-
-    async def main() -> int:
-        async with ApptainerProvider(scratch) as provider:
-            sandboxes = await asyncio.gather(*(provider.start(SandboxSpec(rootfs)) for _ in range(6)))
-            await asyncio.gather(*(sandbox.exec("sleep 60 & echo") for sandbox in sandboxes))
-            clones = sum(map(cloned, sandboxes))
-            for sandbox in sandboxes[:3]:
-                await sandbox.stop()
-            return clones
-
-    assert asyncio.run(main()) == 5
-    assert set(descendants(os.getpid())) <= before  # an idle mount of before may have ended by itself
+    async with ApptainerProvider(scratch) as provider:
+        sandboxes = await asyncio.gather(*(provider.start(SandboxSpec(rootfs)) for _ in range(6)))
+        await asyncio.gather(*(sandbox.exec("sleep 60 & echo") for sandbox in sandboxes))
+        clones = sum(map(cloned, sandboxes))
+        for sandbox in sandboxes[:3]:
+            await sandbox.stop()
+        result = clones
+    assert result == 5
+    assert set(descendants(os.getpid())) <= before  # an earlier idle mount may have ended by itself
     assert os.listdir(scratch / "owners") == []
 
 
-def test_an_image_that_takes_no_template_is_started_by_apptainer(rootfs: str, scratch: Path, tmp_path: Path) -> None:
-    """Here the place where the host's scratch is to be seen is a link of the image's."""
-    image = tmp_path / "image"
-    shutil.copytree(rootfs, image, symlinks=True)
-    top = Path(os.path.realpath(scratch)).parts[1]
-    shutil.rmtree(image / top, ignore_errors=True)
-    (image / top).symlink_to("/srv")
-    cache = scratch / "linked"
-
-    async def main() -> list[bool]:
-        async with ApptainerProvider(scratch, cache) as provider:
-            sandboxes = [await provider.start(SandboxSpec(str(image))) for _ in range(3)]
-            assert [(await sandbox.exec("echo on")).stdout for sandbox in sandboxes] == ["on\n"] * 3
-            return list(map(cloned, sandboxes))
-
-    assert asyncio.run(main()) == [False] * 3
+def scratch_is_a_link(image: Path, scratch: Path) -> None:
+    top = image / Path(os.path.realpath(scratch)).parts[1]
+    shutil.rmtree(top, ignore_errors=True)
+    top.symlink_to("/srv")
 
 
-def test_a_site_may_do_without_clones(rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> list[bool]:
-        async with ApptainerProvider(scratch) as provider:
-            return [cloned(await provider.start(SandboxSpec(rootfs))) for _ in range(2)]
-
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "clones")
-    assert asyncio.run(main()) == [False, False]
+def environment_is_large(image: Path, scratch: Path) -> None:
+    settings = image / ".singularity.d/env/99-large.sh"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text(f"export LARGE={'x' * 40000}\n")
 
 
-def test_no_program_of_the_image_runs_in_the_template(
+def clones_are_off(image: Path, scratch: Path) -> None:
+    os.environ["MEGAFLOW_SANDBOX_WITHOUT"] = "clones"
+
+
+@pytest.mark.parametrize("change", [scratch_is_a_link, environment_is_large, clones_are_off])
+async def test_apptainer_starts_every_container_that_cannot_be_a_clone(
+    rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Path], None]
+) -> None:
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "")
+    image = tmp_path / "image" if change is scratch_is_a_link else scratch / change.__name__
+    copy = shutil.copy2 if change is scratch_is_a_link else os.link
+    shutil.copytree(rootfs, image, symlinks=True, copy_function=copy)
+    change(image, scratch)
+    length = 40000 if change is environment_is_large else 0
+    async with ApptainerProvider(scratch, scratch / f"cache-{change.__name__}") as provider:
+        for _ in range(3):
+            sandbox = await provider.start(SandboxSpec(str(image)))
+            assert (await sandbox.exec("echo ${#LARGE}")).stdout == f"{length}\n"
+            assert not cloned(sandbox)
+
+
+async def test_no_program_of_the_image_runs_in_the_template(
     rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It sees the scratch of all sandboxes and has the host's network; the image is a stranger's."""
+    """The template sees the scratch of all sandboxes and has the host's network. The image is not trusted."""
     clone_at_once(monkeypatch)
     image, reached = scratch / "hostile", scratch / "reached"
     shutil.copytree(rootfs, image, symlinks=True, copy_function=os.link)
@@ -283,96 +264,67 @@ def test_no_program_of_the_image_runs_in_the_template(
         (image / place).parent.mkdir(parents=True, exist_ok=True)
         (image / place).write_text(text)
         (image / place).chmod(0o755)
-
-    async def main() -> tuple[set[str], str, str]:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(str(image))) as sandbox:
-                assert sandbox.pid is not None
-                assert cloned(sandbox)
-                maps = Path(f"/proc/{parent(sandbox.pid)}/maps").read_text().splitlines()
-                mapped = {line.split()[5] for line in maps if line.count("/")}
-                return mapped, (await sandbox.exec("cat /ran")).stdout, (await sandbox.exec("echo $OURS")).stdout
-
-    mapped, ran, variable = asyncio.run(main())
+    async with ApptainerProvider(scratch) as provider:
+        async with await provider.start(SandboxSpec(str(image))) as sandbox:
+            assert sandbox.pid is not None
+            assert cloned(sandbox)
+            maps = Path(f"/proc/{parent(sandbox.pid)}/maps").read_text().splitlines()
+            mapped = {line.split()[5] for line in maps if line.count("/")}
+            ran = (await sandbox.exec("cat /ran")).stdout
+            variable = (await sandbox.exec("echo $OURS")).stdout
     assert "/bin/sh" in ran.split()
     assert variable == "one two\n"
     assert not reached.exists(), reached.read_text()
     assert {name for name in mapped if not name.startswith("/.megaflow/")} == set()
 
 
-def test_what_a_rollout_left_is_no_part_of_the_environment_of_others(
+async def test_what_a_rollout_left_is_no_part_of_the_environment_of_others(
     rootfs: str, scratch: Path, tmp_path: Path
 ) -> None:
-    """A sandbox that continues from a snapshot is the first over its image: nothing is learned from it."""
+    """The first sandbox over the image continues from a snapshot, so the environment is not read from it."""
     path = "/.singularity.d/env/99-agent.sh"
-
-    async def main() -> tuple[list[bool], list[str]]:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
-                await sandbox.exec(f"mkdir -p ${{0%/*}} /.singularity.d/env; echo export AGENT=1 >{path}")
-                kept = await sandbox.snapshot(tmp_path / "kept")
-        async with ApptainerProvider(scratch) as provider:
-            continued = await provider.start(SandboxSpec(rootfs), kept)
-            others = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
-            every = [continued, *others]
-            return list(map(cloned, every)), [(await one.exec("echo $AGENT")).stdout.strip() for one in every]
-
-    assert asyncio.run(main()) == ([False, False, True], ["1", "", ""])
+    async with ApptainerProvider(scratch) as provider:
+        async with await provider.start(SandboxSpec(rootfs)) as sandbox:
+            await sandbox.exec(f"mkdir -p ${{0%/*}} /.singularity.d/env; echo export AGENT=1 >{path}")
+            kept = await sandbox.snapshot(tmp_path / "kept")
+    async with ApptainerProvider(scratch) as provider:
+        continued = await provider.start(SandboxSpec(rootfs), kept)
+        others = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
+        every = [continued, *others]
+        result = list(map(cloned, every)), [(await one.exec("echo $AGENT")).stdout.strip() for one in every]
+    assert result == ([False, False, True], ["1", "", ""])
 
 
-def test_a_template_that_stands_still_delays_a_start_and_no_more(rootfs: str, scratch: Path) -> None:
-    async def main() -> tuple[list[bool], list[str]]:
-        async with ApptainerProvider(scratch, start_timeout_s=5) as provider:
-            first = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
-            assert first[1].pid is not None
-            template = parent(first[1].pid)
-            os.kill(template, signal.SIGSTOP)
-            try:
-                sandboxes = [*first, await provider.start(SandboxSpec(rootfs))]
-                said = [(await sandbox.exec("echo on")).stdout for sandbox in sandboxes]
-            finally:
-                os.kill(template, signal.SIGCONT)
-            return list(map(cloned, sandboxes)), said
-
-    assert asyncio.run(main()) == ([False, True, False], ["on\n"] * 3)
+async def test_a_template_that_stands_still_delays_a_start_and_no_more(rootfs: str, scratch: Path) -> None:
+    async with ApptainerProvider(scratch, start_timeout_s=5) as provider:
+        first = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
+        assert first[1].pid is not None
+        template = parent(first[1].pid)
+        os.kill(template, signal.SIGSTOP)
+        try:
+            sandboxes = [*first, await provider.start(SandboxSpec(rootfs))]
+            said = [(await sandbox.exec("echo on")).stdout for sandbox in sandboxes]
+        finally:
+            os.kill(template, signal.SIGCONT)
+        result = list(map(cloned, sandboxes)), said
+    assert result == ([False, True, False], ["on\n"] * 3)
 
 
-def test_starts_that_are_given_up_harm_no_other(rootfs: str, scratch: Path) -> None:
-    """The template's child may have ended, and been reaped, before anything is asked about it."""
-
-    async def main() -> str:
-        async with ApptainerProvider(scratch) as provider:
-            _, other = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
-            assert cloned(other)
-            for turn in range(40):
-                start = asyncio.create_task(provider.start(SandboxSpec(rootfs)))
-                for _ in range(turn):
-                    await asyncio.sleep(0)
-                start.cancel()
-                await asyncio.gather(start, return_exceptions=True)
-            async with await provider.start(SandboxSpec(rootfs)) as last:
-                assert cloned(last)
-            return (await other.exec("echo on")).stdout
-
-    assert asyncio.run(main()) == "on\n"
-
-
-def test_an_image_whose_environment_is_too_large_for_a_request_is_started_by_apptainer(
-    rootfs: str, scratch: Path
-) -> None:
-    image = scratch / "large"
-    shutil.copytree(rootfs, image, symlinks=True, copy_function=os.link)
-    settings = image / ".singularity.d/env/99-large.sh"
-    settings.parent.mkdir(parents=True, exist_ok=True)
-    settings.write_text(f"export LARGE={'x' * 40000}\n")
-
-    async def main() -> list[bool]:
-        async with ApptainerProvider(scratch) as provider:
-            sandboxes = [await provider.start(SandboxSpec(str(image))) for _ in range(3)]
-            assert [(await sandbox.exec("echo ${#LARGE}")).stdout for sandbox in sandboxes] == ["40000\n"] * 3
-            return list(map(cloned, sandboxes))
-
-    assert asyncio.run(main()) == [False] * 3
+async def test_starts_that_are_given_up_harm_no_other(rootfs: str, scratch: Path) -> None:
+    """The template's child may have ended and been reaped before the provider asks about it."""
+    async with ApptainerProvider(scratch) as provider:
+        _, other = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
+        assert cloned(other)
+        for turn in range(40):
+            start = asyncio.create_task(provider.start(SandboxSpec(rootfs)))
+            for _ in range(turn):
+                await asyncio.sleep(0)
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
+        async with await provider.start(SandboxSpec(rootfs)) as last:
+            assert cloned(last)
+        result = (await other.exec("echo on")).stdout
+    assert result == "on\n"
 
 
 def templates_below(pid: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A shell on a terminal inside, joined to a terminal outside: what is typed, shown, resized and left behind."""
+"""A shell on a terminal inside, relayed to a terminal outside."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASK_S = 30.0
 
 
 class Person:
-    """Types and reads at a terminal of this host; a thread reads, as the shell's words are written there blockingly."""
+    """Types and reads at a terminal of this host. A thread reads, because the shell's output is written blockingly."""
 
     def __init__(self) -> None:
         self.keys, self.screen = pty.openpty()
@@ -45,7 +45,7 @@ class Person:
         os.close(self.keys)
 
     async def reads(self, words: str) -> str:
-        """Waits until ``words`` are on the screen; returns all until then, and forgets it."""
+        """Waits until ``words`` are on the screen. Returns and forgets all output until then."""
         end = asyncio.get_running_loop().time() + ASK_S
         while words.encode() not in self.seen:
             assert asyncio.get_running_loop().time() < end, self.seen[-2000:].decode(errors="replace")
@@ -63,7 +63,7 @@ class Person:
 
 @pytest.fixture
 def at_terminal(rootfs: str, scratch: Path) -> Callable[..., Any]:
-    """Runs ``use(person, shell)`` beside a shell in a sandbox; returns the shell's exit status."""
+    """Runs ``use(person, shell)`` with a shell in a sandbox. Returns the shell's exit status."""
 
     def run(use: Callable[..., Any], image: str = rootfs, **spec: Any) -> int:
         async def main() -> int:
@@ -118,23 +118,20 @@ def test_a_shell_has_a_terminal_job_control_and_its_own_exit_status(
     assert status == 7
 
 
-def test_a_sandbox_without_a_shell_or_a_terminal_says_so(
+async def test_a_sandbox_without_a_shell_or_a_terminal_says_so(
     at_terminal: Callable[..., Any], rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
-                for program, why in (
-                    ("import sys; sys.exit('no /dev/ptmx here')", "no terminal in the sandbox: no /dev/ptmx here"),
-                    (
-                        "import _socket as s, sys; o = s.socket(s.AF_UNIX); o.connect(sys.argv[1]); "
-                        "o.sendmsg([b'x'], [(s.SOL_SOCKET, s.SCM_RIGHTS, (1).to_bytes(4, sys.byteorder))])",
-                        "no terminal in the sandbox: none was passed",
-                    ),
-                ):
-                    monkeypatch.setattr(terminal, "_PROGRAM", program)
-                    with pytest.raises(SandboxError, match=why):
-                        await provider.terminal(sandbox, {})
-                assert not Path(await sandbox.control(), "terminal").exists()
-
-    asyncio.run(main())
+    async with ApptainerProvider(scratch) as provider:
+        async with await provider.start(SandboxSpec(rootfs)) as sandbox:
+            for program, why in (
+                ("import sys; sys.exit('no /dev/ptmx here')", "no terminal in the sandbox: no /dev/ptmx here"),
+                (
+                    "import _socket as s, sys; o = s.socket(s.AF_UNIX); o.connect(sys.argv[1]); "
+                    "o.sendmsg([b'x'], [(s.SOL_SOCKET, s.SCM_RIGHTS, (1).to_bytes(4, sys.byteorder))])",
+                    "no terminal in the sandbox: no answer",
+                ),
+            ):
+                monkeypatch.setattr(terminal, "_PROGRAM", program)
+                with pytest.raises(SandboxError, match=why):
+                    await provider.terminal(sandbox, {})
+            assert not Path(await sandbox.control(), "helper").exists()

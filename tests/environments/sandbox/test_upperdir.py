@@ -1,4 +1,4 @@
-"""Which changes of a layer tests meet; what a verdict is worth is tested in tests/tasks."""
+"""Changes of a layer that tests can see. tests/tasks tests the verdicts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHAIN: list[Entries] = [
     {"usr/bin/": "", "usr/bin/grep": "1", "usr/bin/bash": "1", "usr/lib/libc.so.6": "1", "opt/bin/x": "1", "root/": ""},
     {"usr/bin/": "", "usr/bin/bash": None, "usr/bin/sh": "2", "usr/lib/x": None, "var/run": "->/run", "run/": ""},
 ]
-"""The lowest has sh; one over it brings grep and bash; the topmost takes bash away."""
+"""The lowest layer has sh, the middle one adds grep and bash, and the topmost removes bash."""
 
 
 def fill(upper: Path, *names: str) -> None:
@@ -138,4 +138,4 @@ def test_a_container_starts_again_whatever_the_rights_of_its_directories(tmp_pat
     (upper / "app").write_text("no directory")
     mend(upper, image(tmp_path), "/app")
     assert files(upper) == ["data/x"]
-    remove_tree(upper)  # which pytest's own cleaning up could not
+    remove_tree(upper)  # because pytest could not remove it

@@ -1,6 +1,6 @@
 """LoRA adapters with a real vLLM: published, loaded in place under load, replaced, refused, found by a server's start.
 
-Not of the suite: vLLM is started with adapters for this alone. ``launchers/test tests/model/engines/lora.py``.
+Not part of the suite, because it starts vLLM with adapters. ``launchers/test tests/model/engines/lora.py``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_adapters_are_loaded_under_load_and_every_token_says_which_sampled_it(se
     servers.record(0, timeout_s=600)
 
     async def scores(version: int, tokens: list[int]) -> list[float]:
-        """Log-probabilities of ids as a prompt of what serves now."""
+        """Log-probabilities of ids as a prompt of the weights being served."""
         record = servers.record(0)
         assert record["weight_version"] == version
         pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
@@ -110,7 +110,7 @@ def test_adapters_are_loaded_under_load_and_every_token_says_which_sampled_it(se
             off = max(abs(a - b) for a, b, m in zip(sequence.logprobs, told, sequence.loss_mask, strict=True) if m)
             own, other = (max(own, off), other) if version == second else (own, max(other, off))
         assert own < 1e-2
-        assert other > 0.1  # the adapters do differ, and from the model
+        assert other > 0.1  # the adapters differ from each other and from the model
 
     asyncio.run(scenario())
     broken = tmp_path / "broken"

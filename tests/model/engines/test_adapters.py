@@ -1,4 +1,4 @@
-"""Engines that are not vLLM, run for real: Transformers' own server, and an endpoint that exists already."""
+"""Engines other than vLLM, run for real: Transformers' own server, and an external endpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.serving import Servers, conversation, listeners
 
 
 def rollout(records: list[dict[str, Any]], policy: str = "default") -> tuple[str, Recording]:
-    """One call of a rollout: what it said, and what was recorded."""
+    """Makes one call of a rollout. Returns its text and the recording."""
 
     async def scenario() -> tuple[str, Recording]:
         async with ModelGateway(wait_s=60) as gateway:
@@ -48,7 +48,7 @@ def test_transformers_own_server_answers_behind_the_proxy(servers: Servers, inte
     assert record["protocol"] == "text"
     said, recording = rollout([record])
     assert recording.messages[-1] == {"role": "assistant", "content": said}
-    assert not recording.sequences  # it tells nothing of tokens
+    assert not recording.sequences  # it reports no tokens
     assert len(listeners(servers.processes[0].pid)[0]) == 2  # the proxy's port, and its own on the loopback
 
 
@@ -63,7 +63,7 @@ def external(servers: Servers, tmp_path: Path, key: str, **env: str) -> int:
 
 @pytest.fixture
 def endpoint(servers: Servers, tmp_path: Path) -> dict[str, Any]:
-    """An OpenAI endpoint that wants a key, without TLS."""
+    """An OpenAI endpoint that requires a key, without TLS."""
     (tmp_path / "script.yaml").write_text(yaml.safe_dump({"default": ["from outside"]}))
     servers.start({"engine": "scripted", "script": str(tmp_path / "script.yaml")}, "there", MEGAFLOW_TLS="0")
     return servers.record(0)

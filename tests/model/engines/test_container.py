@@ -1,4 +1,4 @@
-"""An engine out of an Apptainer image: what it sees and is told, and that nothing of it stays."""
+"""An engine in an Apptainer image: what it can see, which variables it gets, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SOURCES = Path(megaflow_hpc.__file__).parents[1]
 
 
 def of_the_package(script: Path, base_sif: Path) -> dict[str, Any]:
-    """The scripted engine in an image that has only Python: this package and what it needs are bound into it."""
+    """The scripted engine in an image that has only Python. This package and its dependencies are bound into the
+    image."""
     interpreters = [] if sys.base_prefix == "/usr" else [sys.base_prefix]
     binds = [sys.prefix, str(SOURCES), *interpreters]
     model = {"engine": "scripted", "script": str(script), "image": str(base_sif), "python": sys.prefix}
@@ -42,7 +43,7 @@ def engine_of(wrapper: int) -> int:
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """Its path is short, as a socket's must be: a longer one would not be used."""
+    """A directory with a short path, because a server ignores longer ones for its sockets."""
     with tempfile.TemporaryDirectory(prefix="mf-", dir="/tmp") as folder:
         yield Path(folder)
 
@@ -80,7 +81,7 @@ async def test_an_engine_in_an_image_answers_is_told_little_and_leaves_nothing(
 def test_the_command_line_shows_an_image_what_it_needs_and_no_value_of_a_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a hub's cache keeps a model: links to files beside it. The run's weights are there for later versions."""
+    """The model is laid out as in a hub's cache: links to files in another directory."""
     program, sif, blobs, snapshot, private = (tmp_path / n for n in ("apptainer", "e.sif", "blobs", "snapshot", "p"))
     for folder in (blobs, snapshot, private, tmp_path / "weights"):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Endpoints that exist already, with the habits of those that people rent: a real server that notes what it hears."""
+"""External endpoints with the habits of commercial ones, as a real server that records its requests."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from megaflow_hpc.campaign.planning.model_paths import absolute
 from megaflow_hpc.config import load, parse
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines import adapters
-from megaflow_hpc.model.gateway.meaning import digest
+from megaflow_hpc.model.gateway.canonical import conversation_digest
 from megaflow_hpc.model.gateway.replay import calls_artifact, calls_of
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Trajectory
-from tests.support.serving import Servers, call, conversation, in_loop
+from tests.support.serving import Servers, call, conversation, in_loop, listening
 
 KEY = "sk-rented"
 
 
 @dataclass
 class Rented:
-    """An endpoint at any path; what is asked for first decides what it is like."""
+    """An endpoint at any path. The first part of the path selects its habit."""
 
     heard: list[tuple[str, str, dict[str, Any], float]] = field(default_factory=list)
     """Method, path, body and time of every request."""
     limited: int = 0
-    """Requests that are still refused for their rate."""
+    """Number of further requests to refuse for their rate."""
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.method == "POST" else {}
@@ -63,7 +63,7 @@ class Rented:
         return web.json_response({"id": "c1", "object": "chat.completion", "choices": [choice], "usage": usage})
 
     def asked(self, habit: str) -> list[tuple[str, str, dict[str, Any], float]]:
-        """What was asked for below a path."""
+        """The requests below a path."""
         return [request for request in self.heard if request[1].startswith(f"/{habit}/")]
 
 
@@ -72,14 +72,8 @@ async def rented() -> AsyncIterator[tuple[Rented, str]]:
     """An endpoint, and its address without a path."""
     endpoint, application = Rented(), web.Application()
     application.router.add_route("*", "/{path:.*}", endpoint.answer)
-    runner = web.AppRunner(application, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield endpoint, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with listening(application) as port:
+        yield endpoint, f"http://127.0.0.1:{port}"
 
 
 def start(servers: Servers, url: str, name: str = "one", **changes: Any) -> int:
@@ -87,7 +81,7 @@ def start(servers: Servers, url: str, name: str = "one", **changes: Any) -> int:
     key = servers.run.path.parent / "key"
     key.write_text(f"{KEY}\n")
     key.chmod(0o600)
-    return servers.start({"engine": "external", "base_url": url, "name": name, "api_key_file": str(key), **changes})
+    return servers.start({"engine": "external", "base_url": url, "path": name, "api_key_file": str(key), **changes})
 
 
 @in_loop
@@ -101,13 +95,13 @@ async def test_it_is_asked_at_its_own_path_and_for_nothing_that_it_refuses(serve
                 ("POST", "/openai/chat/completions"),
             ]
             assert "max_tokens" not in endpoint.asked("openai")[1][2]
-            assert [request[1] for request in endpoint.asked("v1")] == ["/v1/models"]  # a bare host; nothing is spent
+            assert [request[1] for request in endpoint.asked("v1")] == ["/v1/models"]  # a bare host
             assert [request[1] for request in endpoint.asked("lists")] == ["/lists/models"]
             await one_call(gateway, servers, endpoint)
 
 
 async def one_call(gateway: ModelGateway, servers: Servers, endpoint: Rented) -> None:
-    """A call at one of them, which is told to wait a second."""
+    """Makes a call at one of them, which answers with a ``Retry-After`` of a second."""
     gateway.update_endpoints([servers.record(0)])
     model, endpoint.limited = await gateway.open("t/default/0", "default"), 1
     status, said = await call(model, {"messages": conversation("hello"), "temperature": 0})
@@ -115,13 +109,17 @@ async def one_call(gateway: ModelGateway, servers: Servers, endpoint: Rented) ->
     first, second = endpoint.asked("openai")[2:]
     assert second[3] - first[3] >= 1.0
     recording = await gateway.close("t/default/0")
-    (turn,) = recording.turns  # a call was made, of which no tokens are known
+    (turn,) = recording.turns  # a call without known tokens
     assert (turn.sequence, turn.token_end, turn.finish_reason, turn.server) == (-1, 0, "stop", "default.0")
     assert recording.sequences == []
     parts = {"turns": recording.turns, "messages": recording.messages, "artifacts": [calls_artifact(recording)]}
     kept = Trajectory("t/default/0", "t", "t/default", "default", "mine", "completed", **parts)  # type: ignore[arg-type]
-    (again,) = calls_of(kept)  # by which it can be replayed
-    assert (again.sample.text, again.sample.tokens, again.asked) == ("fine", [], digest(conversation("hello")))
+    (again,) = calls_of(kept)  # for a replay
+    assert (again.sample.text, again.sample.tokens, again.asked) == (
+        "fine",
+        [],
+        conversation_digest(conversation("hello")),
+    )
 
 
 @in_loop
@@ -146,9 +144,9 @@ async def test_what_no_later_start_would_mend_ends_at_once_with_its_cause(server
 
 
 def test_an_endpoint_needs_no_gpu_and_says_what_its_address_lacks(tmp_path: Path) -> None:
-    section: dict[str, Any] = {"engine": "external", "base_url": "https://models.site.edu/openai", "name": "gpt"}
+    section: dict[str, Any] = {"engine": "external", "base_url": "https://models.site.edu/openai", "path": "gpt"}
     (kind,) = parse({"name": "x", "model": section, "pool": {}}).policies()["default"].model.kinds()  # type: ignore[union-attr]
-    assert (kind.gpus, kind.name) == (0, "gpt")
+    assert (kind.gpus, kind.path) == (0, "gpt")
     also = {"engine": "vllm", "path": "/m", "gpus": 2, "also": [{"engine": "external", "base_url": "http://h"}]}
     policy = parse({"name": "x", "model": also, "pool": {}}).policies()["default"]
     assert [kind.gpus for kind in policy.model.kinds()] == [2, 0]  # type: ignore[union-attr]
@@ -158,7 +156,7 @@ def test_an_endpoint_needs_no_gpu_and_says_what_its_address_lacks(tmp_path: Path
     }.items():
         with pytest.raises(ConfigError, match=said):
             parse({"name": "x", "model": {**section, "base_url": wrong}, "pool": {}})
-    with pytest.raises(ConfigError, match="name: is for engine external"):
+    with pytest.raises(ConfigError, match=r"model\.name: this key was removed: write .* as path"):
         parse({"name": "x", "model": {"path": "/m", "name": "x"}, "pool": {}})
     (tmp_path / "key").write_text(KEY)
     (tmp_path / "key").chmod(0o644)

@@ -1,4 +1,4 @@
-"""What is left of an engine whose processes were killed: nothing."""
+"""A killed engine leaves no processes and no shared memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ time.sleep(600)
 
 
 def naps(pid: int) -> int:
-    """How often a process has gone to sleep: one more, and it has done what it was woken for."""
+    """Number of times a process has gone to sleep. One more means that it has handled what woke it."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
@@ -47,7 +47,7 @@ def test_shared_memory_of_a_killed_engine_is_given_back(how: str, tmp_path: Path
     try:
         engine = int(lifeline.stdout.readline())
         assert all(name.exists() for name in names)
-        if how == "SIGKILL to the engine":  # it cannot be asked any more what it had: the lifeline has looked before
+        if how == "SIGKILL to the engine":  # a killed process has no mappings, so the lifeline must have polled before
             before = naps(lifeline.pid)
             lifeline.send_signal(signal.SIGCHLD)
             while naps(lifeline.pid) == before:

@@ -1,4 +1,4 @@
-"""An engine over several nodes: what it is asked of Slurm, and what each node runs."""
+"""An engine over several nodes: the job step, and the command of each node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megaflow_hpc.campaign.planning import draft
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines import adapters
 from megaflow_hpc.model.engines.failure import cause
-from megaflow_hpc.model.engines.node_part import part
+from megaflow_hpc.model.engines.multinode import part_command
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import arrays, script
 from megaflow_hpc.slurm.limits import Allowance
@@ -23,7 +23,7 @@ from megaflow_hpc.slurm.limits import Allowance
 
 @pytest.fixture(autouse=True)
 def unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models here are empty directories."""
+    """Skips the check of model files: models here are empty directories."""
     monkeypatch.setenv("MEGAFLOW_SITE_CHECK", "0")
 
 
@@ -31,7 +31,7 @@ def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def planned(tmp_path: Path, *models: dict[str, Any], **slurm: Any) -> plan.Plan:
+def planned(tmp_path: Path, *models: dict[str, Any], **slurm: Any) -> draft.Draft:
     (tmp_path / "m").mkdir(exist_ok=True)
     policies = {f"p{n}": {"path": "m", **model} for n, model in enumerate(models)}
     return plan.make(config.parse({"name": "x", "models": policies, "pool": {}, "slurm": slurm}), tmp_path, str)
@@ -39,7 +39,7 @@ def planned(tmp_path: Path, *models: dict[str, Any], **slurm: Any) -> plan.Plan:
 
 def test_a_server_of_several_nodes_is_an_element_of_so_many_tasks_one_on_each(tmp_path: Path) -> None:
     made = planned(
-        tmp_path, {"gpus": 8}, {"gpus": 8, "nodes": 2, "servers": {"max": 3}}, servers={"extra": {"exclusive": True}}
+        tmp_path, {"gpus": 8}, {"gpus": 8, "nodes": 2, "servers": [1, 3]}, servers={"extra": {"exclusive": True}}
     )
     run = RunDir(tmp_path / "run")
     jobs = list(arrays.server_jobs(made.config, run, made.server_groups, Allowance(1000)))
@@ -63,15 +63,15 @@ def test_each_node_runs_its_part_of_one_vllm(tmp_path: Path, monkeypatch: pytest
     assert words[len(step) : len(step) + 4] == [
         sys.executable,
         "-m",
-        "megaflow_hpc.model.engines.node_part",
+        "megaflow_hpc.model.engines.multinode",
         str(tmp_path),
     ]
     assert engine[:4] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
     shape = {"--tensor-parallel-size": "8", "--pipeline-parallel-size": "2", "--nnodes": "2", "--master-addr": "gpu7"}
     assert {name: option(engine, name) for name in shape} == shape
     assert int(option(engine, "--master-port")) > 1024
-    assert part(0, engine)[-2:] == ["--node-rank", "0"]
-    assert part(1, engine)[-3:] == ["--node-rank", "1", "--headless"]
+    assert part_command(0, engine)[-2:] == ["--node-rank", "0"]
+    assert part_command(1, engine)[-3:] == ["--node-rank", "1", "--headless"]
     other = adapters.launch({**model, "args": {"tensor-parallel-size": 16, "pipeline-parallel-size": 1}}, "s", tmp_path)
     assert option(other.command, "--tensor-parallel-size") == "16"
 
@@ -95,12 +95,13 @@ def test_more_nodes_than_the_allocation_has_are_refused_with_the_remedy(
 
 @pytest.mark.parametrize(("mode", "status"), [(0o700, 0), (0o755, 1), (None, 0)])
 def test_a_part_runs_in_a_directory_of_its_own_alone(tmp_path: Path, mode: int | None, status: int) -> None:
-    """What is there already under that name must be closed to others; what it makes itself goes with it."""
+    """An existing directory of that name must be closed to other users. A directory that the part creates is
+    deleted."""
     private = tmp_path / "private"
     if mode is not None:
         private.mkdir(mode)
         private.chmod(mode)
-    command = [sys.executable, "-m", "megaflow_hpc.model.engines.node_part", str(private), "/bin/sh", "-c"]
+    command = [sys.executable, "-m", "megaflow_hpc.model.engines.multinode", str(private), "/bin/sh", "-c"]
     program = 'test "$(stat -c %a "$PRIVATE")" = 700 && test "$1 $2" = "1 --headless"'
     env = {"SLURM_PROCID": "1", "PRIVATE": str(private), "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
     asked = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}  # end-of-file would end it

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from launchers.solutions import script_from_patch
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.model.engines.scripted.script import Script, load, script_from_patch
+from megaflow_hpc.model.engines.scripted.script import Script, load
 
 
 def write(path: Path, text: str) -> Path:

@@ -1,4 +1,4 @@
-"""The same path with a real vLLM (CPU build, virtual environment ``MEGAFLOW_ENGINE_VENV``) and random weights."""
+"""A real vLLM (CPU build, virtual environment ``MEGAFLOW_ENGINE_VENV``) with random weights."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ TEMPLATE = """\
 {%- else %}{{ m.content }}{% endif %}{{ '<|end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}
 """
-"""As Qwen3's, it leaves out the thoughts before the last user message. Random bytes hold none."""
+"""A template that omits the thoughts before the last user message, like Qwen3's. Random bytes contain no thoughts."""
 
 
 @pytest.fixture(scope="module")
 def temporary() -> Iterator[str]:
-    """Where the node's temporary files go; nothing may be left there."""
+    """Directory for the node's temporary files. Nothing may be left there."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         yield folder
@@ -102,7 +102,7 @@ def check(recording: Recording) -> None:
 
 
 async def prompt_logprobs(vllm: Servers, tokens: list[int]) -> list[float]:
-    """What the engine says of these very ids, given as a prompt."""
+    """The engine's log-probabilities of these ids, given as a prompt."""
     record = vllm.record(0)
     pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
     body = {"model": record["model_name"], "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
@@ -120,7 +120,7 @@ async def agrees(vllm: Servers, sequence: TokenSequence) -> None:
 
 
 def test_other_hosts_reach_the_proxy_alone_and_other_users_no_socket(vllm: Servers) -> None:
-    """The ports that torch.distributed opens for the engine's own processes are on the loopback."""
+    """The ports that torch.distributed opens for the engine's own processes are on the loopback interface."""
     only_the_proxy_is_reached(vllm, 0)
 
 
@@ -128,7 +128,7 @@ def test_other_hosts_reach_the_proxy_alone_and_other_users_no_socket(vllm: Serve
 def test_a_conversation_of_random_bytes_is_one_sequence_of_the_ids_that_were_sampled(
     vllm: Servers, options: dict[str, Any]
 ) -> None:
-    """Cut off by the limit, and ended by the model itself: random bytes are no UTF-8: their text loses them."""
+    """One answer ends at the limit, one is ended by the model. Random bytes are no UTF-8, so their text loses them."""
 
     async def scenario() -> None:
         async with rollout(vllm) as (gateway, model):
@@ -153,7 +153,8 @@ def test_a_conversation_of_random_bytes_is_one_sequence_of_the_ids_that_were_sam
 
 @pytest.mark.parametrize("protocol", ["split", "plain"])
 def test_every_dialect_is_recorded_as_what_was_sampled(vllm: Servers, protocol: str) -> None:
-    """In the split protocol one sequence each, though an answer of random bytes is not what its text encodes to."""
+    """In the split protocol each is one sequence, although an answer of random bytes does not encode to the same
+    ids."""
 
     async def scenario() -> None:
         async with rollout(vllm, protocol) as (gateway, model):
@@ -383,7 +384,7 @@ def test_one_seed_samples_the_same_tokens_again_and_another_seed_others(vllm: Se
 
 
 async def serves(vllm: Servers, version: int) -> None:
-    """Waits until the server has loaded it, and the gateways' tokens can only be its."""
+    """Waits until the server has loaded a version, so that later tokens are of that version."""
     for _ in range(600):
         if vllm.record(0)["weight_version"] == version:
             return
@@ -392,7 +393,7 @@ async def serves(vllm: Servers, version: int) -> None:
 
 
 def test_weights_change_under_load_and_every_token_says_which_sampled_it(vllm: Servers, other_weights: Path) -> None:
-    """Requests by generate go on over the change, plain ones finish before it; none is lost or mislabelled."""
+    """Requests by generate continue over the change, plain ones finish before it. None is lost or mislabelled."""
     original = Path(vllm.entries[0].model["path"])
     made_of = {0: original}
 
@@ -445,7 +446,7 @@ def test_weights_change_under_load_and_every_token_says_which_sampled_it(vllm: S
 def test_a_delta_is_loaded_as_the_whole_version_that_it_stands_for(
     vllm: Servers, other_weights: Path, tmp_path: Path
 ) -> None:
-    """Put together on the engine's node, and loaded in place by vLLM: it samples with the same bits."""
+    """The engine's node builds the complete files, and vLLM loads them in place. It samples with the same bits."""
     original = Path(vllm.entries[0].model["path"])
 
     async def scores(source: Path) -> list[float]:

@@ -1,6 +1,6 @@
-"""A real vLLM out of an Apptainer image: answers by generate, recorded exactly, and other weights in place.
+"""A real vLLM in an Apptainer image: answers by generate, recorded exactly, and new weights loaded in place.
 
-Not of the suite: it starts a vLLM for this alone. ``launchers/test tests/model/engines/vllm_image.py``.
+Not part of the suite, because it starts a vLLM of its own. ``launchers/test tests/model/engines/vllm_image.py``.
 """
 
 from __future__ import annotations

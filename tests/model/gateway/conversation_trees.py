@@ -26,28 +26,28 @@ from tests.support.places import ROOT
 from tests.support.samples import commit, run_dir
 
 LONGEST = 2000
-"""Characters that are said of a tree."""
+"""Characters reported of one tree."""
 BATCH = 50
-"""Trees of one file."""
+"""Trees per file."""
 
 
 class Outcome:
-    """What was compared, and what was wrong."""
+    """The number of comparisons, and the trees that failed."""
 
     def __init__(self) -> None:
         self.trees = self.calls = 0
         self.did: Counter[str] = Counter()
         self.wrong: list[str] = []
-        """Trees with what is wrong with them."""
+        """Failed trees, with the differences."""
 
 
 async def grow(seed: int, first: int, trees: int, litellm: Path | None = None, log: bool = False) -> Outcome:
-    """Grows trees and compares all that is stored of them with what the engine knows.
+    """Grows trees and compares everything stored about them with what the engine knows.
 
     Args:
-        seed: Of all trees.
+        seed: Seed of all trees.
         first: Number of the first tree.
-        trees: How many.
+        trees: Number of trees.
         litellm: Interpreter of an environment that has LiteLLM.
         log: Prints a line per batch.
     """

@@ -1,20 +1,21 @@
-"""What the plain protocol makes of an engine's answer: every field goes on, and garbage is the server's failure."""
+"""The plain protocol's handling of an engine's answer: fields are passed on, and garbage is the server's failure."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
 from megaflow_hpc.model.api import CHAT
-from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Unavailable
+from megaflow_hpc.model.gateway.engine_call import Call, EngineRequest, Unavailable, UnusableAnswer
 from megaflow_hpc.model.gateway.engine_client import EngineClient
 from megaflow_hpc.model.gateway.protocols import Answer, plain
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
-from tests.support.serving import in_loop
+from tests.support.serving import endpoint, in_loop, listening
 
 
 def chat(**more: Any) -> dict[str, Any]:
@@ -39,21 +40,17 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 async def answer_to(raw: bytes, **body: Any) -> Answer:
-    """The gateway's answer where the engine answers with these bytes, over a real socket."""
+    """The gateway's answer if the engine answers with these bytes, over a real socket."""
 
     async def engine(_: web.BaseRequest) -> web.Response:
         return web.Response(body=raw, content_type="application/json")
 
-    runner = web.ServerRunner(web.Server(engine))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    client = EngineClient()
-    server = Server("p.0", "p", f"http://127.0.0.1:{runner.addresses[0][1]}", "key", "m")
-    try:
-        return await plain(Call(client, server, CHAT, {"model": "m", **body}, 10.0, Recorder("p"), "p"))
-    finally:
-        await client.close()
-        await runner.cleanup()
+    client, request = EngineClient(), EngineRequest("p", CHAT, {"model": "m", **body}, Recorder("p"))
+    async with listening(web.Server(engine)) as port:
+        try:
+            return await plain(Call(request, msgspec.convert(endpoint(port), Server), client, 10.0))
+        finally:
+            await client.close()
 
 
 @in_loop
@@ -87,9 +84,9 @@ async def test_scores_and_ids_that_were_asked_for_are_given() -> None:
 )
 @in_loop
 async def test_an_answer_without_its_ids_or_scores_is_no_answer_and_not_asked_for_again(answer: Any) -> None:
-    with pytest.raises(Doubtful) as found:
+    with pytest.raises(UnusableAnswer) as found:
         await answer_to(json.dumps(answer).encode())
-    assert not found.value.again
+    assert not found.value.retry
 
 
 @pytest.mark.parametrize(
@@ -97,5 +94,5 @@ async def test_an_answer_without_its_ids_or_scores_is_no_answer_and_not_asked_fo
 )
 @in_loop
 async def test_what_is_not_json_is_no_answer(raw: bytes) -> None:
-    with pytest.raises(Doubtful if raw.startswith(b"{") and raw.endswith(b"}") else Unavailable):
+    with pytest.raises(UnusableAnswer if raw.startswith(b"{") and raw.endswith(b"}") else Unavailable):
         await answer_to(raw)

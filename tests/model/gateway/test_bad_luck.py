@@ -1,27 +1,26 @@
-"""Engines that hang, break off, talk rubbish or lack what was promised, over real sockets: nothing lost or made up."""
+"""Engines that hang, break connections, send garbage or lack features, over real sockets. Nothing is lost or
+invented."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
-from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
-from megaflow_hpc.model.gateway.engine_client import Broken, EngineClient
+from megaflow_hpc.model.gateway.engine_client import EngineClient, ExchangeFailed
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.reported import answered
-from tests.support.serving import in_loop
+from tests.support.serving import call_failure, endpoint, gateway_before, in_loop, listening
 
 Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -90,23 +89,15 @@ BAD: dict[str, Behaviour] = {
 
 
 NO_ANSWER = {"no choices", "an empty choice", "an error"} | {k for k in BAD if k.startswith(("fewer", "ids"))}
-"""Whole answers, by a server that is there: others are asked, and it need not rest."""
+"""Complete but unusable answers: the call is tried elsewhere, and the server gets no backoff."""
 
 
 def record(port: int, name: str = "p.0", **more: Any) -> dict[str, Any]:
-    url = f"http://127.0.0.1:{port}"
-    return {"server": name, "policy": "p", "url": url, "key": "k", "model_name": "m", "protocol": "plain", **more}
+    return endpoint(port, server=name, **more)
 
 
-@asynccontextmanager
-async def served(engine: ScriptedEngine) -> AsyncIterator[int]:
-    runner = web.AppRunner(engine.application(), access_log=None, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
+def good() -> web.Application:
+    return ScriptedEngine(Script(default=(ScriptedAnswer("good"),)), "m").application()
 
 
 async def call(model: ModelEndpoint, text: str = "hello", **more: Any) -> tuple[int, str]:
@@ -129,14 +120,14 @@ def says_good(recording: Recording, calls: int) -> None:
 async def test_a_call_that_meets_a_bad_server_is_answered_by_a_good_one(kind: str, streamed: bool) -> None:
     bad = await asyncio.start_server(BAD[kind], "127.0.0.1", 0)
     port = bad.sockets[0].getsockname()[1]
-    patience_s = 0.5 if kind == "hangs" else 20.0  # the others are judged by what they say, however late
-    async with served(ScriptedEngine(Script(default=(ScriptedAnswer("good"),)), "m")) as good:
+    patience_s = 0.5 if kind == "hangs" else 20.0  # all others are judged by their answer, however late it is
+    async with listening(good()) as other:
         async with ModelGateway(wait_s=20, request_timeout_s=patience_s) as gateway:
-            gateway.update_endpoints([record(port, weight=1e6), record(good, "p.1", weight=1e-2)])
+            gateway.update_endpoints([record(port, weight=1e6), record(other, "p.1", weight=1e-2)])
             model = await gateway.open("t/p/0", "p")
             status, text = await call(model, stream=streamed)
             assert (status, "good" in text) == (200, True), text
-            assert gateway._caller.router.all()[0].failures == (kind not in NO_ANSWER)
+            assert gateway._caller.router.servers("p")[0].failures == (kind not in NO_ANSWER)
             says_good(await gateway.close("t/p/0"), 1)
     bad.close()
 
@@ -150,7 +141,7 @@ async def test_a_bad_server_alone_is_named_with_what_it_did() -> None:
         status, text = await call(model)
         assert status == 503
         assert "p.0: ClientPayloadError" in text
-        assert "ClientPayloadError" in gateway.call_failure("t/p/0")
+        assert "ClientPayloadError" in call_failure(gateway, "t/p/0")
         assert not (await gateway.close("t/p/0")).turns
     bad.close()
 
@@ -170,7 +161,7 @@ async def test_a_connection_that_the_server_has_closed_meanwhile_is_no_failure_o
         gateway.update_endpoints([record(server.sockets[0].getsockname()[1])])
         model = await gateway.open("t/p/0", "p")
         assert [(await call(model))[0] for _ in range(3)] == [200, 200, 200]
-        assert gateway._caller.router.all()[0].failed_at == 0.0
+        assert gateway._caller.router.servers("p")[0].failed_at == 0.0
         assert len((await gateway.close("t/p/0")).turns) == 3
     server.close()
 
@@ -199,7 +190,7 @@ async def test_an_agent_that_leaves_ends_the_engines_work() -> None:
 @in_loop
 async def test_an_answer_for_a_rollout_that_ended_is_nobodys() -> None:
     slow = Script(default=(ScriptedAnswer("late", delay_s=0.5),))
-    async with served(ScriptedEngine(slow, "m")) as port, ModelGateway() as gateway:
+    async with listening(ScriptedEngine(slow, "m").application()) as port, ModelGateway() as gateway:
         gateway.update_endpoints([record(port)])
         model = await gateway.open("t/p/0", "p")
         waiting = asyncio.create_task(call(model))
@@ -214,10 +205,7 @@ async def test_an_answer_for_a_rollout_that_ended_is_nobodys() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
 async def test_half_a_surrogate_pair_and_nan_pass_through_and_are_recorded(streamed: bool) -> None:
-    async with (
-        served(ScriptedEngine(Script(default=(ScriptedAnswer("good"),)), "m")) as port,
-        ModelGateway() as gateway,
-    ):
+    async with listening(good()) as port, ModelGateway() as gateway:
         gateway.update_endpoints([record(port, "p.1")])
         model = await gateway.open("t/p/0", "p")
         status, text = await call(model, "cut \ud83d", metadata={"x": float("nan")}, stream=streamed)
@@ -229,10 +217,7 @@ async def test_half_a_surrogate_pair_and_nan_pass_through_and_are_recorded(strea
 
 @in_loop
 async def test_an_engine_without_the_split_is_asked_plainly_and_that_is_counted() -> None:
-    async with (
-        served(ScriptedEngine(Script(default=(ScriptedAnswer("good"),)), "m")) as port,
-        ModelGateway() as gateway,
-    ):
+    async with listening(good()) as port, ModelGateway() as gateway:
         gateway.update_endpoints([record(port, "p.1", protocol="split")])
         model = await gateway.open("t/p/0", "p")
         assert [(await call(model))[0] for _ in range(2)] == [200, 200]
@@ -259,13 +244,11 @@ async def test_an_engine_that_knows_no_token_ids_is_taken_for_its_text_and_that_
 
 @in_loop
 async def test_an_engine_with_the_split_is_asked_in_three_requests() -> None:
-    async with served(SplitEngine(Script(default=(ScriptedAnswer("good"),)), "m", drift=0.5)) as port:
-        async with ModelGateway() as gateway:
-            gateway.update_endpoints([record(port, "p.1", protocol="split")])
-            model = await gateway.open("t/p/0", "p")
-            assert (await call(model))[0] == 200
-            recording = await gateway.close("t/p/0")
-            assert recording.protocols == {"split": 1}
+    engine = SplitEngine(Script(default=(ScriptedAnswer("good"),)), "m", drift=0.5)
+    async with gateway_before(engine, "split", "p") as gateway:
+        model = await gateway.open("t/p/0", "p")
+        assert (await call(model))[0] == 200
+        assert (await gateway.close("t/p/0")).protocols == {"split": 1}
 
 
 @in_loop
@@ -284,7 +267,7 @@ async def test_a_time_limit_bounds_the_whole_exchange_and_closes_its_connection(
     server = await asyncio.start_server(drips, "127.0.0.1", 0)
     client = EngineClient()
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x"
-    with pytest.raises(Broken, match=r"no answer within 0\.3 s"):
+    with pytest.raises(ExchangeFailed, match=r"no answer within 0\.3 s"):
         await client.post(url, b"{}", key="k", timeout_s=0.3)
     await asyncio.wait_for(closed.wait(), 10)
     await client.close()

@@ -1,4 +1,4 @@
-"""Every call belongs to one place of one conversation: its thoughts, its messages and the call that started it."""
+"""Every call has one position in one conversation, with its thoughts, its messages and the call that started it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def user(text: str) -> Message:
 
 
 def said(text: str = "", thought: str = "", **calls: Any) -> Message:
-    """An answer; each further argument is a tool call, by its id the arguments."""
+    """An answer. Each further argument is a tool call: its id and its arguments."""
     found: Message = {"role": "assistant", "content": text}
     if thought:
         found["reasoning"] = thought
@@ -40,23 +40,28 @@ def result(call: str, text: str = "ok") -> Message:
 
 
 def bare(message: Message) -> Message:
-    """An answer as a client hands it back: without its thought."""
+    """An answer as a client sends it back: without its thought."""
     return {name: value for name, value in message.items() if name != "reasoning"}
 
 
+def text_alone(message: Message, policy: str = "") -> SampledTokens:
+    """An answer of an engine that reports no tokens."""
+    return SampledTokens((), (), (), message=message, policy=policy, counted=0)
+
+
 class Rollout:
-    """Calls of one rollout, and what the engine was sent for each."""
+    """Calls of one rollout, and the messages that the engine got for each."""
 
     def __init__(self) -> None:
         self.recorder = Recorder("p")
         self.sent: list[list[Mapping[str, Any]]] = []
 
     def call(self, messages: Sequence[Message], *answers: Message, policy: str = "") -> Message:
-        """Makes one call, and returns the first of its answers as a client hands it back."""
+        """Makes one call, and returns the first of its answers as a client sends it back."""
         asked = self.recorder.restore(copy.deepcopy(messages), policy)
         self.sent.append(list(asked))
         for answer in answers:
-            self.recorder.add_text(SampledTokens((), (), (), message=answer, policy=policy), asked)
+            self.recorder.add(text_alone(answer, policy), asked)
         return bare(answers[0])
 
     @property
@@ -65,7 +70,7 @@ class Rollout:
         return conversations(recording.messages, recording.parents, recording.turns)
 
     def check(self) -> None:
-        """Every call's conversation in the tree is what was sent for it, and nothing else is there."""
+        """Checks that the tree contains the messages sent for every call, and nothing else."""
         recording = self.recorder.recording
         nodes = set()
         for turn, sent in zip(recording.turns, self.sent, strict=True):
@@ -100,12 +105,12 @@ def test_agents_that_say_the_same_words_get_their_own_thoughts_back(rollout: Rol
 
 
 def test_of_alternatives_that_say_the_same_words_nothing_is_restored(rollout: Rollout) -> None:
-    """Neither does what was sent claim a call: it is a message of the client, until the answers differ."""
+    """What was sent is a message of the client until the answers differ, so it belongs to no call."""
     asked = [user("A"), said("I look."), user("go on")]
     rollout.recorder.restore([])
     one = rollout.recorder.restore([user("A")])
     for thought in ("one", "two"):
-        rollout.recorder.add_text(SampledTokens((), (), (), message=said("I look.", thought)), one)
+        rollout.recorder.add(text_alone(said("I look.", thought)), one)
     rollout.sent += [[user("A")]] * 2
     rollout.call(asked, said("done"))
     assert rollout.sent[-1] == asked
@@ -199,7 +204,7 @@ def test_an_answer_of_another_policy_that_says_the_same_words_gets_no_thought_of
 
 
 def test_what_one_agent_was_told_next_does_not_rule_out_another_that_is_told_the_same(rollout: Rollout) -> None:
-    """Two sub-agents, told the same and saying the same, the second when the first is further on."""
+    """Two sub-agents get the same messages and give the same answers, the second one later than the first."""
     told = [user("A"), said("I look."), user("go on")]
     rollout.call([user("A")], said("I look.", "thought of the first"))
     rollout.call(told, said("done"))
@@ -214,7 +219,7 @@ def test_what_one_agent_was_told_next_does_not_rule_out_another_that_is_told_the
 
 
 def test_alternatives_that_are_sent_as_one_of_them_was_said_are_a_message_of_the_client(rollout: Rollout) -> None:
-    """One alternative had no thought: what is sent is what it said, but the client may mean the other."""
+    """One alternative had no thought. The message equals that answer, but the client may mean the other."""
     for thought in ("", "thought"):
         rollout.call([user("A")], said("I look.", thought))
     rollout.call([user("A"), said("I look."), user("go on")], said("done"))
@@ -279,7 +284,7 @@ def test_a_window_that_sends_the_results_is_no_sub_agent(rollout: Rollout) -> No
 def test_alternatives_that_were_not_taken_wait_for_nothing(rollout: Rollout) -> None:
     asked = rollout.recorder.restore([user("main")])
     for call in "ab":
-        rollout.recorder.add_text(SampledTokens((), (), (), message=said("", **{call: {"command": call}})), asked)
+        rollout.recorder.add(text_alone(said("", **{call: {"command": call}})), asked)
     rollout.call([user("main"), said("", a={"command": "a"}), result("a")], said("done"))
     rollout.call([user("anew")], said("done"))
     assert started(rollout)[-1] == (None, None)
@@ -294,7 +299,7 @@ EVENT = st.tuples(
 
 @given(st.lists(EVENT, max_size=25))
 def test_whatever_agents_do_each_call_has_its_own_messages_and_no_other_thought(events: list[Any]) -> None:
-    """Few words, so that many answers say the same; every thought names its call."""
+    """Few words, so that many answers have the same text. Every thought names its call."""
     rollout, histories = Rollout(), [[user("0")]]
     for number, (kind, which, word) in enumerate(events):
         history = histories[which % len(histories)]
@@ -308,7 +313,7 @@ def test_whatever_agents_do_each_call_has_its_own_messages_and_no_other_thought(
         answers = [said(f"word {word}", f"{number}-{n}") for n in range(2 if kind == "both" else 1)]
         asked = rollout.recorder.restore(copy.deepcopy(history))
         for answer in answers:
-            rollout.recorder.add_text(SampledTokens((), (), (), message=answer), asked)
+            rollout.recorder.add(text_alone(answer), asked)
             rollout.sent.append(list(asked))
         if kind != "again":
             history += [bare(answers[0]), user(str(word))]
@@ -327,8 +332,8 @@ def test_whatever_agents_do_each_call_has_its_own_messages_and_no_other_thought(
 def test_a_call_looks_at_each_of_its_messages_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a long conversation with many branches."""
     seen: list[int] = []
-    fingerprint = gateway_conversations.fingerprint
-    monkeypatch.setattr(gateway_conversations, "fingerprint", lambda m: (seen.append(1), fingerprint(m))[1])
+    digest = gateway_conversations.message_digest
+    monkeypatch.setattr(gateway_conversations, "message_digest", lambda m: (seen.append(1), digest(m))[1])
     rollout, history = Rollout(), [user("0")]
     for turn in range(200):
         history += [rollout.call(history, said("ok", f"thought {turn}")), user(str(turn))]

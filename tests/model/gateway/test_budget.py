@@ -1,32 +1,29 @@
-"""A rollout's budget holds for calls in progress too."""
+"""A rollout's budget also limits calls in progress."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, body_of, error
-from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, SplitEngine, body_of, error
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import CallBudget
-from tests.support.serving import call, conversation, in_loop
+from tests.support.serving import call, conversation, gateway_before, in_loop
 
 BODY: dict[str, Any] = {"messages": conversation("hello")}
 
 
 def engine(tokens: int, delay_s: float = 0.05, kind: type[ScriptedEngine] = ScriptedEngine, **options: Any) -> Any:
-    """An engine whose answers have so many tokens, unless the request asks for fewer."""
+    """An engine whose answers have this number of tokens, unless the request asks for fewer."""
     return kind(Script(default=(ScriptedAnswer("x" * (tokens - 1), delay_s=delay_s),)), "m", **options)
 
 
 class Several(ScriptedEngine):
-    """Answers ``n`` times as asked, each as long as the request allows."""
+    """Gives ``n`` answers, each as long as the request allows."""
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = await body_of(request)
@@ -48,28 +45,14 @@ class Several(ScriptedEngine):
         )
 
 
-@asynccontextmanager
-async def served(of: ScriptedEngine, protocol: str = "plain") -> AsyncIterator[ModelGateway]:
-    runner = web.AppRunner(of.application())
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    record = {"server": "s", "policy": "default", "url": f"http://127.0.0.1:{runner.addresses[0][1]}", "key": "k"}
-    try:
-        async with ModelGateway(wait_s=5) as gateway:
-            gateway.update_endpoints([{**record, "model_name": "m", "protocol": protocol}])
-            yield gateway
-    finally:
-        await runner.cleanup()
-
-
 async def spent(
     gateway: ModelGateway, budget: CallBudget, count: int, body: dict[str, Any]
 ) -> tuple[list[int], int, int]:
-    """The statuses of as many concurrent calls, the tokens that they sampled, and the turns."""
+    """Makes concurrent calls. Returns their statuses, the number of sampled tokens, and that of turns."""
     model = await gateway.open("t/default/0", "default", budget=budget)
     answers = await asyncio.gather(*(call(model, {**BODY, **body}) for _ in range(count)))
     rollout = gateway._by_id["t/default/0"]
-    assert (rollout.held_calls, rollout.held_tokens) == (0, 0), "all that was reserved is given back"
+    assert (rollout.reserved_calls, rollout.reserved_tokens) == (0, 0), "all that was reserved is given back"
     sampled, turns = rollout.recorder.sampled, len((await gateway.close("t/default/0")).turns)
     return sorted(status for status, _ in answers), sampled, turns
 
@@ -78,7 +61,7 @@ async def spent(
 @pytest.mark.parametrize("protocol", ["plain", "split", "text"])
 @in_loop
 async def test_concurrent_calls_sample_no_more_than_the_budget(protocol: str, body: dict[str, Any]) -> None:
-    async with served(engine(1000, kind=SplitEngine), protocol) as gateway:
+    async with gateway_before(engine(1000, kind=SplitEngine), protocol) as gateway:
         statuses, sampled, turns = await spent(gateway, CallBudget(tokens=1000), 60, body)
     each = body.get("max_tokens", 1000)
     assert sampled == 1000
@@ -88,7 +71,7 @@ async def test_concurrent_calls_sample_no_more_than_the_budget(protocol: str, bo
 
 @in_loop
 async def test_what_a_call_did_not_use_is_given_back_to_those_that_wait() -> None:
-    async with served(engine(10)) as gateway:
+    async with gateway_before(engine(10)) as gateway:
         statuses, sampled, turns = await spent(gateway, CallBudget(tokens=100), 20, {"max_tokens": 80})
     assert statuses == [200] * 10 + [429] * 10
     assert (sampled, turns) == (100, 10)
@@ -96,7 +79,7 @@ async def test_what_a_call_did_not_use_is_given_back_to_those_that_wait() -> Non
 
 @in_loop
 async def test_the_last_call_is_cut_to_what_is_left() -> None:
-    async with served(engine(60)) as gateway:
+    async with gateway_before(engine(60)) as gateway:
         model = await gateway.open("t/default/0", "default", budget=CallBudget(tokens=100))
         reasons = [(await call(model, BODY))[1]["choices"][0]["finish_reason"] for _ in range(2)]
         assert (await call(model, BODY))[0] == 429
@@ -106,7 +89,7 @@ async def test_the_last_call_is_cut_to_what_is_left() -> None:
 
 @in_loop
 async def test_a_budget_beyond_the_engines_context_is_no_mistake_of_the_call() -> None:
-    async with served(engine(60, max_model_len=500)) as gateway:
+    async with gateway_before(engine(60, max_model_len=500)) as gateway:
         statuses, sampled, _ = await spent(gateway, CallBudget(tokens=10_000), 3, {})
     assert (statuses, sampled) == ([200] * 3, 180)
 
@@ -126,13 +109,13 @@ async def test_a_budget_beyond_the_engines_context_is_no_mistake_of_the_call() -
 async def test_each_answer_of_a_call_counts(
     budget: CallBudget, body: dict[str, Any], statuses: list[int], sampled: int, turns: int
 ) -> None:
-    async with served(engine(0, kind=Several)) as gateway:
+    async with gateway_before(engine(0, kind=Several)) as gateway:
         assert await spent(gateway, budget, len(statuses), body) == (statuses, sampled, turns)
 
 
 @in_loop
 async def test_prompts_times_answers_count() -> None:
-    async with served(engine(10)) as gateway:
+    async with gateway_before(engine(10)) as gateway:
         model = await gateway.open("t/default/0", "default", budget=CallBudget(calls=5))
         status, reply = await call(model, {"prompt": ["a", "b", "c"], "n": 2}, "/completions")
         assert status == 429
@@ -141,7 +124,7 @@ async def test_prompts_times_answers_count() -> None:
 
 @in_loop
 async def test_a_call_that_fails_gives_back_what_it_reserved() -> None:
-    async with served(ScriptedEngine(Script(default=(ScriptedAnswer("no", status=400),)), "m")) as gateway:
+    async with gateway_before(ScriptedEngine(Script(default=(ScriptedAnswer("no", status=400),)), "m")) as gateway:
         statuses, sampled, _ = await spent(gateway, CallBudget(calls=1, tokens=10), 3, {})
         assert (set(statuses), sampled) <= ({400, 429}, 0)
         model = await gateway.open("t/default/1", "default", budget=CallBudget(calls=1, tokens=10))

@@ -15,7 +15,7 @@ import pytest
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import CallBudget, ModelEndpoint
-from tests.support.serving import Servers, in_loop
+from tests.support.serving import Servers, call_failure, in_loop
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 ASK = {"tool": "weather", "arguments": {"city": "Köln"}, "text": "I ask.", "reasoning": "I do not know it."}
@@ -180,7 +180,7 @@ async def test_each_client_raises_its_own_errors(servers: Servers) -> None:
         with pytest.raises(anthropic.BadRequestError, match="max_tokens: expected `int` >= 1") as bad:
             await an.messages.create(model="m", messages=user, max_tokens=0)
         assert bad.value.body["error"]["type"] == "invalid_request_error"
-        assert not gateway.call_failure(ID)
+        assert not call_failure(gateway, ID)
         await an.messages.create(model="m", messages=user, max_tokens=9)
         with pytest.raises(anthropic.RateLimitError, match="rollout_budget_exceeded"):
             await an.messages.create(model="m", messages=user, max_tokens=9)
@@ -229,7 +229,7 @@ async def test_a_client_that_leaves_in_the_middle_is_not_recorded(servers: Serve
 async def test_a_long_wait_is_told_in_the_stream_and_fails_in_it(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaflow_hpc.model.gateway.stream.QUIET_S", 0.1)
+    monkeypatch.setattr("megaflow_hpc.model.gateway.http_messages.PING_INTERVAL_S", 0.1)
     slow: Any = [{"role": "user", "content": "slow"}]
     async with rollout(servers, wait_s=1.0) as (gateway, model):
         async with open_ai(model, max_retries=0) as ai, claude(model, max_retries=0) as an:

@@ -1,4 +1,4 @@
-"""What is stored of random conversation trees is what happened, in every format."""
+"""Every format stores random conversation trees as they happened."""
 
 from __future__ import annotations
 

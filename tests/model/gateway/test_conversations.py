@@ -1,4 +1,4 @@
-"""Recorded ids are what the engine sampled, whatever an agent speaks and however its client writes answers back."""
+"""Recorded ids are the sampled ids, for every dialect and however a client writes answers back."""
 
 from __future__ import annotations
 

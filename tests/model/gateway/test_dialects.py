@@ -1,4 +1,4 @@
-"""Every dialect says the same: what an agent hands back in its API's form is the conversation that was recorded."""
+"""In every dialect, a conversation that an agent sends back in its API's form is the recorded conversation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | TEXT, lambd
 
 @st.composite
 def arguments(draw: st.DrawFn) -> str:
-    """As models write them: any spacing, any order, sometimes nothing."""
+    """Arguments as models write them: in any spacing and order, sometimes empty."""
     given_ = draw(st.dictionaries(TEXT, JSON, max_size=3))
     if not given_ and draw(st.booleans()):
         return ""
@@ -47,7 +47,7 @@ def answers(draw: st.DrawFn) -> dict[str, Any]:
 
 
 class ChatAgent:
-    """Appends what it gets, in the form of its API, as the real clients do; reasoning has no place in it."""
+    """Appends answers in the form of its API, as the real clients do. The API has no reasoning."""
 
     dialect: dialects.Dialect = chat
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.dialects import TABLES
-from megaflow_hpc.model.gateway.dialects.options import CAUSES, CHAT
+from megaflow_hpc.model.gateway.dialects.options import CHAT, CONSTRAINING
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint, Sampling
-from tests.support.serving import call, conversation, in_loop
+from tests.support.serving import call, conversation, gateway_before, in_loop
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -98,7 +98,7 @@ ASKED: Mapping[str, dict[str, Any]] = {
 
 
 class Engine(SplitEngine):
-    """Keeps the requests that it was sent."""
+    """Keeps the requests that it gets."""
 
     def __init__(self) -> None:
         super().__init__(Script(default=(ScriptedAnswer("an answer"),)), "m")
@@ -116,16 +116,8 @@ async def served(
     protocol: str = "plain", sampling: Sampling | None = None
 ) -> AsyncIterator[tuple[ModelGateway, Engine]]:
     engine = Engine()
-    runner = web.AppRunner(engine.application())
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    record = {"server": "s", "policy": "default", "url": f"http://127.0.0.1:{runner.addresses[0][1]}", "key": "k"}
-    try:
-        async with ModelGateway(wait_s=5, sampling={"default": sampling} if sampling else None) as gateway:
-            gateway.update_endpoints([{**record, "model_name": "m", "protocol": protocol}])
-            yield gateway, engine
-    finally:
-        await runner.cleanup()
+    async with gateway_before(engine, protocol, sampling={"default": sampling} if sampling else None) as gateway:
+        yield gateway, engine
 
 
 async def ask(model: ModelEndpoint, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
@@ -138,7 +130,7 @@ def test_every_option_that_constrains_is_tried_here_in_every_api_that_has_it() -
             name for name, option in table.items() if (CHAT[option.becomes] if option.becomes else option).constrains
         }
         assert constrains - {name for tried, body in CONSTRAINED if tried == path for name in body} == set(), path
-        known = {*NEUTRAL, *CAUSES}
+        known = {*NEUTRAL, *CONSTRAINING}
         assert {name for name, option in table.items() if option.constrains and not option.becomes} <= known
 
 
@@ -154,33 +146,18 @@ def sampled(recording: Recording) -> tuple[list[int], list[float]]:
 
 @pytest.mark.parametrize("protocol", ["plain", "split"])
 @in_loop
-async def test_tokens_of_constrained_calls_have_loss_mask_0_and_keep_their_log_probability(protocol: str) -> None:
+async def test_tokens_of_constrained_calls_alone_have_loss_mask_0_and_all_have_log_probabilities(protocol: str) -> None:
+    calls = [(0, *call) for call in CONSTRAINED] + [(1, *call) for call in FREE]
     async with served(protocol) as (gateway, _):
-        for number, (path, body) in enumerate(CONSTRAINED):
-            model = await gateway.open(f"t/default/{number}", "default")
+        for mask, path, body in calls:
+            model = await gateway.open("t/default/0", "default")
             status, reply = await ask(model, path, body)
             assert status == 200, (path, body, reply)
-            recording = await gateway.close(f"t/default/{number}")
+            recording = await gateway.close("t/default/0")
             masks, scores = sampled(recording)
-            assert masks, (path, body)
-            assert set(masks) == {0}, (path, body)
+            assert set(masks) == {mask}, (path, body)
             assert not any(map(math.isnan, scores)), (path, body)
-            assert recording.constrained == 1, (path, body)
-
-
-@pytest.mark.parametrize("protocol", ["plain", "split"])
-@in_loop
-async def test_tokens_of_free_calls_have_loss_mask_1(protocol: str) -> None:
-    async with served(protocol) as (gateway, _):
-        for number, (path, body) in enumerate(FREE):
-            model = await gateway.open(f"t/default/{number}", "default")
-            status, reply = await ask(model, path, body)
-            assert status == 200, (path, body, reply)
-            recording = await gateway.close(f"t/default/{number}")
-            masks, _ = sampled(recording)
-            assert masks, (path, body)
-            assert set(masks) == {1}, (path, body)
-            assert recording.constrained == 0, (path, body)
+            assert recording.constrained == 1 - mask, (path, body)
 
 
 @in_loop
@@ -200,7 +177,7 @@ async def test_a_constrained_answer_stays_masked_within_a_conversation_that_goes
 
 @in_loop
 async def test_engines_are_told_the_policys_settings_where_the_agent_names_none() -> None:
-    """Else they take temperature and top-p from a model's generation_config.json."""
+    """Otherwise they use temperature and top-p of a model's generation_config.json."""
     own = {**NEUTRAL, "temperature": 0.7, "top_k": 20}
     async with served(sampling=Sampling(own)) as (gateway, engine):
         model = await gateway.open("t/default/0", "default")
@@ -225,33 +202,16 @@ async def test_an_engine_that_tells_no_tokens_is_told_what_is_not_neutral_alone(
     assert {name for name in NEUTRAL if name in engine.bodies[0]} == {"temperature"}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        ("/chat/completions", {"temperature": 0.3}, "temperature: 0.3: tokens of policy 'default' are trained on"),
-        ("/messages", {"top_k": 5}, "are sampled with top_k -1"),
-        ("/chat/completions", {"structured_outputs": {"choice": ["x"]}}, 'structured_outputs: {"choice":["x"]}'),
-    ],
-)
-@in_loop
-async def test_a_training_campaign_may_refuse_constrained_calls(path: str, body: dict[str, Any], said: str) -> None:
-    async with served(sampling=Sampling(refuse=True)) as (gateway, engine):
-        model = await gateway.open("t/default/0", "default")
-        status, reply = await ask(model, path, body)
-        assert status == 400
-        assert said in reply["error"]["message"]
-        assert "training.constrained" in reply["error"]["message"]
-        assert (await ask(model, path, {}))[0] == 200
-        assert len(engine.bodies) == 1
-        assert len((await gateway.close("t/default/0")).turns) == 1
-
-
 @in_loop
 async def test_the_same_request_is_judged_by_the_policy_that_it_names() -> None:
     async with ModelGateway(policies=["a", "b"], sampling={"b": Sampling({**NEUTRAL, "temperature": 0.5})}) as gateway:
         rollout = await gateway.open("t/a/0", "a")
         assert rollout.model_name == "a"
         calls, opened = gateway._calls, gateway._by_id["t/a/0"]
-        assert not calls._is_free(opened, {"model": "a", "temperature": 0.5})
-        assert calls._is_free(opened, {"model": "b", "temperature": 0.5})
-        assert not calls._is_free(opened, {"model": "b", "temperature": 1})
+
+        def is_free(**asked: Any) -> bool:
+            return calls._is_free(calls._engine_request(opened, "/v1/chat/completions", asked, 0))
+
+        assert not is_free(model="a", temperature=0.5)
+        assert is_free(model="b", temperature=0.5)
+        assert not is_free(model="b", temperature=1)

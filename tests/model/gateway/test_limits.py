@@ -1,4 +1,4 @@
-"""Limits of calls: rates over virtual time, places in flight, shares that add up."""
+"""Limits of calls: rates over virtual time, requests in flight, shares that add up to the whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.serving import in_loop
 
 
 class Clock:
-    """Virtual time: sleeping is what moves it."""
+    """Virtual time, which advances only by sleeping."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,18 +1,17 @@
-"""Several policies talk within one rollout: each is asked by its name and its tokens are recorded as its own."""
+"""Several policies in one rollout: each is called by its name, and its tokens are recorded as its own."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 
-from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectories.reading.conversations import conversations
 from megaflow_hpc.types import ModelEndpoint
-from tests.support.serving import in_loop
+from tests.support.serving import endpoint, in_loop, listening
 
 
 async def ask(session: aiohttp.ClientSession, model: ModelEndpoint, name: str, messages: list[Any]) -> str:
@@ -25,21 +24,20 @@ async def ask(session: aiohttp.ClientSession, model: ModelEndpoint, name: str, m
 
 @in_loop
 async def test_a_debate_of_two_policies_is_two_sequences_each_of_its_own_policy_and_engine() -> None:
-    runners, records, engines = [], [], {}
-    for policy in ("solver", "critic"):
-        engines[policy] = SplitEngine(Script(default=(ScriptedAnswer(f"I, the {policy}."),)), "m", drift=0.5)
-        runner = web.AppRunner(engines[policy].application(), access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        runners.append(runner)
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        record = {"server": f"{policy}.0", "policy": policy, "url": url, "key": "k", "model_name": "m"}
-        records.append({**record, "protocol": "split"})
-    async with ModelGateway(policies=["solver", "critic"]) as gateway:
-        gateway.update_endpoints(records)
+    engines = {
+        policy: SplitEngine(Script(default=(ScriptedAnswer(f"I, the {policy}."),)), "m", drift=0.5)
+        for policy in ("solver", "critic")
+    }
+    async with (
+        listening(engines["solver"].application()) as solvers,
+        listening(engines["critic"].application()) as critics,
+        ModelGateway(policies=["solver", "critic"]) as gateway,
+    ):
+        ports = {"solver": solvers, "critic": critics}
+        gateway.update_endpoints([endpoint(port, policy, protocol="split") for policy, port in ports.items()])
         model = await gateway.open("t/solver/0", "solver")
         solver: list[Any] = [{"role": "user", "content": "Solve it."}]
-        critic: list[Any] = [{"role": "user", "content": "Solve it."}]  # alike to the letter, and not to be mixed up
+        critic: list[Any] = [{"role": "user", "content": "Solve it."}]  # the same text as the other conversation's
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
             for turn in range(3):
                 said = await ask(session, model, "solver" if turn else "gpt-4o", solver)
@@ -50,8 +48,6 @@ async def test_a_debate_of_two_policies_is_two_sequences_each_of_its_own_policy_
             async with session.get(f"{model.base_url}/models") as response:
                 assert [card["id"] for card in (await response.json())["data"]] == ["solver", "critic"]
         recording = await gateway.close("t/solver/0")
-    for runner in runners:
-        await runner.cleanup()
     assert [s.policy for s in recording.sequences] == ["solver", "critic"]
     assert [t.server for t in recording.turns] == ["solver.0", "critic.0"] * 3
     for sequence in recording.sequences:

@@ -1,4 +1,4 @@
-"""An engine is sent what its chat template renders, with the rollout's own answers as they were sampled."""
+"""An engine gets what its chat template renders, with the rollout's own answers as they were sampled."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megaflow_hpc.model.api import TEXTS
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.scripted import engine as scripted
 from megaflow_hpc.model.engines.scripted import tokens as scripted_tokens
-from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ToolCall
 from megaflow_hpc.model.engines.scripted.tokens import END, START, text_of_tokens
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.server import template_probe
 from megaflow_hpc.trajectory import Recording
-from tests.support.serving import in_loop
+from tests.support.serving import gateway_before, in_loop, listening
 
 Message = dict[str, Any]
 Template = Callable[[Sequence[Message]], list[Message]]
@@ -31,7 +31,7 @@ def appends(messages: Sequence[Message]) -> list[Message]:
 
 
 def as_qwen3(messages: Sequence[Message]) -> list[Message]:
-    """Leaves out the thoughts before the last user message; those between tool messages after it stay."""
+    """Omits the thoughts before the last user message. Thoughts between later tool messages stay."""
     last = max(n for n, m in enumerate(messages) if m["role"] == "user")
     return [without_thought(m) if n < last else m for n, m in enumerate(messages)]
 
@@ -41,12 +41,13 @@ def never_thinks(messages: Sequence[Message]) -> list[Message]:
 
 
 def trims(messages: Sequence[Message]) -> list[Message]:
-    """As Llama 3's: white space around a message is left out."""
+    """Omits white space around a message, like Llama 3's template."""
     return [{**m, "content": (m.get("content") or "").strip()} for m in messages]
 
 
 def adds_a_line(messages: Sequence[Message]) -> list[Message]:
-    """As Qwen3's with vLLM's parser: the line before a tool call is in the text already, and comes once more."""
+    """Repeats the line before a tool call, which the text already contains, like Qwen3's template with vLLM's
+    parser."""
     return [{**m, "content": m["content"] + "\n"} if m.get("tool_calls") else m for m in messages]
 
 
@@ -55,7 +56,7 @@ def joins_lines(messages: Sequence[Message]) -> list[Message]:
 
 
 def shortens_results(messages: Sequence[Message]) -> list[Message]:
-    """Leaves out the results of all tool calls but the last."""
+    """Omits the results of all tool calls but the last."""
     tools = [n for n, m in enumerate(messages) if m["role"] == "tool"]
     return [{**m, "content": "…"} if n in tools[:-1] else m for n, m in enumerate(messages)]
 
@@ -65,7 +66,7 @@ def without_thought(message: Message) -> Message:
 
 
 class Engine(SplitEngine):
-    """An engine with a chat template, which thinks before each answer and calls a tool where the script says so."""
+    """An engine with a chat template. It thinks before each answer and calls a tool if the script says so."""
 
     def __init__(self, template: Template, answers: Sequence[ScriptedAnswer], **options: Any) -> None:
         super().__init__(Script(), "m", **options)
@@ -98,21 +99,8 @@ TOOLS = [thinks(0, CALL), thinks(1, CALL), thinks(2), thinks(3, CALL), thinks(4)
 """Answers with tool calls; a user speaks after the third."""
 
 
-@asynccontextmanager
-async def serving(engine: web.Application, **options: Any) -> AsyncIterator[ModelGateway]:
-    runner = web.AppRunner(engine, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with ModelGateway(wait_s=20, **options) as gateway:
-        record = {"server": "p.0", "policy": "p", "url": url, "key": "k", "model_name": "m", "protocol": "split"}
-        gateway.update_endpoints([record])
-        yield gateway
-    await runner.cleanup()
-
-
 async def converse(gateway: ModelGateway, answers: int, **options: Any) -> Recording:
-    """A client that hands each answer back without its thought, as those of chat completions do."""
+    """Holds a conversation as a client that sends each answer back without its thought."""
     model = await gateway.open("t/p/0", "p")
     history: list[Message] = [{"role": "user", "content": "question"}]
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
@@ -129,7 +117,7 @@ async def converse(gateway: ModelGateway, answers: int, **options: Any) -> Recor
 
 
 def marked(tokens: Sequence[int]) -> str:
-    """The text of tokens, the marks of turns included."""
+    """The text of tokens, including the markers of turns."""
     parts = {END: "<end>", START: "<start>"}
     return "".join(parts.get(t) or text_of_tokens([t]) if t in parts or t % 512 < 128 else "?" for t in tokens)
 
@@ -148,7 +136,7 @@ async def test_a_template_that_only_appends_gives_one_sequence_of_the_sampled_id
     answers: list[ScriptedAnswer],
 ) -> None:
     engine = Engine(appends, answers, drift=0.4)
-    async with serving(engine.application()) as gateway:
+    async with gateway_before(engine, "split", "p") as gateway:
         recording = await converse(gateway, len(answers))
     check_sent(engine, recording, engine.rendered)
     assert len(recording.sequences) == 1
@@ -158,7 +146,7 @@ async def test_a_template_that_only_appends_gives_one_sequence_of_the_sampled_id
 @in_loop
 async def test_thoughts_that_the_template_leaves_out_are_not_sent() -> None:
     engine = Engine(as_qwen3, CHAT, drift=0.4)
-    async with serving(engine.application()) as gateway:
+    async with gateway_before(engine, "split", "p") as gateway:
         recording = await converse(gateway, 4)
     check_sent(engine, recording, engine.rendered)
     assert [turn.sequence for turn in recording.turns] == [0, 1, 2, 3]
@@ -168,7 +156,7 @@ async def test_thoughts_that_the_template_leaves_out_are_not_sent() -> None:
 @in_loop
 async def test_thoughts_stay_between_tool_calls_and_go_at_the_next_user_message_as_the_template_has_it() -> None:
     engine = Engine(as_qwen3, TOOLS, drift=0.4)
-    async with serving(engine.application()) as gateway:
+    async with gateway_before(engine, "split", "p") as gateway:
         recording = await converse(gateway, 5)
     check_sent(engine, recording, engine.rendered)
     assert [turn.sequence for turn in recording.turns] == [0, 0, 0, 1, 1]
@@ -193,7 +181,7 @@ async def test_what_a_template_edits_is_sent_as_it_renders_it(
     template: Template, answers: list[ScriptedAnswer]
 ) -> None:
     engine = Engine(template, answers, drift=0.4)
-    async with serving(engine.application()) as gateway:
+    async with gateway_before(engine, "split", "p") as gateway:
         recording = await converse(gateway, len(answers))
     check_sent(engine, recording, engine.rendered)
     assert len(recording.sequences) > 1
@@ -212,7 +200,7 @@ async def test_white_space_around_thought_and_text_ends_no_sequence(
     template: Template, answers: list[ScriptedAnswer]
 ) -> None:
     engine = Engine(template, answers, drift=0.4)
-    async with serving(engine.application()) as gateway:
+    async with gateway_before(engine, "split", "p") as gateway:
         recording = await converse(gateway, 3)
     assert len(recording.sequences) == 1
     sent, rendered = marked(engine.log[-1][0]), marked(engine.rendered[-1])
@@ -223,7 +211,7 @@ async def test_white_space_around_thought_and_text_ends_no_sequence(
 @pytest.mark.parametrize("template", [appends, as_qwen3])
 @in_loop
 async def test_an_answer_that_a_limit_cut_off_in_a_thought_is_sent_as_rendered(template: Template) -> None:
-    """The scripted engine gives a cut thought as text: it stays, and no mark of a turn's end was sampled."""
+    """The scripted engine gives a truncated thought as text. The text stays, and no end of turn was sampled."""
 
     class Cut(Engine):
         async def _render(self, request: web.Request) -> web.Response:
@@ -232,7 +220,7 @@ async def test_an_answer_that_a_limit_cut_off_in_a_thought_is_sent_as_rendered(t
             return web.json_response(limited) if not self.log else response
 
     engine = Cut(template, CHAT, drift=0.4)
-    async with serving(engine.application()) as gateway:
+    async with gateway_before(engine, "split", "p") as gateway:
         recording = await converse(gateway, 2, max_tokens=9999)
     assert recording.turns[0].finish_reason == "length"
     assert marked(engine.log[1][0]) == marked(engine.rendered[1])
@@ -246,7 +234,7 @@ async def test_kept_thoughts_make_one_sequence_whatever_the_template_drops(
     template: Template, answers: list[ScriptedAnswer]
 ) -> None:
     engine = Engine(template, answers, drift=0.4)
-    async with serving(engine.application(), keep_thoughts=["p"]) as gateway:
+    async with gateway_before(engine, "split", "p", keep_thoughts=["p"]) as gateway:
         recording = await converse(gateway, len(answers))
     assert len(recording.sequences) == 1
     last = marked(engine.log[-1][0])
@@ -261,7 +249,8 @@ async def test_kept_thoughts_make_one_sequence_whatever_the_template_drops(
 @pytest.mark.parametrize(("keep", "sequences"), [([], 4), (["p"], 1)], ids=["template", "keep"])
 @in_loop
 async def test_a_template_that_opens_the_thought_itself_is_followed_or_kept(keep: list[str], sequences: int) -> None:
-    """As of models that always think: the mark is the prompt's, and earlier answers have neither mark nor thought."""
+    """For models that always think: the prompt contains the opening tag, and earlier answers have neither tag nor
+    thought."""
 
     class Opens(Engine):
         async def _render(self, request: web.Request) -> web.Response:
@@ -271,7 +260,7 @@ async def test_a_template_that_opens_the_thought_itself_is_followed_or_kept(keep
             return web.json_response({"token_ids": self.rendered[-1], "sampling_params": sampling, "features": None})
 
     engine = Opens(as_qwen3, CHAT, drift=0.4)
-    async with serving(engine.application(), keep_thoughts=keep) as gateway:
+    async with gateway_before(engine, "split", "p", keep_thoughts=keep) as gateway:
         recording = await converse(gateway, 4)
     assert len(recording.sequences) == sequences
     if not keep:
@@ -289,7 +278,7 @@ async def test_a_kept_answer_that_the_template_renders_as_two_turns_is_sent_once
         return found
 
     engine = Engine(apart, TOOLS[:3], drift=0.4)
-    async with serving(engine.application(), keep_thoughts=["p"]) as gateway:
+    async with gateway_before(engine, "split", "p", keep_thoughts=["p"]) as gateway:
         recording = await converse(gateway, 3)
     assert len(recording.sequences) == 1
     assert marked(engine.log[-1][0]) == marked(scripted_tokens.render(messages_of(recording)[:-1]))
@@ -303,7 +292,7 @@ def messages_of(recording: Recording) -> list[Message]:
 async def test_kept_thoughts_are_those_of_the_same_conversation() -> None:
     """Another conversation with the same answer at the same place is not taken for this one."""
     engine = Engine(as_qwen3, [thinks(0, CALL), thinks(1), thinks(0, CALL), thinks(1), thinks(2)])
-    async with serving(engine.application(), keep_thoughts=["p"]) as gateway:
+    async with gateway_before(engine, "split", "p", keep_thoughts=["p"]) as gateway:
         model = await gateway.open("t/p/0", "p")
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
 
@@ -338,7 +327,7 @@ async def test_an_engine_that_cannot_tell_texts_is_sent_the_rendering_where_ids_
 
     for drift, sequences in ((0.0, 1), (0.4, 3)):
         engine = Old(appends, CHAT[:3], drift=drift)
-        async with serving(engine.application()) as gateway:
+        async with gateway_before(engine, "split", "p") as gateway:
             recording = await converse(gateway, 3)
         check_sent(engine, recording, engine.rendered)
         assert len(recording.sequences) == sequences
@@ -352,7 +341,7 @@ async def test_an_answer_that_is_no_text_fails_the_call_and_nothing_else(texts: 
             return web.json_response(texts)
 
     engine = Odd(appends, CHAT, drift=0.9)
-    async with serving(engine.application()) as gateway:
+    async with gateway_before(engine, "split", "p") as gateway:
         with pytest.raises(AssertionError, match="lacks a part"):
             await converse(gateway, 2)
 
@@ -360,7 +349,7 @@ async def test_an_answer_that_is_no_text_fails_the_call_and_nothing_else(texts: 
 @in_loop
 async def test_the_engine_is_asked_for_texts_only_where_an_answer_encodes_to_other_ids() -> None:
     engine = Engine(appends, CHAT)
-    async with serving(engine.application()) as gateway:
+    async with gateway_before(engine, "split", "p") as gateway:
         await converse(gateway, 4)
     assert engine.asked_texts == 0
 
@@ -410,15 +399,10 @@ async def test_the_probe_says_nothing_of_an_engine_that_cannot_render() -> None:
 
 @asynccontextmanager
 async def asking(engine: Engine) -> AsyncIterator[Callable[..., Any]]:
-    runner = web.AppRunner(engine.application(), access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with aiohttp.ClientSession() as session:
+    async with listening(engine.application()) as port, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
 
         async def ask(path: str, body: Message, timeout_s: float) -> tuple[int, str]:
-            async with session.post(url + path, json=body) as response:
+            async with session.post(path, json=body) as response:
                 return response.status, await response.text()
 
         yield ask
-    await runner.cleanup()

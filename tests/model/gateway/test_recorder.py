@@ -1,4 +1,4 @@
-"""Recorded ids are what was sampled: for any conversation, with any editing of its history."""
+"""Recorded ids are the sampled ids, for any conversation and any editing of its history."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_sampled_token_is_kept_once_and_every_call_can_be_read_back(steps:
             context = [1000 + len(calls)]
         elif kind == "extend":
             context = context + new
-        if version % 2:  # what was recorded goes on in another process
+        if version % 2:  # the recording continues in another process
             recorder = Recorder.resumed(unpack(pack(recorder.state())))
         recorder.add(sample(context, sampled, version))
         calls.append((list(context), sampled, version))

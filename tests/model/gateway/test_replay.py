@@ -1,4 +1,4 @@
-"""A recorded campaign answers in the place of an engine: the second record is the first, byte for byte."""
+"""A recorded campaign answers instead of an engine. The second recording equals the first, byte for byte."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import SplitEngine
 from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.model.gateway.replay import Replay, calls_artifact
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording, Trajectory
 from megaflow_hpc.types import Artifact
 from tests.bench.conversations import AGENTS, ChatAgent, RandomScript, events
-from tests.support.serving import in_loop
+from tests.support.serving import call_failure, endpoint, in_loop, listening
 
 
 @dataclass
 class Kept:
-    """Recordings in memory, in the form in which a run directory gives them back."""
+    """Recordings in memory, in the form in which a run directory returns them."""
 
     rollouts: dict[str, Trajectory] = field(default_factory=dict)
 
@@ -42,7 +41,7 @@ class Kept:
 
 
 async def hold(gateway: ModelGateway, name: str, agent: ChatAgent, seed: int, turns: int = 5) -> Recording:
-    """A conversation that depends on nothing but its seed and the answers."""
+    """Holds a conversation that depends only on its seed and the answers."""
     chance = random.Random(seed)
     model = await gateway.open(name, name.split("/")[1])
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
@@ -69,20 +68,14 @@ def columns(recording: Recording | Trajectory) -> list[Any]:
 
 async def recorded(kept: Kept, count: int) -> dict[str, list[Any]]:
     engine = SplitEngine(RandomScript(5), "m", drift=0.3, seed=5)
-    runner = web.AppRunner(engine.application(), access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    record = {"server": "p.0", "policy": "p", "url": url, "key": "k", "model_name": "m", "protocol": "split"}
     first = {}
-    async with ModelGateway() as gateway:
-        gateway.update_endpoints([{**record, "weight_version": 3}])
+    async with listening(engine.application()) as port, ModelGateway() as gateway:
+        gateway.update_endpoints([endpoint(port, protocol="split", weight_version=3)])
         for number in range(count):
             name = f"t{number}/p/0"
             recording = await hold(gateway, name, AGENTS[number % 3](), number)
             kept.keep(name, recording)
             first[name] = columns(recording)
-    await runner.cleanup()
     return first
 
 
@@ -96,7 +89,7 @@ async def test_a_replay_without_any_engine_is_recorded_byte_for_byte_like_the_fi
         assert all(r.protocols == {"replay": 5} for r in again)
         other = await hold(gateway, "t0/q/0", AGENTS[0](), 0)
         assert [s.tokens for s in other.sequences] == [s.tokens for s in again[0].sequences]
-        second = await hold(gateway, "t1/p/0", AGENTS[1](), 1)  # a further attempt starts anew
+        second = await hold(gateway, "t1/p/0", AGENTS[1](), 1)  # a further attempt starts from the beginning
         assert columns(second) == first["t1/p/0"]
 
 
@@ -107,7 +100,7 @@ async def test_an_agent_that_does_something_else_is_told_where_it_differs() -> N
     async with ModelGateway(replays={"p": Replay(kept)}) as gateway:
         with pytest.raises(ModelServiceError, match="after 1 of its 5 calls"):
             await hold(gateway, "t0/p/0", AGENTS[0](), seed=99)
-        assert "after 1 of its 5 calls" in gateway.call_failure("t0/p/0")
+        assert "after 1 of its 5 calls" in call_failure(gateway, "t0/p/0")
         with pytest.raises(ModelServiceError, match="t7/p/0 is not among the recorded"):
             await hold(gateway, "t7/p/0", AGENTS[0](), seed=7)
     async with ModelGateway(replays={"p": Replay(kept, answer_diverged=True)}) as gateway:
@@ -155,7 +148,7 @@ async def test_a_recording_of_older_software_is_replayed() -> None:
 
 @in_loop
 async def test_a_rollout_is_replayed_whatever_its_length() -> None:
-    """One whose ids and log-probabilities as text would be far over the 8 MiB at which recordings once ended."""
+    """Its ids and log-probabilities as text would exceed the 8 MiB at which older recordings end."""
     recorder, messages = Recorder("p"), [{"role": "user", "content": "go"}]
     chance = random.Random(1)
     for number in range(12):

@@ -1,4 +1,4 @@
-"""Which server is asked: affinity, weights, and servers that fail, on the router alone."""
+"""The router's choice of a server: affinity, weights, and servers that fail."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_a_server_that_leaves_moves_only_its_own_groups() -> None:
 
 def test_a_server_that_asks_to_be_left_alone_is_within_bounds() -> None:
     found = routed(1)
-    (server,) = found.all()
+    (server,) = found.servers("p")
     server.failed(began=0.0, now=10.0, wait_s=3600.0)
-    server.failed(began=9.0, now=11.0, wait_s=2.0)  # another call that was under way, told something else
-    server.succeeded()  # one more, which was answered after all
+    server.failed(began=9.0, now=11.0, wait_s=2.0)  # another call in flight, with another Retry-After
+    server.succeeded()  # another call in flight, which was answered
     assert not server.available(69.9)
     assert server.available(70.0)
     assert [retry_after_s(value) for value in ("7", "-1", "soon", "", "٣", "Wed, 21 Oct 2015 07:28:00 GMT")] == [
@@ -69,7 +69,7 @@ def test_a_server_that_asks_to_be_left_alone_is_within_bounds() -> None:
 
 def test_affinity_holds_until_the_server_is_too_busy_and_then_the_least_busy_is_asked() -> None:
     found = routed(1, 1)
-    first, second = found.all()
+    first, second = found.servers("p")
     first.outstanding = AFFINITY
     assert pick(found, previous="p.0") is first
     first.outstanding = AFFINITY + 1
@@ -106,20 +106,20 @@ def test_requests_in_flight_follow_the_weights() -> None:
     found = routed(1, 3)
     for n in range(400):
         pick(found, group=f"g{n % 7}").outstanding += 1
-    light, heavy = found.all()
+    light, heavy = found.servers("p")
     assert 2.8 < heavy.outstanding / light.outstanding < 3.2
 
 
 def test_a_failed_server_rests_longer_each_time_and_is_then_tried_by_one_call() -> None:
     now = 1000.0
     found = routed(1, 1, clock=lambda: now)
-    first, second = found.all()
+    first, second = found.servers("p")
     rests = []
     for _ in range(9):
         first.failed(began=now, now=now)
-        rests.append(first.rests_until - now)
+        rests.append(first.backoff_until - now)
         assert pick(found, previous="p.0") is second
-        now = first.rests_until + 0.01
+        now = first.backoff_until + 0.01
     assert rests == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     second.outstanding = 50
     assert pick(found) is first
@@ -130,7 +130,7 @@ def test_a_failed_server_rests_longer_each_time_and_is_then_tried_by_one_call() 
 
 
 def test_one_outage_seen_by_many_calls_is_one_failure() -> None:
-    (server,) = routed(1).all()
+    (server,) = routed(1).servers("p")
     for n in range(64):
         server.failed(began=1000.0, now=1005.0 + n)
     assert server.failures == 1
@@ -138,12 +138,12 @@ def test_one_outage_seen_by_many_calls_is_one_failure() -> None:
 
 def test_a_server_that_goes_on_keeps_what_is_known_of_it_and_one_that_starts_anew_does_not() -> None:
     found = routed(1, start="a")
-    (server,) = found.all()
+    (server,) = found.servers("p")
     server.outstanding, server.failures = 3, 2
     record = {"server": "p.0", "policy": "p", "url": "http://h:0", "start": "a"}
     found.update([{**record, "weight_version": 7, "weight": 4}])
-    assert found.all() == [server]
+    assert found.servers("p") == [server]
     assert (server.weight_version, server.weight, server.failures) == (7, 4.0, 2)
     found.update([{**record, "start": "b"}])
-    assert found.all() != [server]
-    assert found.all()[0].failures == 0
+    assert found.servers("p") != [server]
+    assert found.servers("p")[0].failures == 0

@@ -65,7 +65,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 
 def requests(schema: dict[str, Any], forced: bool = True) -> list[tuple[str, dict[str, Any]]]:
-    """Every way in which an agent can give a schema that is compiled; else those of tools that are not."""
+    """Every way in which an agent can send a schema that is compiled, or with ``forced`` off, one that is not."""
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     strict = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     theirs = {"name": "f", "input_schema": schema}
@@ -143,7 +143,7 @@ UNANSWERABLE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schema", UNANSWERABLE, ids=lambda schema: json.dumps(schema)[:60])
 def test_what_a_real_vllm_answers_with_500_is_refused(schema: dict[str, Any]) -> None:
-    """Each was tried: a grammar that allows nothing, or an expression at which its compiler fails."""
+    """Each was tried: its grammar allows nothing, or vLLM's compiler fails at its expression."""
     for path, body in requests(schema):
         with pytest.raises(BadRequest, match=r"expression|allows no value|above 0"):
             converted(path, body)

@@ -1,4 +1,4 @@
-"""How many servers a policy wants, and who lets them go."""
+"""The number of servers that a policy needs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import asyncio
 import aiohttp
 import pytest
 
-from megaflow_hpc.config.model import ServerCount
-from megaflow_hpc.model.server.gauge import QUEUES
 from megaflow_hpc.model.server.load import Load, wanted
+from megaflow_hpc.model.server.proxy import QUEUE_METRIC
 from megaflow_hpc.slurm.accounting import JobState
 from tests.support.serving import Servers, conversation
 
-COUNT = ServerCount(min=0, max=4).model_dump()
 QUICKLY = ("--poll-s", "0.2", "--beat-s", "1")
 BUSY, IDLE, QUICK = Load(9, 6, 20.0), Load(1, 0, 0.0), Load(40, 30, 2.0)
 
@@ -21,7 +19,7 @@ BUSY, IDLE, QUICK = Load(9, 6, 20.0), Load(1, 0, 0.0), Load(40, 30, 2.0)
 @pytest.mark.parametrize(
     ("loads", "asking", "expected"),
     [
-        ([], False, 0),  # nobody asks
+        ([], False, 0),  # no rollouts are left
         ([], True, 1),
         ([IDLE], False, 0),
         ([IDLE], True, 1),
@@ -33,7 +31,7 @@ BUSY, IDLE, QUICK = Load(9, 6, 20.0), Load(1, 0, 0.0), Load(40, 30, 2.0)
     ],
 )
 def test_servers_follow_what_waits(loads: list[Load], asking: bool, expected: int) -> None:
-    assert wanted(COUNT, loads, asking) == expected
+    assert wanted(0, 4, loads, asking) == expected
 
 
 def test_queues_are_read_from_the_engines_own_metrics() -> None:
@@ -43,12 +41,12 @@ def test_queues_are_read_from_the_engines_own_metrics() -> None:
         'vllm:num_requests_waiting{engine="1",model_name="default"} 2.0\n'
         'vllm:num_requests_running{engine="0",model_name="default"} 8.0\n'
     )
-    assert sum(float(n) for n in QUEUES.findall(text)) == 5
+    assert sum(float(n) for n in QUEUE_METRIC.findall(text)) == 5
 
 
 @pytest.mark.slow
 def test_a_server_tells_how_many_wait_for_it(servers: Servers) -> None:
-    """One answer at a time: of six requests one is answered and five wait."""
+    """The engine gives one answer at a time: of six requests, one is answered and five wait."""
     servers.script({"default": [{"text": "slow", "delay_s": 0.5}]}, "default", *QUICKLY, slots=1)
     record = servers.record(0)
 

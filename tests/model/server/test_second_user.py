@@ -1,4 +1,4 @@
-"""Another user of the same node tries every route of engine, proxy and gateway, and waits on a dead engine's port."""
+"""Another user of the node tries every route of engine, proxy and gateway, and listens on a dead engine's port."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ print(json.dumps(found))
 
 
 def routes(record: dict, gateway_url: str, token: str) -> list[tuple[str, str, str, dict[str, str]]]:
-    """Everything that anything listens for, without a key and with wrong ones."""
+    """Every listener's routes, without a key and with wrong keys."""
     engine = [(r.method, r.resource.canonical) for r in ScriptedEngine(Script(), "x").application().router.routes()]
     further = [("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/tokenize"), ("GET", "/server_info"), ("GET", "/")]
     proxied = [*MODEL_PATHS, *ADMIN_PATHS, *engine, *further]
@@ -100,7 +100,7 @@ def test_a_stranger_gets_nothing_from_engine_proxy_and_gateway(servers: Servers)
 
 
 class Squatter:
-    """Whoever took the port of a dead engine: speaks TLS with a certificate of its own, keeps every byte it gets."""
+    """A process on the port of a dead engine. It supports TLS with its own certificate and keeps every byte it gets."""
 
     def __init__(self, port: int, folder: Path, tls: bool) -> None:
         from megaflow_hpc.model.server.tls import make_context

@@ -71,7 +71,7 @@ def test_what_is_in_flight_is_answered_before_it_leaves(servers: Servers, which:
     assert servers.processes[0].wait(15) == 0
 
 
-def test_nothing_answers_without_the_key_and_only_listed_paths_with_it(servers: Servers) -> None:
+def test_nothing_but_listed_paths_of_the_proxy_answers_and_only_with_the_key(servers: Servers) -> None:
     servers.script(ANSWER)
     record = servers.record(0)
     admin = json.loads((servers.run.endpoints / ".default.0.admin").read_text())["key"]
@@ -87,21 +87,10 @@ def test_nothing_answers_without_the_key_and_only_listed_paths_with_it(servers: 
         assert await ask(record, "GET", "/v1/models", key) == 200
 
     asyncio.run(scenario())
-
-
-def test_no_key_stands_on_a_command_line(servers: Servers) -> None:
-    servers.script(ANSWER)
-    record = servers.record(0)
+    assert listeners(servers.processes[0].pid)[0] == [int(record["url"].rpartition(":")[2])]
     tree = [servers.processes[0].pid, *descendants(servers.processes[0].pid)]
     assert len(tree) >= 3
-    lines = "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in tree)
-    assert record["key"] not in lines
-
-
-def test_only_the_proxy_listens_on_tcp(servers: Servers) -> None:
-    servers.script(ANSWER)
-    record = servers.record(0)
-    assert listeners(servers.processes[0].pid)[0] == [int(record["url"].rpartition(":")[2])]
+    assert record["key"] not in "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in tree)
 
 
 def test_a_crashed_engine_is_started_again(servers: Servers) -> None:
@@ -176,7 +165,7 @@ def test_it_leaves_when_nobody_asks_any_more_but_not_before_somebody_did(servers
 
 @pytest.mark.slow
 def test_in_slurm_it_leaves_for_want_of_requests_only_where_somebody_brings_it_back(servers: Servers) -> None:
-    """With the exit status by which the batch script puts its element back into the queue, held."""
+    """Its exit status makes the batch script requeue and hold the element."""
     file = servers.run.path / "script.yaml"
     file.write_text("default: [fine]")
     section = {"engine": "scripted", "script": str(file)}

@@ -1,4 +1,4 @@
-"""An engine that leaves its GPUs to the trainer and takes them back, whichever of the two is killed."""
+"""An engine that lends its GPUs to the trainer and gets them back, whichever of the two is killed."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_a_trainer_that_is_killed_leaves_no_engine_asleep(servers: Servers
     trainer.die()
     assert await asyncio.wait_for(late, 30) == 200
     assert not await asleep(servers)
-    trainer.want()  # as one that was killed right after it had asked
+    trainer.want()  # like a trainer that was killed right after its request
     assert await chat(record, record["key"]) == 200
     other = Trainer(servers.run)
     await asyncio.to_thread(other.take)
@@ -163,7 +163,7 @@ async def test_a_server_that_is_killed_starts_no_engine_before_the_trainer_is_do
     servers.serve(0, "--poll-s", "0.1", "--beat-s", "0.1")
     await asyncio.sleep(3)
     assert not engines(servers)
-    turn = trainer.want()  # the step after, asked for while there is no engine
+    turn = trainer.want()  # the next step, requested while there is no engine
     await until_async(lambda: trainer.gpu.given(turn), "given at once")
     folder = tmp_path / "step"
     folder.mkdir()
@@ -224,7 +224,7 @@ def test_a_server_that_is_told_to_leave_while_it_sleeps_leaves_and_wakes_nothing
 
 
 class Told(ScriptedEngine):
-    """Keeps in order what it is asked; one that hangs does not fall asleep."""
+    """Keeps its requests in order. One that hangs does not fall asleep."""
 
     def __init__(self, hangs: bool = False) -> None:
         super().__init__(Script(), "default")

@@ -1,4 +1,4 @@
-"""Versions of weights: published whole or not at all, loaded by servers under load, refused where they do not run."""
+"""Versions of weights: published atomically, loaded by servers under load, refused by servers that cannot run them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from megaflow_hpc.errors import ConfigError, ModelServiceError
 from megaflow_hpc.model.engines.adapters import Launch
 from megaflow_hpc.model.server.proxy import Proxy, Serving
 from megaflow_hpc.model.server.registration import Assignment
-from megaflow_hpc.model.server.server import EngineServer
-from megaflow_hpc.model.server.weight_updates import WeightUpdater
+from megaflow_hpc.model.server.weight_updates import WeightUpdater, poll_interval_s
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, read_run, write_run
+from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, read_run, write_run
 from megaflow_hpc.rundir.weight_delta import write_delta
 from tests.support.campaigns import cli
 from tests.support.reported import answered
@@ -167,13 +166,14 @@ def test_an_adapter_is_published_as_it_is_where_the_engine_takes_it(run: RunDir,
     assert updater.model(published) == model, "it lies on the campaign's own model"
 
 
-@pytest.mark.parametrize(("weights_of_model", "expected"), [({"poll_s": 0.5}, 0.5), ({"poll_s": None}, 5.0), ({}, 5.0)])
-def test_servers_look_for_weights_as_often_as_the_model_section_says(
-    run: RunDir, weights_of_model: dict[str, Any], expected: float
+@pytest.mark.parametrize(("policy", "servers", "expected"), [("a", 1, 0.5), ("a", 200, 2.0), ("b", 1, 5.0)])
+def test_servers_of_a_trained_policy_poll_often_and_not_too_often_together(
+    policy: str, servers: int, expected: float
 ) -> None:
-    what = Assignment(0, "a", {"engine": "vllm", "weights": weights_of_model})
-    assert EngineServer(run, what).weights_poll_s == expected
-    assert EngineServer(run, what, poll_s=0.1).weights_poll_s == 0.1
+    record = RunRecord(
+        campaign={"training": {"policies": {"a": {}}}}, servers=[ServerRecord(policy, {}) for _ in range(servers)]
+    )
+    assert poll_interval_s(record, policy) == expected
 
 
 def test_a_run_directory_that_does_not_answer_is_no_reason_for_other_weights(run: RunDir, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_run_directory_that_does_not_answer_is_no_reason_for_other_weights(run
 
 
 def test_a_pointer_that_was_left_behind_leads_to_the_newest_version(run: RunDir, tmp_path: Path) -> None:
-    """As after two publishers, of whom one was killed between its last look and the other's."""
+    """Two publishers ran at once, and one was killed between its last check and the other's."""
     proxy = Proxy()
     updater = WeightUpdater(run, Assignment(0, "a", {}), proxy)
     weights.publish(run, trained(tmp_path / "step1"), "a")
@@ -239,7 +239,7 @@ def test_a_delta_is_put_together_on_the_node_and_its_base_stays(run: RunDir, tmp
 
 @in_loop
 async def test_the_proxy_asks_for_an_adapter_by_its_name_and_for_nothing_before_it_is_there(tmp_path: Path) -> None:
-    """A real engine's side of it: what arrives, over real sockets."""
+    """Checks what arrives at an engine, over real sockets."""
     arrived: list[tuple[str, Any]] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -294,7 +294,7 @@ def test_publishers_at_the_same_time_get_a_number_each_and_the_pointer_ends_at_t
 
 
 def test_a_publisher_that_is_killed_publishes_nothing(run: RunDir, tmp_path: Path) -> None:
-    """At any instant: the pointer names a whole version, or the one before."""
+    """At any time the pointer names a complete version: the new or the previous one."""
     weights.publish(run, trained(tmp_path / "good", b"x" * 1000), "a")
     large = trained(tmp_path / "large", b"y" * 50_000_000)
     sizes = [len(safetensors(bytes(size))) for size in (1000, 50_000_000)]

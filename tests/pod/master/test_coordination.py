@@ -1,9 +1,10 @@
-"""One pod looks at the ledger, the leases and the engines for all, and whoever is left does so when it is gone."""
+"""One pod looks at the ledger, the leases and the engines for all pods. If it is gone, another one does."""
 
 from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,19 +28,19 @@ from tests.support.operations import counted
 
 
 class Pod:
-    """A pod's ledger and its part in the coordination, which knows no few pods."""
+    """A pod's ledger and its part in the coordination. By default even few pods follow a leader."""
 
     def __init__(self, run: RunDir, name: str, clock: Clock, few: int = 0, start: str = "0", **limits: float) -> None:
         self.clock = clock
         self.ledger = Ledger(run, PodIdentity(name, start), clock)
         self.endpoints = Endpoints(run, {"default": 1})
         self.coordination = Coordination(self.ledger, self.endpoints, CampaignBudget(run, limits), clock, few)
-        self.said = {"running": 1, "queued": 2, "stored": 3, "core_s": 3600.0, "began_at": 0.0}
+        self.progress = {"running": 1, "queued": 2, "stored": 3, "core_s": 3600.0, "began_at": 0.0}
         self.ledger.register()
         self.turn()
 
     def turn(self) -> None:
-        self.ledger.show({**self.said, "t": self.clock.now}, self.coordination.renew_s)
+        self.ledger.show({**self.progress, "t": self.clock.now}, self.coordination.renew_s)
         self.ledger.renew()
         self.coordination.tick()
 
@@ -59,6 +60,10 @@ def go_by(clock: Clock, seconds: float, *pods: Pod) -> None:
             pod.turn()
 
 
+def pods(run: RunDir, names: str, clock: Clock, **more: Any) -> list[Pod]:
+    return [Pod(run, name, clock, **more) for name in names]
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
@@ -70,7 +75,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_of_many_pods_one_looks_who_watches_and_tells_the_others(run: RunDir) -> None:
     clock = Clock()
-    first, second = (Pod(run, name, clock) for name in "ab")
+    first, second = pods(run, "ab", clock)
     viewer = LiveFiles(run)
     viewer.ask(["t/p/0"], "t/p/1")
     go_by(clock, 2 * SELDOM_S, first, second)
@@ -87,7 +92,7 @@ def test_of_many_pods_one_looks_who_watches_and_tells_the_others(run: RunDir) ->
 
 def test_who_is_not_the_coordinator_reads_one_file_and_learns_what_there_is_to_claim(run: RunDir) -> None:
     clock = Clock()
-    first, second, third = (Pod(run, name, clock) for name in "abc")
+    first, second, third = pods(run, "abc", clock)
     for pod in (first, second, third):
         assert pod.claim() is not None
     go_by(clock, 2 * SELDOM_S, first, second, third)
@@ -111,7 +116,7 @@ def test_who_is_not_the_coordinator_reads_one_file_and_learns_what_there_is_to_c
 
 def test_the_coordinator_marks_whose_lease_has_run_out_and_the_others_take_over(run: RunDir) -> None:
     clock = Clock()
-    first, second, third = (Pod(run, name, clock) for name in "abc")
+    first, second, third = pods(run, "abc", clock)
     for pod in (first, second, third):
         assert pod.claim() is not None
     go_by(clock, TIMES.lease_s + 3 * SELDOM_S, first, second)  # the third is no more
@@ -122,12 +127,10 @@ def test_the_coordinator_marks_whose_lease_has_run_out_and_the_others_take_over(
 def test_who_takes_over_reads_the_claims_of_nobody_else(run: RunDir) -> None:
     write_blocks(run, rollouts(37), size=1)
     clock = Clock()
-    pods = [Pod(run, name, clock) for name in "abcdefgh"]
-    for pod in pods[:6] * 6:
+    all_pods = pods(run, "abcdefgh", clock)
+    for pod in [*all_pods[:6] * 6, *all_pods[6:] * 2]:
         assert pod.claim() is not None
-    for pod in pods[6:] * 2:
-        assert pod.claim() is not None
-    left = [pods[0], *pods[6:]]
+    left = [all_pods[0], *all_pods[6:]]
     go_by(clock, TIMES.lease_s + 3 * SELDOM_S, *left)  # five are no more, with six blocks each
     survey = left[1].coordination.report.survey
     assert survey is not None
@@ -142,7 +145,7 @@ def test_who_takes_over_reads_the_claims_of_nobody_else(run: RunDir) -> None:
 
 def test_a_start_takes_its_own_blocks_back_though_another_pod_looks_for_all(run: RunDir) -> None:
     clock = Clock()
-    first, second, third = (Pod(run, name, clock) for name in "abc")
+    first, second, third = pods(run, "abc", clock)
     for pod in (first, second, third):
         assert pod.claim() is not None
     go_by(clock, 2 * SELDOM_S, first, second, third)
@@ -155,9 +158,8 @@ def test_a_start_takes_its_own_blocks_back_though_another_pod_looks_for_all(run:
 
 def test_a_claim_whose_answer_was_lost_is_found_though_another_pod_looks_for_all(run: RunDir) -> None:
     clock = Clock()
-    first, second = (Pod(run, name, clock) for name in "ab")
-    assert first.claim() is not None
-    assert first.claim() is not None
+    first, second = pods(run, "ab", clock)
+    assert [first.claim(), first.claim()] == [Claim(0, 0), Claim(1, 0)]
     go_by(clock, 2 * SELDOM_S, first, second)
     assert second.coordination.report.survey == Survey(open=3, claimable=1)
 
@@ -181,7 +183,7 @@ def test_a_claim_whose_answer_was_lost_is_found_though_another_pod_looks_for_all
 
 def test_another_pod_leads_when_the_coordinator_is_gone_or_leaves(run: RunDir) -> None:
     clock = Clock()
-    first, second, third = (Pod(run, name, clock) for name in "abc")
+    first, second, third = pods(run, "abc", clock)
     go_by(clock, SELDOM_S, first, second, third)
     go_by(clock, STALE_S + TIMES.lease_s, second, third)
     assert second.leads
@@ -193,9 +195,11 @@ def test_another_pod_leads_when_the_coordinator_is_gone_or_leaves(run: RunDir) -
 
 def test_what_all_have_used_is_summed_up_once_and_all_hear_of_it(run: RunDir) -> None:
     clock = Clock()
-    pods = [Pod(run, name, clock, core_hours=2.5) for name in "abc"]
-    go_by(clock, 2 * SELDOM_S, *pods)
-    assert {pod.coordination.report.exceeded for pod in pods} == {"3.00 core-hours are used, limits.core_hours is 2.5"}
+    all_pods = pods(run, "abc", clock, core_hours=2.5)
+    go_by(clock, 2 * SELDOM_S, *all_pods)
+    assert {pod.coordination.report.exceeded for pod in all_pods} == {
+        "3.00 core-hours are used, limits.core_hours is 2.5"
+    }
 
 
 def test_engines_are_listed_once_for_all_and_read_where_something_has_changed(run: RunDir) -> None:
@@ -203,7 +207,7 @@ def test_engines_are_listed_once_for_all_and_read_where_something_has_changed(ru
     files = EndpointFiles(run)
     engine = Endpoint(server="default.0", policy="default", url="https://n0:1", key="secret")
     files.publish(engine)
-    first, second = Pod(run, "a", clock), Pod(run, "b", clock)
+    first, second = pods(run, "ab", clock)
     go_by(clock, 2 * SELDOM_S, first, second)
 
     def listed() -> list[bool]:
@@ -235,7 +239,7 @@ def test_engines_are_listed_once_for_all_and_read_where_something_has_changed(ru
 
 def test_few_pods_each_look_for_themselves(run: RunDir) -> None:
     clock = Clock()
-    first, second = (Pod(run, name, clock, few=2) for name in "ab")
+    first, second = pods(run, "ab", clock, few=2)
     go_by(clock, 2 * SELDOM_S, first, second)
     for pod in (first, second, first):
         assert pod.claim() is not None
@@ -253,12 +257,12 @@ def test_status_says_how_far_pods_are_by_their_leases_or_by_the_report(
         writer.write(PodEvent(state="started"))
         writer.close()
     clock.now = 4e9  # later than the events
-    pods = [Pod(run, name, clock) for name in "ab"]
-    go_by(clock, 2 * SELDOM_S, *pods)
+    both = pods(run, "ab", clock)
+    go_by(clock, 2 * SELDOM_S, *both)
     monitor = Monitor(run)
     assert monitor.status()["rollouts"]["running"] == 2
-    pods[0].said["running"] = 4
-    go_by(clock, 2 * SELDOM_S, *pods)
+    both[0].progress["running"] = 4
+    go_by(clock, 2 * SELDOM_S, *both)
     monkeypatch.setattr("megaflow_hpc.monitor.status.FEW", 1)
     with counted(run.path) as operations:
         assert monitor.status()["rollouts"]["running"] == 5

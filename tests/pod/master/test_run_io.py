@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,17 +16,14 @@ from megaflow_hpc.ledger.calls import Touch
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.pod.master import run_io
-from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
-from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.pod.master.histories import History
-from megaflow_hpc.pod.master.run_io import LOOP_HANGS_S, Claimed, Durable, Report, RunIo, RunIoThread
+from megaflow_hpc.pod.master.run_io import LOOP_HANGS_S, Claimed, Durable, Report
 from megaflow_hpc.pod.outcome import Outcome
-from megaflow_hpc.rundir.budget import CampaignBudget
-from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.trajectory import Trajectory
-from tests.support.ledgers import AnyTasks, Clock, rollouts
+from tests.support.ledgers import Clock, rollouts
+from tests.support.pods import IoPod
 
 
 class Full(Files):
@@ -38,55 +37,31 @@ class Full(Files):
         super()._touch(call)
 
 
-class Journal:
-    """Notes what is appended and what of it was durable when."""
+class Journal(JournalWriter):
+    """Counts the records that were appended and that are durable."""
 
-    def __init__(self) -> None:
-        self.appended: list[bytes] = []
-        self.durable = 0
+    appended = durable = 0
 
-    @property
-    def committed(self) -> int:
-        return self.durable
+    def append(self, record: bytes | Mapping[str, Any]) -> int:
+        self.appended += 1
+        return super().append(record)
 
-    def append(self, record: bytes) -> int:
-        self.appended.append(record)
-        return len(record)
-
-    def commit(self) -> None:
-        self.durable = len(self.appended)
+    def commit(self) -> int:
+        self.durable = self.appended
+        return super().commit()
 
 
-class Pod:
+class Pod(IoPod):
+    journal: Journal
+
     def __init__(self, run: RunDir) -> None:
-        self.clock, self.journal = Clock(), Journal()
+        self.clock = Clock()
         self.files = Full(run, self.clock)
-        self.ledger = Ledger(run, PodIdentity("a", "0"), files=self.files)
-        self.ledger.register()
-        events = EventWriter(run.event_file("a", "0"))
-        blocks = ClaimedBlocks(run, self.ledger, events, StoredRollouts(run), AnyTasks())
-        parts = run, self.journal, self.ledger, blocks, events, Endpoints(run, {}), CampaignBudget(run, {})
-        self.thread = RunIoThread(*parts)
-        self.io = RunIo(self.thread, self.clock)
-
-    def turn(self) -> list[Report]:
-        self.io.push()
-        self.thread.turn()
-        return list(self.io.collect())
+        super().__init__(run, files=self.files, journal=Journal(run.journal_file("a", "0")))
 
     def store(self, number: int) -> None:
-        rollout = rollouts(number + 1)[number]
-        trajectory = Trajectory(
-            id=rollout.id,
-            task_id=rollout.task_id,
-            group_id=rollout.group_id,
-            policy=rollout.policy,
-            agent=rollout.agent,
-            sample_index=0,
-            status="completed",
-        )
-        outcome = Outcome.of(trajectory)
-        self.io.store(outcome, 0, 0)
+        trajectory = Trajectory.begin(rollouts(number + 1)[number], 0, "completed")
+        self.io.store(Outcome.of(trajectory), 0, 0)
         self.io.push()
 
 
@@ -118,7 +93,7 @@ def durable(reports: list[Report]) -> list[str]:
 def test_results_are_reported_when_they_are_durable_and_the_last_one_with_its_block_done(pod: Pod) -> None:
     pod.store(0)
     assert not pod.io.idle
-    assert pod.journal.appended == []
+    assert pod.journal.appended == 0
     assert durable(pod.turn()) == ["t000/oracle/0"]
     assert pod.journal.durable == 1
     assert pod.io.state.held == 1
@@ -141,7 +116,7 @@ def test_a_block_whose_mark_is_refused_is_marked_later_and_no_result_is_lost(pod
     assert durable(pod.turn()) == ["t001/oracle/0"]
     assert not pod.io.stuck
     assert pod.io.idle
-    assert len(pod.journal.appended) == pod.journal.durable == 2
+    assert pod.journal.appended == pod.journal.durable == 2
     assert pod.ledger.finished
 
 
@@ -151,7 +126,7 @@ def test_a_pod_whose_fence_has_closed_reports_nothing_and_the_loop_knows_it_by_t
     pod.clock.now += TIMES.commit_s
     assert not pod.io.may_commit, "also while the thread hangs in a call"
     assert durable(pod.turn()) == []
-    assert pod.journal.appended == []
+    assert pod.journal.appended == 0
     assert not pod.io.idle
 
 

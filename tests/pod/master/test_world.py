@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
@@ -30,42 +29,33 @@ from tests.support import world
 
 
 class Played:
-    """What a world has left behind."""
+    """The results of a world."""
 
     def __init__(self, run: RunDir, state: str) -> None:
         self.run, self.state = run, state
-        self.stored = [
-            record["trajectory"] for file in run.journal.iterdir() for _, record in read_journal(file)
-            if record["kind"] == "trajectory"
-        ]  # fmt: skip
-        self.events = [
-            json.loads(line) for file in run.events.glob("*.jsonl") for line in file.read_text().splitlines()
-        ]
+        records = [record for file in run.journal.iterdir() for _, record in read_journal(file)]
+        self.stored = [record["trajectory"] for record in records if record["kind"] == "trajectory"]
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        return [entry for entry in self.events if entry["event"] == event]
+        return world.events(self.run, event)
 
     @property
-    def why(self) -> str:
-        return next(entry["why"] for entry in self.of("pod") if entry["state"] == "draining")
+    def whys(self) -> list[str]:
+        return [event["why"] for event in self.of("pod") if event["state"] == "draining"]
 
 
-def prepare(tmp_path: Path, tasks: Sequence[str], each: int = 1, **said: Any) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
-    write_blocks(run, [Rollout(task, "p", n, "a") for task in tasks for n in range(each)], pods=1)
-    (run.path / "world.json").write_text(json.dumps(said))
-    return run
+def prepare(tmp_path: Path, tasks: Sequence[str], each: int = 1, **settings: Any) -> RunDir:
+    rollouts = [Rollout(task, "p", n, "a") for task in tasks for n in range(each)]
+    return world.prepare(tmp_path / "run", rollouts, **settings)
 
 
-def play(tmp_path: Path, tasks: Sequence[str], ranks: int = 2, each: int = 1, **said: Any) -> Played:
-    """A world of rank 0 and ``ranks`` workers from its start to its end."""
-    return turn(prepare(tmp_path, tasks, each, **said), ranks)
+def play(tmp_path: Path, tasks: Sequence[str], ranks: int = 2, each: int = 1, **settings: Any) -> Played:
+    """Plays a world of rank 0 and ``ranks`` workers from its start to its end."""
+    return turn(prepare(tmp_path, tasks, each, **settings), ranks)
 
 
 def turn(run: RunDir, ranks: int = 2) -> Played:
-    """A start of the pod of a world that is there."""
+    """Plays one start of the pod of an existing world."""
     (run.report / "state").unlink(missing_ok=True)
     command = [*world.launcher(ranks + 1), sys.executable, "-m", "tests.support.world", str(run.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -84,15 +74,17 @@ def test_every_rollout_is_stored_once_with_so_many_worker_ranks(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("cuts", [1, 2])
-def test_what_is_cut_short_goes_on_in_the_next_pod_so_often_as_the_campaign_says(tmp_path: Path, cuts: int) -> None:
+def test_an_interrupted_rollout_continues_in_the_next_pod_until_it_was_interrupted_too_often(
+    tmp_path: Path, cuts: int
+) -> None:
     run = prepare(tmp_path, ["fails_sandbox-lost_b", "cut_a"])
     for start in range(5):  # a retry of b may be cut short as well, by the drain that a brings about
-        (run.path / "world.json").write_text(json.dumps({"start": str(start), "scheduling": {"cuts": cuts}}))
+        world.configure(run, start=str(start), max_interruptions=cuts)
         played = turn(run)
         if played.state == "done":
             break
         assert played.state == "drained"
-        (run.partial / "half.json").write_text('{"rollouts": {"cut_a/p/0":')  # who was killed while writing it
+        (run.partial / "half.json").write_text('{"rollouts": {"cut_a/p/0":')  # its pod was killed while writing it
     assert played.state == "done"
     assert start >= cuts
     stored = {trajectory["task_id"]: trajectory for trajectory in played.stored}
@@ -106,7 +98,7 @@ def test_what_is_cut_short_goes_on_in_the_next_pod_so_often_as_the_campaign_says
     else:
         assert kinds == [first, (1, "failed", "walltime")]
         assert (stored["status"], stored["error_kind"]) == ("failed", "walltime")
-        assert "scheduling.cuts: 1" in stored["error"]
+        assert "allocations ended 2 times before it did" in stored["error"]
         assert "resume RUN --failed --time" in stored["error"]
     assert [entry["kind"] for entry in played.of("attempt") if entry["id"] == "cut_a/p/0"] == ["walltime"] * 2
     assert not run.partial.exists()
@@ -116,11 +108,9 @@ def test_what_is_cut_short_goes_on_in_the_next_pod_so_often_as_the_campaign_says
 def test_what_ends_a_pod_is_said_and_a_rollout_that_no_walltime_holds_fails_after_two(tmp_path: Path) -> None:
     run = prepare(tmp_path, ["late_a"])
     for start, word in enumerate(["cancelled", "now", "walltime", "walltime"]):
-        said = {"start": str(start), "drain": {"word": word, "whole_s": 0.6}, "scheduling": {"cuts": 3}}
-        (run.path / "world.json").write_text(json.dumps(said))
+        world.configure(run, start=str(start), drain={"word": word, "whole_s": 0.6})
         played = turn(run, ranks=1)
-        whys = [event["why"] for event in played.of("pod") if event["state"] == "draining"]
-        assert WHY_DRAIN[word] in whys
+        assert WHY_DRAIN[word] in played.whys
     assert played.state == "done", "nothing is left for which its element should be queued again"
     (stored,) = played.stored
     assert (stored["status"], stored["error_kind"]) == ("failed", "walltime")
@@ -188,7 +178,7 @@ def test_failures_that_look_systematic_pause_the_pod_and_give_the_rest_back(tmp_
     played = play(tmp_path, [f"fails_user_{n}" for n in range(400)], systematic_last=20)
     assert played.state == "paused"
     assert 20 <= len(played.stored) < 400
-    assert "failed for one cause, user" in played.why
+    assert "failed for one cause, user" in played.whys[0]
     assert list((played.run.ledger / "released").iterdir())
 
 
@@ -210,12 +200,8 @@ def test_a_group_is_closed_at_its_rewards_and_the_rest_cancelled_also_where_it_r
 
 def test_a_task_that_is_asked_again_is_a_group_of_its_own(tmp_path: Path) -> None:
     run = prepare(tmp_path, [], scheduling={"signal_after": 2})
-    old = [
-        {name: value for name, value in vars(Rollout("mixed_a", "p", n, "a")).items() if name != "round"}
-        for n in (0, 2)
-    ]
-    run.block(0).write_text(json.dumps({"rollouts": old}))  # as blocks were written before there were rounds
-    write_blocks(run, [Rollout("mixed_a", "p", n, "a", again) for again in (3, 12) for n in (again % 2, 5)])
+    samples = {0: (0, 2), 3: (1, 5), 12: (0, 5)}
+    write_blocks(run, [Rollout("mixed_a", "p", n, "a", again) for again, both in samples.items() for n in both])
     packed = write_tasks(run, [PlannedTask({"id": "mixed_a"}, {})])
     write_run(run, RunRecord(campaign={"name": "x"}, packed=packed, total=6))
     played = turn(run)
@@ -248,7 +234,7 @@ def test_a_pod_leaves_when_who_may_add_rollouts_has_not_renewed_for_long(tmp_pat
     lease.put()
     played = turn(run)
     assert played.state == "drained"
-    assert "no consumer that may add blocks has renewed its lease for long" in played.why
+    assert "no consumer that may add blocks has renewed its lease for long" in played.whys[0]
     assert [t["id"] for t in played.stored] == ["ok_a/p/0"]
     assert not Ledger(run).finished
     lease.close()
@@ -268,5 +254,5 @@ def test_groups_without_signal_are_dropped(tmp_path: Path) -> None:
 def test_a_limit_of_the_whole_campaign_pauses_the_pod(tmp_path: Path) -> None:
     played = play(tmp_path, [f"ok_{n}" for n in range(20_000)], limits={"wall": 1e-6})
     assert played.state == "paused"
-    assert "limits.wall is 1e-06" in played.why
+    assert "limits.wall is 1e-06" in played.whys[0]
     assert 0 < len(played.stored) < 20_000

@@ -52,6 +52,24 @@ class Burns:
         return AgentResult()
 
 
+def run(place: Path, image: Path, task: Task, agents: dict[str, str], **environment: object) -> dict[str, Trajectory]:
+    """Runs one attempt of each agent, given by policy."""
+    campaign = {"name": "x", "tasks": str(place), "agent": "nop", "environment": {"network": "none", **environment}}
+    config = CampaignConfig.model_validate(campaign)
+    policies = {name: Policy(agent=AgentConfig(name=agent)) for name, agent in agents.items()}
+
+    async def main() -> dict[str, Trajectory]:
+        async with ApptainerProvider(place / "scratch") as provider:
+            services = Services(config, policies, {"base": str(image)}, provider, ModelGateway())
+            rollouts = [Rollout(task.id, name, 0, name) for name in agents]
+            ended = await asyncio.gather(*(run_attempt(services, rollout, task, 0) for rollout in rollouts))
+            return {each.trajectory.policy: each.trajectory for each in ended}
+
+    found = asyncio.run(main())
+    remove_tree(place / "scratch")
+    return found
+
+
 @pytest.fixture
 def task(tmp_path: Path) -> Task:
     """Solved where /answer names the limit; the reference solution is the hog itself."""
@@ -72,26 +90,7 @@ def test_a_limit_passed_is_the_agents_doing_and_the_rollout_is_verified(
     base_sif: Path, tmp_path: Path, task: Task
 ) -> None:
     agents = {"oracle": "oracle", "recovers": f"{__name__}:Recovers", "spins": f"{__name__}:Spins"}
-    config = CampaignConfig.model_validate(
-        {
-            "name": "limits",
-            "tasks": str(tmp_path),
-            "agent": "nop",
-            "environment": {"network": "none", "limits": {"cpu_s": 3}},
-        }
-    )
-    policies = {name: Policy(agent=AgentConfig(name=agent)) for name, agent in agents.items()}
-
-    async def main() -> dict[str, Trajectory]:
-        async with ApptainerProvider(tmp_path / "scratch") as provider:
-            services = Services(config, policies, {"base": str(base_sif)}, provider, ModelGateway())
-            rollouts = [Rollout(task.id, name, 0, agents[name]) for name in agents]
-            ended = await asyncio.gather(*(run_attempt(services, rollout, task, 0) for rollout in rollouts))
-            done = [each.trajectory for each in ended]
-            return {trajectory.policy: trajectory for trajectory in done}
-
-    found = asyncio.run(main())
-    remove_tree(tmp_path / "scratch")
+    found = run(tmp_path, base_sif, task, agents, limits={"cpu_s": 3})
     assert {name: t.status for name, t in found.items()} == {
         "oracle": "completed",
         "recovers": "completed",
@@ -114,23 +113,7 @@ def test_what_its_sandboxes_used_is_part_of_a_rollout(
         file.write('workdir = "/app"\n')
     (root / "tests/test.sh").write_text(f"{BURN.replace('60_000_000', '1000')}\necho 1 > /logs/verifier/reward.txt\n")
     task = read_harbor_task(root)
-    config = CampaignConfig.model_validate(
-        {
-            "name": "use",
-            "tasks": str(tmp_path),
-            "agent": "nop",
-            "environment": {"network": "none", "verification": verification},
-        }
-    )
-    policies = {"burns": Policy(agent=AgentConfig(name=f"{__name__}:Burns"))}
-
-    async def main() -> Trajectory:
-        async with ApptainerProvider(tmp_path / "scratch") as provider:
-            services = Services(config, policies, {"base": str(base_sif)}, provider, ModelGateway())
-            return (await run_attempt(services, Rollout(task.id, "burns", 0, "burns"), task, 0)).trajectory
-
-    found = asyncio.run(main())
-    remove_tree(tmp_path / "scratch")
+    found = run(tmp_path, base_sif, task, {"burns": f"{__name__}:Burns"}, verification=verification)["burns"]
     assert (found.status, found.reward) == ("completed", 1.0), found.error
     stored = Trajectory.from_record(unpack(pack(found.to_record())))
     assert 1.1 <= (stored.cpu_s or 0) <= 4

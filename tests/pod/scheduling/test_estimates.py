@@ -6,7 +6,7 @@ import math
 import random
 from statistics import mean, pvariance
 
-from megaflow_hpc.pod.scheduling.estimates import TASKS, Estimates
+from megaflow_hpc.pod.scheduling.estimates import MAX_TASKS, Estimates
 
 
 def test_nothing_is_expected_before_anything_has_ended() -> None:
@@ -65,10 +65,10 @@ def test_an_earlier_campaign_of_thousands_is_outweighed_by_some_rollouts_of_this
 def test_a_pod_that_runs_ever_new_tasks_forgets_those_it_saw_first() -> None:
     estimates = Estimates()
     estimates.learn([("learned", "p", 9, math.log(500.0), 0.01)])
-    for n in range(TASKS + 1):
+    for n in range(MAX_TASKS + 1):
         estimates.observe(f"t{n}", "p", 10.0)
     estimates.observe("late", "p", 300.0)
     assert (estimates.expect("late", "p") or 0) > 25
     assert (estimates.expect("learned", "p") or 0) > 100, "what earlier campaigns tell stays"
     assert estimates.expect("t0", "p") == estimates.expect("never", "p")
-    assert len(estimates._tasks) == TASKS
+    assert len(estimates._tasks) == MAX_TASKS

@@ -50,7 +50,7 @@ def test_a_group_can_be_given_away_while_nothing_of_it_has_happened_and_all_of_i
     ids = ["t/p/0", "t/p/1", "t/p/2"]
     for happened in ("nothing", "started", "retried", "ended elsewhere", "a sample is not in the queue"):
         groups = Groups(GroupRules(signal_after=2))
-        groups.admit("t/p", "p", ids, ended=1 if happened == "ended elsewhere" else 0)
+        groups.admit("t/p", "p", ids, rewarded=1 if happened == "ended elsewhere" else 0)
         if happened in ("started", "retried"):
             groups.started("t/p", "t/p/0")
         if happened == "retried":
@@ -63,7 +63,7 @@ def test_a_group_can_be_given_away_while_nothing_of_it_has_happened_and_all_of_i
 
 def test_samples_that_a_group_has_elsewhere_count() -> None:
     groups = Groups(GroupRules(wanted={"p": 3}))
-    groups.admit("t/p", "p", ["t/p/3", "t/p/4"], ended=2)
+    groups.admit("t/p", "p", ["t/p/3", "t/p/4"], rewarded=2)
     assert groups.ended("t/p", "t/p/3", 1.0).cancel == ["t/p/4"]
 
 

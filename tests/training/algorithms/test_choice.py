@@ -29,12 +29,12 @@ STEPS: list[Any] = [
     "zero_variance",
     {"pass_rate": [0.2, 0.8]},
     {"staleness": 2},
-    {"replay": {"ratio": 0.5, "size": 3}},
+    {"replay": 0.5},
 ]
 
 
 def training(*data: Any) -> TrainingConfig:
-    return TrainingConfig.model_validate({"policies": {"p": {}}, "data": list(data)})
+    return TrainingConfig.model_validate({"policies": {"p": {}}, "batch": 2, "data": list(data)})
 
 
 def chosen(data: Sequence[Any], there: Sequence[SampleGroup], version: int = 0, want: int = 99, **more: Any) -> Choice:
@@ -174,20 +174,20 @@ def test_an_infinite_reward_is_an_error_that_names_the_rollout(reward: float) ->
 
 
 def test_the_latest_groups_are_replayed_once_as_a_share_of_the_step() -> None:
-    step = {"replay": {"ratio": 0.5, "size": 3}}
-    before = [group([0, 1], f"old{i}/p") for i in range(5)]
+    step = {"replay": 0.5}
+    before = [group([0, 1], f"old{i}/p") for i in range(6)]
     there = [group([0, 1], f"new{i}/p") for i in range(2)]
     first = chosen([step], there, replayed=before)
-    assert [g.task for g in first.replayed] == ["old3", "old4"]
+    assert [g.task for g in first.replayed] == ["old4", "old5"]
     second = chosen([step], there, replayed=before, state=first.state)
-    assert [g.task for g in second.replayed] == ["old2"]
+    assert [g.task for g in second.replayed] == ["old2", "old3"]
     assert chosen([step], there, replayed=before, state=second.state).replayed == ()
-    quarter = chosen([{"replay": {"ratio": 0.25, "size": 9}}], [*there, group([0, 1], "new2/p")], replayed=before)
-    assert [g.task for g in quarter.replayed] == ["old4"]
+    quarter = chosen([{"replay": 0.25}], [*there, group([0, 1], "new2/p")], replayed=before)
+    assert [g.task for g in quarter.replayed] == ["old5"]
 
 
 def test_what_is_replayed_is_the_same_as_it_was_taken_or_as_it_was_read_again() -> None:
-    steps = [{"penalty": -0.5}, "mask_unfinished", {"replay": {"ratio": 0.5, "size": 9}}]
+    steps = [{"penalty": -0.5}, "mask_unfinished", {"replay": 0.5}]
     raw = [SampleGroup("old/p", "old", (sample("old/p", 0, 1.0), sample("old/p", 1, 1.0, status="truncated")))]
     taken = chosen(steps, raw).taken
     for before in (raw, taken):
@@ -197,7 +197,7 @@ def test_what_is_replayed_is_the_same_as_it_was_taken_or_as_it_was_read_again() 
 
 def test_what_is_too_old_is_not_replayed() -> None:
     before = [group([0, 1], "old/p", oldest=0), group([0, 1], "young/p", oldest=3)]
-    steps = [{"staleness": 2}, {"replay": {"ratio": 0.5, "size": 9}}]
+    steps = [{"staleness": 2}, {"replay": 0.5}]
     choice = chosen(steps, [group([0, 1], f"n{i}/p", oldest=4) for i in range(4)], 4, replayed=before)
     assert [g.task for g in choice.replayed] == ["young"]
     assert choice.drops == {}

@@ -45,7 +45,7 @@ def flow_of(name, steps=1, tasks=4, **policy):
         pods.work()
         pods.close()
     policy = {"dtype": "float32", "recompute": False, "microbatch": 150, **policy}
-    config = {"policies": {"default": policy}, "batch": {"tasks": tasks // steps}, "steps": steps,
+    config = {"policies": {"default": policy}, "batch": tasks // steps, "steps": steps,
               "checkpoint_every": 2}
     return Dataflow(run, training=TrainingConfig.model_validate(config))
 
@@ -65,7 +65,7 @@ def moved(module):
 def losses(kind, importance):
     """Of the first minibatch: TRL's loss and gradient, and ours."""
     loss = {"kind": kind, "entropy": 0.01, "minibatch": 3}
-    flow = flow_of(f"{kind}-{importance}", loss=loss, importance={"level": importance})
+    flow = flow_of(f"{kind}-{importance}", loss=loss, importance=importance)
     trainer = trainer_of(flow)
     item = next(trainer._stream)["item"]
     moved(trainer.model)
@@ -76,7 +76,7 @@ def losses(kind, importance):
         value.backward()
         theirs, parts = theirs + value.item(), parts + 1
     settings, ours = flow.settings, 0.0
-    how = Loss(kind, settings.loss.band, entropy=0.01, importance=importance, truncate=settings.importance.truncate)
+    how = Loss(kind, settings.loss.band, entropy=0.01, importance=importance, truncate=settings.truncate)
     old, new = load(model, "float32"), load(model, "float32")
     moved(new.causal)
     report = None
@@ -138,7 +138,7 @@ result["train"] = {
 
 def lease_after(stop):
     """Who holds a campaign open that was trained on for so many optimizer steps of three."""
-    fields = {"mode": "synchronous", "batch": {"tasks": 2}, "steps": 3, "policies": {"default": {"dtype": "float32"}}}
+    fields = {"staleness": 0, "batch": 2, "steps": 3, "policies": {"default": {"dtype": "float32"}}}
     run = training_run(root / f"asked-{stop}", fields, tasks=2, model=model)
     flow, pods = Dataflow(run, say=lambda text: None), Pods(run, lambda rollout: rollout.sample_index / 3)
     keep = flow.planning.control.keep

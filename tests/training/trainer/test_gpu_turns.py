@@ -98,7 +98,7 @@ def shared(name, ranks):
     if ranks.first:
         run = training_run(
             Path(name),
-            {"policies": {"default": {"dtype": "float32"}}, "batch": {"tasks": 2}, "mode": "synchronous", "steps": 3},
+            {"policies": {"default": {"dtype": "float32"}}, "batch": 2, "staleness": 0, "steps": 3},
             tasks=3, samples=4, model="tiny", slurm={"trainer": {"share": "sleep"}},
         )
         pods = Pods(run, lambda rollout: float(rollout.sample_index % 2), lambda: current(run, "default").version)

@@ -47,7 +47,7 @@ from tests.support.training import Pods, training_run
 loop.Optimizer = functools.partial(loop.Optimizer, eps=1e-4)
 TRAINING = {
     "policies": {"default": {"dtype": "float32", "microbatch": 64, "optimizer": {"lr": 1e-4}}},
-    "batch": {"tasks": 2}, "mode": "synchronous", "steps": 3, "checkpoint_every": 2,
+    "batch": 2, "staleness": 0, "steps": 3, "checkpoint_every": 2,
 }
 
 
@@ -360,8 +360,8 @@ def tensors(path: Path) -> dict[str, bytes]:
 def test_the_command_goes_on_after_sigkill_and_sigterm_bit_by_bit(tmp_path: Path, tiny_model: Path) -> None:
     training = {
         "policies": {"default": {"dtype": "float32", "optimizer": {"lr": 1e-4}}},
-        "batch": {"tasks": 2},
-        "mode": "synchronous",
+        "batch": 2,
+        "staleness": 0,
         "steps": 6,
         "checkpoint_every": 2,
     }

@@ -1,4 +1,4 @@
-"""Exports, read by the programs that they are made for; and the way back."""
+"""Exports are read by the programs that they are made for, and JSON lines are imported again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import exports, gather, open_trajectories, validate
 from megaflow_hpc.trajectories.exports import areal, verl
-from megaflow_hpc.trajectories.exports.import_jsonl import import_jsonl
+from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
 from megaflow_hpc.types import Artifact
 from tests.support.places import LAUNCHERS
 from tests.support.samples import commit, run_dir, trajectory
@@ -68,7 +68,7 @@ def export(run, out: Path, *formats: str, **options) -> dict[str, list[Path]]:
 
 
 def columns(path: Path) -> dict[str, bytes]:
-    """Every dataset's values, strings of any width alike."""
+    """Values of every dataset, with strings of any width alike."""
     found = {}
 
     def add(name, item):
@@ -285,9 +285,9 @@ def test_atif_steps_hold_messages_tools_and_calls(run, rollouts, tmp_path):
     assert (lost["extra"]["reward"], lost["extra"]["status"]) == (None, "failed")
 
 
-@pytest.mark.slow  # where Harbor is not yet installed
+@pytest.mark.slow  # if Harbor is not installed yet
 def test_harbors_own_models_take_every_atif_document(run, tmp_path):
-    """In Harbor's virtual environment, which needs a newer Python; the launcher makes it where there is none."""
+    """Run in Harbor's virtual environment, which needs a newer Python. The launcher creates it if it is missing."""
     launcher = LAUNCHERS / "harbor-env.sh"
     made = subprocess.run(["bash", launcher], capture_output=True, text=True, timeout=600)
     assert made.returncode == 0, made.stderr
@@ -327,21 +327,21 @@ def test_predictions_are_one_file_per_policy_and_sample(run, tmp_path):
     assert (path.name, sorted(json.loads(path.read_text()))) == ("preds.json", ["lost", "nul", "task"])
 
 
-def test_the_patch_of_the_last_step_is_predicted(tmp_path):
-    run = run_dir(tmp_path / "run")
+def predicted(folder, *artifacts: list[Artifact]) -> tuple[list[str], list[str]]:
+    """The patches of the predictions for rollouts with these artifacts, and the warnings."""
+    run = run_dir(folder / "run")
+    commit(run, "a", *((n, 0, trajectory(n, artifacts=own)) for n, own in enumerate(artifacts)))
+    warnings: list[str] = []
+    paths = export(run, folder, "preds", warn=warnings.append)["preds"]
+    return [json.loads(path.read_text())["task"]["model_patch"] for path in paths], warnings
+
+
+def test_the_patch_of_the_last_step_is_predicted_and_an_incomplete_one_is_named(tmp_path):
     steps = [Artifact(f"steps/{name}/patch", name.encode()) for name in ("one", "two")]
-    commit(run, "a", (0, 0, trajectory(0, artifacts=[Artifact("a.diff", b"x"), *steps])))
-    (path,) = export(run, tmp_path, "preds")["preds"]
-    assert json.loads(path.read_text())["task"]["model_patch"] == "two"
-
-
-def test_a_prediction_whose_patch_lacks_something_is_named(tmp_path):
-    run = run_dir(tmp_path / "run")
     lacking = [Artifact("patch", b"x"), Artifact("patch.error", "error: unable to index 'ü'".encode())]
-    commit(run, "a", (0, 0, trajectory(0, artifacts=lacking)), (1, 0, trajectory(1, artifacts=lacking[1:])))
-    said: list[str] = []
-    export(run, tmp_path, "preds", warn=said.append)
-    assert said == [f"task/default/{n}: patch is incomplete: error: unable to index 'ü'" for n in range(2)]
+    patches, warnings = predicted(tmp_path, [Artifact("a.diff", b"x"), *steps], lacking, lacking[1:])
+    assert patches == ["two", "x", ""]
+    assert warnings == [f"task/default/{n}: patch is incomplete: error: unable to index 'ü'" for n in (1, 2)]
 
 
 def test_rollouts_of_a_task_that_was_asked_again_have_files_of_their_own(tmp_path):

@@ -1,4 +1,4 @@
-"""From journals to one HDF5 file, and back through the reader: everything is there, bit for bit."""
+"""Journals are gathered into one HDF5 file and read back: everything is there, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import gather, open_trajectories, validate
 from megaflow_hpc.trajectories.hdf5 import writer as writer_module
-from megaflow_hpc.trajectories.hdf5.chunks import ChunkDecoder
-from megaflow_hpc.trajectories.hdf5.columns import read, read_column, read_slices
+from megaflow_hpc.trajectories.hdf5.columns import ChunkDecoder, read, read_column, read_slices
 from megaflow_hpc.trajectories.hdf5.file import datasets
-from megaflow_hpc.trajectories.maintenance.checksums import verify
 from megaflow_hpc.trajectories.maintenance.compact import compact
+from megaflow_hpc.trajectories.maintenance.validate import verify
 from tests.support.samples import commit, run_dir, trajectory
 
 
 def same(left, right) -> bool:
-    """Equal records, NaN and float32 included."""
+    """Whether two records are equal, including NaN and float32."""
     return repr(left.to_record()) == repr(right.to_record())
 
 
@@ -105,11 +104,6 @@ def test_turns_in_the_file_point_at_sampled_tokens(run):
         assert file["rewards/tests"][:].tolist()[:2] == pytest.approx([math.nan, 0.5], nan_ok=True)
 
 
-def test_h5dump_reads_it(run):
-    out = subprocess.run(["h5dump", "-H", gather(run)], capture_output=True, text=True, check=True).stdout
-    assert 'DATASET "weight_version"' in out
-
-
 def test_every_chunk_has_a_checksum_and_no_data_has_variable_length(run):
     allowed = {h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_FLETCHER32}
     with h5py.File(gather(run)) as file:
@@ -122,24 +116,35 @@ def test_every_chunk_has_a_checksum_and_no_data_has_variable_length(run):
 
 
 def test_a_changed_byte_of_any_chunk_is_found_and_named(run, tmp_path):
-    """By reading the rows, by validate and by verify: with the file, the column and the entries."""
+    """Rows, batches, validate and verify name the file, the column and the entries."""
     data = gather(run).read_bytes()
     path = tmp_path / "damaged.h5"
     with h5py.File(run.trajectories) as file:
         chunks = {name: dataset.id.get_chunk_info(0) for name, dataset in datasets(file).items() if len(dataset)}
     draw = random.Random(0)
-    for name, chunk in chunks.items():
+
+    def damage(*names: str) -> None:
         damaged = bytearray(data)
-        damaged[chunk.byte_offset + draw.randrange(chunk.size)] ^= 1 << draw.randrange(8)
+        for name in names:
+            damaged[chunks[name].byte_offset + draw.randrange(chunks[name].size)] ^= 1 << draw.randrange(8)
         path.write_bytes(damaged)
+
+    damage(*chunks)
+    problems = "\n".join(validate(path))
+    bad = {check.path: check.state for check in verify(path) if not check.good}
+    assert bad.keys() == chunks.keys()
+    for name in chunks:
         entries = rf"/{name}: entries 0 to \d+ cannot be read"
-        place = f"{path}: {entries}"
-        assert [problem for problem in validate(path) if re.match(entries, problem)], name
-        (bad,) = [check for check in verify(path) if not check.good]
-        assert (bad.path, bool(re.search(place, bad.state))) == (name, True)
+        assert re.search(rf"^{entries}", problems, re.MULTILINE), name
+        assert re.search(f"{path}: {entries}", bad[name]), name
         if name.startswith(("tokens/", "messages/", "attempts/")):  # each row reads these
-            with open_trajectories(path) as store, pytest.raises(OSError, match=place):
-                [row.trajectory() for row in store]
+            damage(name)
+            with open_trajectories(path) as store:
+                with pytest.raises(OSError, match=f"{path}: {entries}"):
+                    [row.trajectory() for row in store]
+                if name.startswith("tokens/"):
+                    with pytest.raises(OSError, match=f"{path}: {entries}"):
+                        store.batch(range(13))
 
 
 def test_an_empty_campaign_is_a_valid_file(tmp_path):
@@ -175,14 +180,15 @@ def test_strange_text_is_kept_in_messages_and_escaped_in_columns(tmp_path):
         assert row.rewards["_.."] == 0.5
 
 
-def test_rows_are_found_by_number_and_id(run):
-    gather(run)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_rows_are_found_by_number_and_id(run, gathered):
+    if gathered:
+        gather(run)
     with open_trajectories(run.path) as store:
         assert store[3].id == store.ids[3] == "task/default/3"
         assert store["task/default/3"].index == store[np.int64(3)].index == 3
         assert store[-1].status == "failed"
-        assert "task/default/3" in store
-        assert "nobody" not in store
+        assert [key in store for key in ("task/default/3", "nobody", "\udcff", 3)] == [True, False, False, False]
         assert math.isnan(store[-1].reward)
         with pytest.raises(KeyError, match="nobody: no such rollout"):
             store["nobody"]
@@ -192,39 +198,33 @@ def test_rows_are_found_by_number_and_id(run):
             _ = store[0].nothing
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-def test_a_batch_holds_every_sequence_of_the_rows_asked_for(run, gathered):
-    if gathered:
-        gather(run)
+def test_a_padded_batch_fills_each_line_with_what_was_not_sampled(run):
+    gather(run)
+    sequences = trajectory(5).sequences + trajectory(2).sequences
+    longest = max(len(s.tokens) for s in sequences)
     with open_trajectories(run.path) as store:
-        batch = store.batch(["task/default/5", 2, 0])
-        sequences = trajectory(5).sequences + trajectory(2).sequences
-        assert batch["trajectory"].tolist() == [5, 5, 2, 2]
-        assert batch["offsets"].tolist() == np.cumsum([0, *(len(s.tokens) for s in sequences)]).tolist()
-        assert batch["tokens"].tobytes() == b"".join(s.tokens.tobytes() for s in sequences)
-        held = np.concatenate([np.asarray(s.logprobs, np.float32) for s in sequences])
-        assert np.isnan(held).any()  # in the store; a sum over a batch is masked by a product
-        assert batch["logprobs"].tolist() == np.nan_to_num(held, nan=0).tolist()
-        assert (batch["logprobs"] * batch["loss_mask"]).sum() == np.nansum(held)
-        assert batch["loss_mask"].tobytes() == b"".join(s.loss_mask.tobytes() for s in sequences)
-        assert batch["weight_version"].tobytes() == b"".join(s.weight_versions.tobytes() for s in sequences)
-        assert batch["reward"].tolist() == [1, 1, 0, 0]
-        assert set(batch["group"]) == {"task/default"}
-        assert set(batch["policy"]) == {"default"}
+        flat = store.batch(["task/default/5", 2, 0])
         padded = store.batch([5, 2], pad=-7)
-        longest = max(len(s.tokens) for s in sequences)
-        for line, s in enumerate(sequences):
-            size = len(s.tokens)
-            assert padded["tokens"][line].tolist() == list(s.tokens) + [-7] * (longest - size)
-            assert not padded["loss_mask"][line, size:].any()
-            assert not padded["logprobs"][line, size:].any()
-            assert (padded["weight_version"][line, size:] == -1).all()
-        types = {name: str(padded[name].dtype) for name in ("tokens", "loss_mask", "logprobs", "weight_version")}
-        assert types == {"tokens": "int32", "loss_mask": "uint8", "logprobs": "float32", "weight_version": "int32"}
+    assert (flat["trajectory"].tolist(), flat["reward"].tolist()) == ([5, 5, 2, 2], [1, 1, 0, 0])
+    assert flat["offsets"].tolist() == np.cumsum([0, *(len(s.tokens) for s in sequences)]).tolist()
+    assert (set(flat["group"]), set(flat["policy"])) == ({"task/default"}, {"default"})
+    held = np.concatenate([np.asarray(s.logprobs, np.float32) for s in sequences])
+    assert np.isnan(held).any()  # in the store; a sum over a batch is masked by a product
+    assert (flat["logprobs"] * flat["loss_mask"]).sum() == np.nansum(held)
+    for line, s in enumerate(sequences):
+        size = len(s.tokens)
+        assert padded["tokens"][line].tolist() == list(s.tokens) + [-7] * (longest - size)
+        assert not padded["loss_mask"][line, size:].any()
+        assert not padded["logprobs"][line, size:].any()
+        assert (padded["weight_version"][line, size:] == -1).all()
+    types = {name: str(padded[name].dtype) for name in ("tokens", "loss_mask", "logprobs", "weight_version")}
+    assert types == {"tokens": "int32", "loss_mask": "uint8", "logprobs": "float32", "weight_version": "int32"}
 
 
 def test_new_records_make_the_file_stale(run):
     gather(run)
+    with open_trajectories(run.path, seals={(3, 0): ("b.0", 0)}) as store:
+        assert len(store) == 12, "a new seal makes it stale too"
     commit(run, "c", (4, 0, trajectory(20)))
     with open_trajectories(run.path) as store:
         assert store.path == run.path
@@ -232,28 +232,6 @@ def test_new_records_make_the_file_stale(run):
     gather(run)
     with open_trajectories(run.path) as store:
         assert (store.path, len(store)) == (run.trajectories, 14)
-
-
-def test_a_new_seal_makes_the_file_stale(run):
-    gather(run)
-    with open_trajectories(run.path, seals={(3, 0): ("b.0", 0)}) as store:
-        assert len(store) == 12
-
-
-def test_gather_is_idempotent_and_leaves_nothing_behind(run):
-    first = gather(run).stat()
-    assert gather(run.path).stat().st_ino == first.st_ino
-    assert gather(run, rebuild=True).stat().st_ino != first.st_ino
-    assert [path.name for path in run.path.iterdir() if path.name.startswith(".")] == []
-
-
-def test_a_reader_keeps_its_snapshot_while_the_file_is_replaced(run):
-    gather(run)
-    with open_trajectories(run.path) as store:
-        commit(run, "c", (4, 0, trajectory(20)))
-        gather(run)
-        assert len(store) == 13
-        assert same(store[5].trajectory(), expected(trajectory(5)))
 
 
 def test_a_failed_gather_keeps_the_file_there_was(run, monkeypatch):
@@ -336,7 +314,7 @@ def test_an_unknown_dataset_is_ignored(run):
 
 
 def test_texts_of_variable_length_are_read_as_hdf5_reads_them(tmp_path):
-    """Empty, long, many, not in UTF-8: columns of versions 1 and 2."""
+    """Columns of versions 1 and 2: empty and long texts, many texts, and invalid UTF-8."""
     texts = ["", "a", "ü" * 3, "b" * 5000, "", *(f"{n} " * (n % 90) for n in range(900)), "x" * 100_000]
     with h5py.File(tmp_path / "x.h5", "w") as file:
         column = file.create_dataset("texts", data=texts, dtype=h5py.string_dtype(), chunks=(64,), compression=1)
@@ -368,7 +346,7 @@ def test_texts_of_any_length_are_bytes_and_offsets(tmp_path):
 
 
 def test_chunks_are_decoded_as_hdf5_decodes_them(tmp_path):
-    """With every combination of the filters that campaign files have; the last chunk is partly filled."""
+    """Every combination of the filters of campaign files. The last chunk is partly filled."""
     values = np.random.default_rng(0).integers(0, 1000, 3000).astype(np.int32)
     with h5py.File(tmp_path / "x.h5", "w") as file:
         for number, (shuffle, fletcher32) in enumerate(product((False, True), repeat=2)):

@@ -35,7 +35,7 @@ WINDOWS = ("before write", "in write", "before fsync", "behind fsync", "in gathe
 
 
 def writer(path: Path, seed: int, window: str) -> None:
-    """The process that is killed. Says ``ack N`` per commit, ``here`` where it waits for its end."""
+    """The process that is killed. Prints ``ack N`` for each commit, and ``here`` when it waits to be killed."""
     draw = random.Random(seed)
     run = RunDir(path)
     countdown = draw.randint(1, 12)
@@ -99,7 +99,7 @@ def same(one: Trajectory, other: Trajectory) -> bool:
 
 
 def trial(path: Path, seed: int, window: str) -> tuple[int, int, int]:
-    """One writer's life. Returns how many rollouts were acknowledged, how many of them are lost, how many doubled."""
+    """Runs and kills one writer. Returns the number of acknowledged rollouts, of lost ones and of doubled ones."""
     run = run_dir(path)
     code = "import sys; from pathlib import Path; from tests.trajectories.journal.crash import writer\n"
     code += "writer(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"

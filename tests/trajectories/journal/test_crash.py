@@ -1,4 +1,4 @@
-"""SIGKILL in the write and fsync windows of the writer: nothing acknowledged is lost, nothing is there twice."""
+"""After SIGKILL during a write or fsync, no acknowledged record is lost and no record is there twice."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""Journals in several parts, as earlier versions wrote them: offsets and seals count over all parts."""
+"""Journals in several parts, as earlier versions wrote them. Offsets and seals count over all parts."""
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import read_journal
 from megaflow_hpc.trajectories.journal.stored import StoredBlock, StoredRollouts
 from megaflow_hpc.trajectories.journal.winners import base_of, index, parts
@@ -13,29 +16,28 @@ from tests.support.samples import run_dir, trajectory
 ROWS = 120
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A run with one journal in parts, and the offset behind each record."""
+    run = run_dir(tmp_path_factory.mktemp("parts") / "run")
+    return run, write_parts(run, "a", range(ROWS))
+
+
 @pytest.fixture
-def run(tmp_path):
-    run = run_dir(tmp_path / "run")
-    write_parts(run, "a", range(ROWS))
-    return run
+def run(written, tmp_path):
+    return RunDir(shutil.copytree(written[0].path, tmp_path / "run"))
 
 
-def test_offsets_count_over_parts(tmp_path):
-    run = run_dir(tmp_path / "run")
-    ends = write_parts(run, "a", range(ROWS))
-    found = parts(run.journal_file("a", "0"))
-    assert len(found) > 3
-    assert [path.name for path in found[:2]] == ["a.0.journal", "a.0+0001.journal"]
-    sizes = [path.stat().st_size for path in found]
-    assert [base_of(path) for path in found] == [sum(sizes[:n]) for n in range(len(found))]
+def test_offsets_and_seals_count_over_parts(written):
+    run, ends = written
+    files = parts(run.journal_file("a", "0"))
+    assert len(files) > 3
+    assert [path.name for path in files[:2]] == ["a.0.journal", "a.0+0001.journal"]
+    sizes = [path.stat().st_size for path in files]
+    assert [base_of(path) for path in files] == [sum(sizes[:n]) for n in range(len(files))]
     assert StoredRollouts(run).length("a.0") == sum(sizes) == ends[-1]
-    ids = [r["trajectory"]["id"] for path in found for _, r in read_journal(path) if r["kind"] == "trajectory"]
+    ids = [r["trajectory"]["id"] for path in files for _, r in read_journal(path) if r["kind"] == "trajectory"]
     assert ids == [trajectory(n).id for n in range(ROWS)]
-
-
-def test_a_seal_counts_over_parts(tmp_path):
-    run = run_dir(tmp_path / "run")
-    ends = write_parts(run, "a", range(ROWS))
     seals = {(block, 0): ("a.0", ends[69]) for block in range(ROWS // 10)}
     assert [e.id for e in index(run, seals).winners] == [trajectory(n).id for n in range(70)]
     assert StoredRollouts(run).ids(6, [StoredBlock(0, "a.0", ends[64])]) == {trajectory(n).id for n in range(60, 65)}

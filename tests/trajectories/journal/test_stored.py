@@ -1,4 +1,4 @@
-"""What a block's earlier holders have stored: only their journals are read, within their seals, and each once."""
+"""Finding the rollouts that earlier holders of a block stored reads only their journals, within the seals, and once."""
 
 from __future__ import annotations
 
@@ -83,45 +83,35 @@ def test_a_journal_that_has_grown_is_read_again(run: RunDir) -> None:
         assert stored.ids(0, [StoredBlock(0, "a.0", second)]) == {"t0/p/0", "t1/p/0"}
 
 
-def test_a_journal_that_held_no_trajectory_yet_is_read_again_too(run: RunDir) -> None:
+def test_other_records_are_read_once_and_trajectories_behind_them_are_found(run: RunDir) -> None:
+    note = pack_record({"kind": "note"})
     with JournalWriter(run.journal_file("a", "0")) as journal:
-        journal.append(pack_record({"kind": "note"}))
+        journal.append(note)
         first = journal.commit()
         stored = StoredRollouts(run)
         assert stored.ids(0, [StoredBlock(0, "a.0", first)]) == set()
         journal.append(record(0, 1, 0))
+        journal.append(note)
         second = journal.commit()
         assert stored.ids(1, [StoredBlock(0, "a.0", second)]) == {"t0/p/0"}
+        with counted(run.path) as operations:
+            assert stored.ids(0, [StoredBlock(0, "a.0", second)]) == set()
+        assert operations["opens"] == 0
 
 
-def test_a_journal_that_ends_with_no_trajectory_is_read_once(run: RunDir) -> None:
-    ends = write(run, "a", record(0, 0, 0), pack_record({"kind": "note"}))
-    stored = StoredRollouts(run)
-    assert stored.ids(0, [StoredBlock(0, "a.0", ends[-1])]) == {"t0/p/0"}
-    with counted(run.path) as operations:
-        assert stored.ids(1, [StoredBlock(0, "a.0", ends[-1])]) == set()
-    assert operations["opens"] == 0
-
-
-def test_the_reader_shows_that_it_lives_between_the_parts_of_a_long_journal(run: RunDir) -> None:
-    ends = write(run, "a", *(record(number, 0, 0) for number in range(10)), rotate=1)
-    beats: list[None] = []
-    stored = StoredRollouts(run, lambda: beats.append(None))
-    assert len(stored.ids(0, [StoredBlock(0, "a.0", ends[-1])])) == 10
-    assert len(beats) >= 10
-
-
-def test_and_within_a_part(run: RunDir) -> None:
-    large = [pack_record({"kind": "note", "text": "x" * (RENEW_BYTES // 4)}) for _ in range(20)]
-    ends = write(run, "a", *large, record(0, 0, 0), rotate=1 << 30)
-    beats: list[None] = []
-    stored = StoredRollouts(run, lambda: beats.append(None))
-    assert stored.ids(0, [StoredBlock(0, "a.0", ends[-1])]) == {"t0/p/0"}
-    assert len(beats) >= 6
+@pytest.mark.parametrize("parted", [True, False])
+def test_the_reader_renews_its_lease_within_a_long_journal(run: RunDir, parted: bool) -> None:
+    large = pack_record({"kind": "note", "text": "x" * (RENEW_BYTES // 4)})
+    records = [large] * 20 if not parted else [record(number, 0, 0) for number in range(1, 10)]
+    ends = write(run, "a", *records, record(0, 0, 0), rotate=1 if parted else 1 << 30)
+    renewals: list[None] = []
+    stored = StoredRollouts(run, lambda: renewals.append(None))
+    assert "t0/p/0" in stored.ids(0, [StoredBlock(0, "a.0", ends[-1])])
+    assert len(renewals) >= (10 if parted else 6)
 
 
 def fails_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The file system answers one time that it has forgotten a file."""
+    """Makes one call fail with ESTALE."""
     real, failed = getattr(stored_module, name), []
 
     def fails(*arguments: Any) -> Any:

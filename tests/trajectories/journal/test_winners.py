@@ -1,4 +1,4 @@
-"""One winner per rollout, whatever order the journals were written in."""
+"""Each rollout has one winner, in whatever order the journals were written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def winner(run, seals=None):
     return found.load(found.winners[0])
 
 
-RECORDS = {  # what wins over all that stands below it
+RECORDS = {  # a record wins over all below it
     "success of epoch 0": (0, 0, "completed"),
     "second attempt of epoch 0": (0, 1, "truncated"),
     "success of epoch 1": (1, 0, "completed"),

@@ -1,4 +1,4 @@
-"""Gathering: every winner once, in commit order, with bounded memory, and nothing left of a killed gather."""
+"""Gathering writes every winner once, in commit order, with bounded memory. A killed gather leaves no file behind."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, validate
 from megaflow_hpc.trajectories.hdf5.publishing import clean_up
 from megaflow_hpc.trajectories.journal import winners
-from megaflow_hpc.trajectories.journal.frames import pack_record, read_frames
-from megaflow_hpc.trajectories.maintenance.checksums import verify
-from megaflow_hpc.trajectory import Attempt
+from megaflow_hpc.trajectories.journal.frames import pack_record
+from megaflow_hpc.trajectories.maintenance.validate import verify
 from tests.support.journals import digests, record, write_between, write_parts
 from tests.support.samples import run_dir, trajectory
 
@@ -23,7 +22,7 @@ ROWS = 120
 
 @pytest.fixture
 def run(tmp_path):
-    """Three pods whose rollouts are between one another in time."""
+    """Three pods whose rollouts alternate in time."""
     run = run_dir(tmp_path / "run")
     write_between(run, 3, ROWS)
     return run
@@ -60,29 +59,12 @@ def test_parts_and_one_journal_make_the_same_file(tmp_path):
     assert digests(gather(whole)) == digests(gather(parted))
 
 
-def test_a_superseded_record_leaves_its_attempts(run):
-    failed = Attempt(0, "failed", "node", "node went down")
-    with JournalWriter(run.journal_file("again", "0")) as journal:
-        journal.append(record(50, 0, trajectory(500, status="failed", attempts=[failed])))
-        journal.append(record(50, 1, trajectory(500, attempt=1, attempts=[Attempt(1, "completed")])))
-    with open_trajectories(gather(run)) as store:
-        assert len(store) == ROWS + 1
-        assert [attempt.status for attempt in store[trajectory(500).id].attempts] == ["failed", "completed"]
-
-
 def test_a_reward_that_only_some_rows_have_is_missing_in_the_others(run):
     with JournalWriter(run.journal_file("other", "0")) as journal:
         journal.append(record(50, 0, trajectory(ROWS, rewards={"other": 0.25})))
     with open_trajectories(gather(run)) as store:
         assert store.column("rewards/other")[-1] == 0.25
         assert np.isnan(store.column("rewards/other")[:-1]).all()
-
-
-def test_records_behind_a_seal_are_not_gathered(run):
-    path = run.journal_file("pod-0", "0")
-    ends = [frame.end for frame in read_frames(path)]
-    seals = {(block, 0): ("pod-0.0", ends[3]) for block in range(7)}
-    assert ids(gather(run, seals)) == [trajectory(n).id for n in (0, 3, 6, 9)]
 
 
 def test_what_earlier_versions_left_next_to_the_journals_is_ignored(run):
@@ -102,6 +84,7 @@ def test_a_file_that_is_up_to_date_stays_and_is_written_again_if_asked(run):
     before = digests(path)
     assert gather(run, rebuild=True).stat().st_ino != written
     assert digests(path) == before
+    assert [path.name for path in run.path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_what_a_killed_gather_left_is_removed_and_a_living_ones_stays(run):

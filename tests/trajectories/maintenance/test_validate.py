@@ -1,4 +1,4 @@
-"""The validator names every broken invariant; and the documentation lists the columns that are written."""
+"""The validator names every broken invariant, and the documentation lists the columns of the schema."""
 
 from __future__ import annotations
 

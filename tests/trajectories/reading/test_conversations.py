@@ -1,4 +1,4 @@
-"""An agent that asks for a title, has a sub-agent and continues from a summary: all of it is stored and shown."""
+"""An agent asks for a title, starts a sub-agent and continues from a summary. All of it is stored and shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.report.transcripts import transcript_of
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import JournalWriter, exports, gather, open_trajectories, validate
-from megaflow_hpc.trajectories.exports.import_jsonl import import_jsonl
+from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 from megaflow_hpc.trajectories.maintenance.compact import compact
 from megaflow_hpc.trajectories.reading.row import Row
@@ -31,7 +31,7 @@ ID = "solve/default/0"
 
 
 class Engine(scripted.ScriptedEngine):
-    """Answers ``<last words of the conversation>!``; asked to work, with a call of a tool."""
+    """Answers ``<last words of the conversation>!``. If the words begin with WORK, the answer calls a tool."""
 
     def __init__(self) -> None:
         super().__init__(Script(), "m")
@@ -115,7 +115,7 @@ def row_of(path: Path) -> Row:
 
 
 def check(row: Row, tokens: bool = True) -> None:
-    """Its conversations and calls are those that were held, and so are the tokens of each call where they are known."""
+    """Checks the conversations and calls of a row, and the tokens of each call if they are known."""
     found = row.conversations
     assert [[m["content"] for m in c.messages] for c in found] == TALKS
     assert [[call for call in c.turns if call is not None] for c in found] == CALLS
@@ -167,7 +167,7 @@ def test_json_lines_hold_every_conversation_by_the_indices_of_its_messages(run: 
     tree = line["tree"]["messages"]
     assert [[tree[n]["content"] for n in c["messages"]] for c in line["conversations"]] == TALKS
     assert [c["started_by"] for c in line["conversations"]] == [None, None, 1, None, None]
-    assert sum(len(talk) for talk in TALKS) - 6 == len(tree)  # what two share is there once
+    assert sum(len(talk) for talk in TALKS) - 6 == len(tree)  # shared messages are there once
 
 
 def test_an_atif_step_has_the_tokens_of_its_own_call(run: RunDir, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Blocks are cut by what earlier campaigns tell of durations."""
+"""Durations of earlier campaigns decide the order of rollouts and the first estimates of pods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.samples import trajectory
 
 
 def earlier(path: Path, seconds: dict[str, float]) -> Path:
-    """An earlier campaign's file."""
+    """Writes an earlier campaign's file."""
     with TrajectoryWriter(path, "earlier") as writer:
         for number, (name, took) in enumerate(seconds.items()):
             group = name.rpartition("/")[0]
@@ -63,7 +63,7 @@ def test_a_pods_first_estimates_are_those_of_the_earlier_campaign(
     estimates = Estimates()
     estimates.learn(run.record.learned)
     short, long, other, new = (estimates.expect(f"task{n}", "oracle") or 0.0 for n in range(4))
-    assert short < other < new < long  # the third is known under another policy, the fourth guessed from all
+    assert short < other < new < long  # task2 is known under another policy, task3 is estimated from all
     assert long > 100
 
 

@@ -1,4 +1,4 @@
-"""Following a campaign: each rollout once, only what is durable, and nothing read twice."""
+"""A follower yields each rollout once, only durable ones, and reads no byte twice."""
 
 from __future__ import annotations
 
@@ -97,40 +97,8 @@ def test_a_success_after_a_failure_is_given_once_more(run, status, resumed):
     assert look() == []
 
 
-def test_what_lies_behind_a_seal_is_never_given(run):
-    seals = {}
-    follower = Follower(run, seals=lambda: seals)
-    journal = JournalWriter(run.journal_file("a", "0"))
-    journal.append(record(1, block=3))
-    seals[3, 0] = ("a.0", journal.commit())
-    journal.append(record(2, block=3))
-    journal.append(record(4, block=4))
-    journal.close()
-    commit(run, "b", (3, 1, trajectory(2)))
-    assert ids(follower.poll()) == [f"task/default/{n}" for n in (1, 4, 2)]
-
-
-def test_what_lies_behind_a_seal_is_never_given_after_a_cursor_either(run):
-    seals = {}
-    journal = PartedWriter(run.journal_file("a", "0"), 2000)
-    journal.append(record(1, block=3))
-    first = Follower(run, seals=lambda: seals)
-    seals[3, 0] = ("a.0", journal.commit())
-    assert ids(first.poll()) == ["task/default/1"]
-    for number in range(10, 30):  # behind the seal, in several parts; block 4 is still its own
-        journal.append(record(number, block=3 + number % 2))
-        journal.commit()
-    journal.close()
-    commit(run, "b", (3, 1, trajectory(2)))
-    left = [f"task/default/{n}" for n in (*range(11, 30, 2), 2)]
-    cursor = first.cursor
-    assert ids(Follower(run, seals=lambda: seals, cursor=cursor).poll()) == left
-    assert ids(first.poll()) == left
-    assert len(first.cursor["journals"]) > 3
-
-
 def test_any_cut_of_a_campaign_into_followers_gives_every_rollout_once(run):
-    """Journals grow, are sealed, split and added while one follower after the other takes over from a cursor."""
+    """Journals grow, are sealed, split and added, while each follower continues from the cursor of the last one."""
     draw, seals, cursor, seen = random.Random(5), {}, None, []
     writers: list[PartedWriter | None] = [None] * 3
     epochs = [-1] * 3
@@ -192,22 +160,8 @@ def test_a_torn_record_is_waited_for(run):
     assert seen + ids(follower.poll()) == ["task/default/1", "task/default/2"]
 
 
-def test_journals_in_parts_are_followed(run):
-    follower = Follower(run)
-    seen = []
-    with PartedWriter(run.journal_file("a", "0"), 2000) as journal:
-        for number in range(30):
-            journal.append(record(number))
-            journal.commit()
-            if number % 7 == 0:
-                seen += ids(follower.poll())
-    seen += ids(follower.poll())
-    assert len(list(run.journal.iterdir())) > 3
-    assert seen == [f"task/default/{n}" for n in range(30)]
-
-
 def bytes_read(look) -> int:
-    """Bytes that this process read from files while it looked."""
+    """Bytes that this process read from files during a call."""
 
     def count() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])
@@ -221,8 +175,8 @@ def bytes_read(look) -> int:
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_bytes_are_read_once(run, resumed):
-    """A look costs what is new and a constant per journal that grew, whatever was there before."""
-    buffer = 2 * io.DEFAULT_BUFFER_SIZE + 4096  # the header and the last record are read with what lies behind them
+    """A poll reads the new bytes, and a constant for each journal that grew."""
+    buffer = 2 * io.DEFAULT_BUFFER_SIZE + 4096  # the header and the last record are read with the bytes behind them
     follower, most = Follower(run), 0
     with PartedWriter(run.journal_file("a", "0"), 300_000) as journal:
         for number in range(60):
@@ -235,7 +189,7 @@ def test_bytes_are_read_once(run, resumed):
             found = []
             read = bytes_read(lambda look=follower, found=found: found.extend(look.entries()))
             assert len(found) == 10
-            if number:  # the first look imports
+            if number:  # the first poll imports modules
                 most = max(most, read - (journal.length - before))
             assert bytes_read(follower.entries) == 0
     assert len(list(run.journal.iterdir())) > 3

@@ -1,4 +1,4 @@
-"""Opening: a running campaign through its journals, older files, replaced files, large ones."""
+"""Opening a running campaign through its journals, files of older versions, replaced files and large files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.samples import commit, run_dir, trajectory
 
 @pytest.fixture
 def running(tmp_path):
-    """A campaign of two pods: journals in parts, and one rollout carried out twice."""
+    """A campaign of two pods, with journals in parts and one rollout that ran twice."""
     run = run_dir(tmp_path / "run")
     for pod, first in (("a", 0), ("b", 30)):
         with PartedWriter(run.journal_file(pod, "0"), 6000) as journal:
@@ -72,29 +72,6 @@ def test_a_running_campaign_shows_the_same_through_journals_and_file(running):
                 assert values.tobytes() == there.tobytes(), path
         for values, name in zip(turns, ("sequence", "token_start", "token_end"), strict=True):
             assert values.tolist() == store.source.column(f"turns/{name}").tolist()
-
-
-@pytest.mark.parametrize("gathered", [False, True])
-def test_ids_are_found_one_by_one_and_many_at_once(running, gathered):
-    if gathered:
-        gather(running)
-    with open_trajectories(running.path) as store:
-        assert [store[rollout].index for rollout in store.ids] == list(range(49))
-        assert [rollout in store for rollout in ("task/default/3", "task/default/333", "\udcff", 3)] == [
-            True,
-            False,
-            False,
-            False,
-        ]
-    with open_trajectories(running.path) as store:
-        assert store[store.ids[48]].index == 48
-        assert [rollout in store for rollout in ("task/default/3", "task/default/333", "\udcff")] == [
-            True,
-            False,
-            False,
-        ]
-        with pytest.raises(KeyError, match="task/default/333: no such rollout"):
-            store["task/default/333"]
 
 
 def test_files_of_older_software_are_read(running, tmp_path):
@@ -149,7 +126,7 @@ MANY = 300_000
 
 
 def test_opening_reads_no_row(tmp_path):
-    """What opening allocates does not grow with the rows, and one row reads no whole column."""
+    """The memory for opening does not grow with the rows, and reading one row reads no whole column."""
     run = run_dir(tmp_path / "run")
     commit(run, "a", *((0, 0, trajectory(n)) for n in range(3)))
     path = gather(run)

@@ -1,4 +1,4 @@
-"""Selections: what an expression may say, and what it answers to the rest."""
+"""Selections: which expressions are allowed, and the errors for all others."""
 
 from __future__ import annotations
 

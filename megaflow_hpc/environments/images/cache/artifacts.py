@@ -1,4 +1,4 @@
-"""Lists what a node's cache needs of an image: its trees, or one flat tree of all of them.
+"""Lists the trees of an image that a node's cache holds: one for each layer and base, or one flat tree.
 
 ====================  ==========================================  ====================================
 copy                  contents                                    made from
@@ -133,9 +133,9 @@ def _unpack_layer(blob: str, layer: LayerFacts, target: Path, *, marks: bool = F
     return layer.bytes
 
 
-def _lay_out(facts: ImageFacts, place: Path, apptainer: str) -> int:
-    """Writes the base's files and puts each layer's over them, so that one tree shows what an overlay would show."""
-    root, above = place / "rootfs", place / "layer"
+def _lay_out(facts: ImageFacts, directory: Path, apptainer: str) -> int:
+    """Writes the base's files and merges each layer into them. The result is the view of an overlay."""
+    root, above = directory / "rootfs", directory / "layer"
     count = 0
     if facts.base is None:
         root.mkdir()
@@ -161,9 +161,9 @@ def _copy_tree(source: str, target: Path) -> None:
 
 def _measure(directory: str) -> DiskUsage:
     bytes_ = inodes = 0
-    for place, directories, files in os.walk(directory):
+    for parent, directories, files in os.walk(directory):
         for name in (*directories, *files):
-            found = os.lstat(os.path.join(place, name))
-            bytes_ += max(BLOCK, found.st_blocks * 512)
+            status = os.lstat(os.path.join(parent, name))
+            bytes_ += max(BLOCK, status.st_blocks * 512)
             inodes += 1
     return DiskUsage(bytes_, inodes)

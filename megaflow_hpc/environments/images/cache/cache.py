@@ -4,7 +4,7 @@ An image is one copy or several (:mod:`.artifacts`). A copy is compared with the
 it is read, so a copy that is here is never read again. An image that no store has, such as a SIF that a campaign maps
 by path, is identified by path, size and time of change.
 
-Copies in use are leased and never removed; :mod:`.index` keeps the books. A process reserves the room for all missing
+Copies in use are leased and never removed (:mod:`.index`). A process reserves the room for all missing
 copies of an image at once. While it waits it holds none of them, so two processes cannot wait for each other.
 """
 
@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megaflow_hpc.environments.images.cache.artifacts import ImagePlan, plan
@@ -139,7 +139,7 @@ class ImageCache:
         """Returns the facts of an image; see :meth:`.ImageFiles.facts`."""
         return self._files.facts(image)
 
-    # --- what the verbs show and do -----------------------------------------------------------------------------
+    # --- the commands -----------------------------------------------------------------------------------------
 
     @property
     def budget(self) -> DiskUsage:
@@ -176,10 +176,10 @@ class ImageCache:
 
     def _plan(self, image: str, flat: bool) -> ImagePlan:
         facts = self.facts(image)
-        known = self._plans.get((image, flat))
-        if known is None or known[0] is not facts:
-            known = self._plans[image, flat] = (facts, plan(facts, self.apptainer, flat=flat))
-        return known[1]
+        cached = self._plans.get((image, flat))
+        if cached is None or cached[0] != facts:
+            cached = self._plans[image, flat] = (facts, plan(facts, self.apptainer, flat=flat))
+        return cached[1]
 
     def _lease(self, wanted: ImagePlan) -> ImageLease:
         trees = [str(self._index.path(artifact.name) / "rootfs") for artifact in wanted.artifacts]
@@ -237,13 +237,11 @@ class ImageCache:
             if claim is not None:
                 return claim
             with self._index.waiting():
-                pause = POLL_INTERVAL_S[0]
-                while (claim := self._index.claim(wanted.sizes, queued=True)) is None:
-                    if time.monotonic() >= deadline:
-                        raise TimeoutError(full)
-                    time.sleep(pause)
-                    pause = min(2 * pause, POLL_INTERVAL_S[1])
-                return claim
+                for _ in _polls(deadline, full):
+                    claim = self._index.claim(wanted.sizes, queued=True)
+                    if claim is not None:
+                        break
+            return claim
         finally:
             self._claiming.release()
 
@@ -259,19 +257,27 @@ class ImageCache:
             self._index.give_up(names)
 
     def _wait_for(self, names: Sequence[str], deadline: float) -> None:
-        """Waits while other threads or processes make copies. They have their room and wait for no other."""
+        """Waits while other threads or processes make copies. These have reserved their room, so they do not wait."""
         missing = [name for name in names if not self._index.has(name)]
         for name, maker in self._index.makers(missing).items():
-            pause = POLL_INTERVAL_S[0]
-            while not self._index.has(name) and self._index.makes(maker, name):
-                if time.monotonic() >= deadline:
-                    raise TimeoutError("another process that stages it does not finish")
-                time.sleep(pause)
-                pause = min(2 * pause, POLL_INTERVAL_S[1])
+            for _ in _polls(deadline, "another process that stages it does not finish"):
+                if self._index.has(name) or not self._index.makes(maker, name):
+                    break
+
+
+def _polls(deadline: float, message: str) -> Iterator[None]:
+    """Yields at growing intervals. Raises :class:`TimeoutError` with ``message`` at the deadline."""
+    pause = POLL_INTERVAL_S[0]
+    while True:
+        yield
+        if time.monotonic() >= deadline:
+            raise TimeoutError(message)
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_INTERVAL_S[1])
 
 
 class Prefetcher:
-    """One thread that unpacks what will be needed next, as far as there is room.
+    """Unpacks the images that will be needed next in one thread, while there is room.
 
     Args:
         is_flat: whether an image is used as one tree here.
@@ -312,5 +318,5 @@ class Prefetcher:
             try:
                 self._images.prefetch(order, self._is_flat, until=lambda: self._closed or self._order is not None)
             except (MegaflowError, OSError) as error:
-                # A sandbox that needs the image fails with the same error, where it counts.
+                # A sandbox that needs the image reports the same error.
                 print(f"staging ahead: {error}", file=sys.stderr, flush=True)

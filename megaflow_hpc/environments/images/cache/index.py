@@ -1,17 +1,17 @@
-"""Keeps the books of one node's image cache: its copies, who uses them, and what is removed to make room.
+"""The index of one node's image cache: its copies, the processes that use them, and which are removed for room.
 
 ::
 
     CACHE/                        private, on local scratch; shared by all ranks and jobs of the user
-      lock                        held to decide what is made and removed
+      lock                        held to decide which copies are made and removed
       removing                    shared: to take a lease; exclusive: to remove copies, for a moment
       images/<name>/              a copy (artifacts.py): rootfs/, and entry.json with its size
-      users/<pid>-<start>.<hex>   one open cache: what it uses, wants next, makes and waits for, as JSON
-      work/<pid>-<start>.<hex>    what a process writes or removes
+      users/<pid>-<start>.<hex>   JSON: the copies that one open cache uses, wants next and makes, and whether it waits
+      work/<pid>-<start>.<hex>    files that a process writes or removes
 
 A copy appears in ``images`` and leaves it by rename, so it is always whole. The locks are the kernel's (``flock``) and
 end with their holder. All other files carry the identity of a process and count for nothing once that process is gone.
-So a SIGKILL at any instant blocks no other process, and the next one removes what was left.
+So a SIGKILL at any instant blocks no other process, and the next one removes the leftovers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from megaflow_hpc.host.locks import locked
 from megaflow_hpc.host.process import Identity
 
 DEFAULT_SHARE = 0.8
-"""Default budget: this share of the free space on scratch and of what the cache already takes."""
-_ROOMS = ("images", "users", "work")
+"""Default budget, as a share of the free space on scratch plus the space that the cache already takes."""
+_SUBDIRECTORIES = ("images", "users", "work")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class CacheEntry:
     image: str
     """The file that it was made from."""
     ahead: bool
-    """It was made before any sandbox needed it."""
+    """Made before any sandbox needed it."""
     made_at: float
     used_at: float
     """Both in seconds UTC."""
@@ -102,8 +102,8 @@ class CacheIndex:
     """The copies below ``root``. Processes and threads share them.
 
     Args:
-        budget_bytes, budget_inodes: what all copies together may take; default: what the environment says, else a share
-            of what is free.
+        budget_bytes, budget_inodes: Limits of all copies together. Default: ``MEGAFLOW_CACHE_GB``, else a share of the
+            free space.
     """
 
     def __init__(self, root: Path, budget_bytes: int | None = None, budget_inodes: int | None = None) -> None:
@@ -111,8 +111,8 @@ class CacheIndex:
         own = Identity.of(os.getpid())
         assert own is not None
         self._identity = str(own)
-        for room in _ROOMS:
-            (root / room).mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in _SUBDIRECTORIES:
+            (root / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = root / "users" / self._unique_name()
         self._guard = threading.Lock()
         """Protects this cache's own state, which is written to its file after each change."""
@@ -137,7 +137,7 @@ class CacheIndex:
             inodes = int(DEFAULT_SHARE * free)
         return DiskUsage(bytes_, inodes)
 
-    # --- what is here -------------------------------------------------------------------------------------------
+    # --- copies -------------------------------------------------------------------------------------------------
 
     def path(self, name: str) -> Path:
         """Returns the path that the copy ``name`` has, or would have."""
@@ -153,17 +153,17 @@ class CacheIndex:
 
     def entries(self) -> list[CacheEntry]:
         """Returns every copy, the least recently used first."""
-        found = []
+        entries = []
         for name in _names(self.root / "images"):
             path = self.path(name) / "entry.json"
             try:
-                known = json.loads(path.read_bytes())
-                size = DiskUsage(known["bytes"], known["inodes"])
+                record = json.loads(path.read_bytes())
+                size = DiskUsage(record["bytes"], record["inodes"])
                 used_at = path.stat().st_mtime
-                found.append(CacheEntry(name, size, known["image"], known["ahead"], known["made_at"], used_at))
+                entries.append(CacheEntry(name, size, record["image"], record["ahead"], record["made_at"], used_at))
             except (OSError, ValueError, KeyError):
-                continue  # removed meanwhile
-        return sorted(found, key=lambda entry: entry.used_at)
+                continue  # It has just been removed.
+        return sorted(entries, key=lambda entry: entry.used_at)
 
     def in_use(self) -> set[str]:
         """Returns the copies that living processes use."""
@@ -175,7 +175,7 @@ class CacheIndex:
         """Marks copies as used if all of them are here. They stay until :meth:`release`.
 
         Args:
-            wait: wait while another process decides what is removed; else that counts as missing.
+            wait: Wait while another process decides which copies are removed. Otherwise they count as missing.
         """
         if not self.has_all(names):
             return False
@@ -187,12 +187,12 @@ class CacheIndex:
         try:
             # A process that removes copies looks for marks under this lock. So it saw ours, or the copy is gone by now.
             with locked(self.root / "removing", shared=True, timeout_s=math.inf if wait else 0):
-                found = self.has_all(names)
+                complete = self.has_all(names)
         except TimeoutError:
-            found = False
-        if not found:
+            complete = False
+        if not complete:
             self.release(names)
-        return found
+        return complete
 
     def release(self, names: Collection[str]) -> None:
         """Ends one use of each copy."""
@@ -206,7 +206,7 @@ class CacheIndex:
                 self._write()
 
     def _touch(self, name: str) -> None:
-        """Notes a use at this time. The kernel's own times are some milliseconds coarse."""
+        """Records a use now. The kernel's own timestamps have a resolution of some milliseconds."""
         now = time.time_ns()
         with suppress(FileNotFoundError):
             os.utime(f"{self.root}/images/{name}/entry.json", ns=(now, now))
@@ -214,7 +214,7 @@ class CacheIndex:
     # --- making copies ------------------------------------------------------------------------------------------
 
     def want(self, names: Sequence[str]) -> None:
-        """Notes the copies that this cache will use next, in this order. Replaces what was noted before."""
+        """Records the copies that this cache will use next, in this order. Replaces the previous record."""
         with self._guard:
             self._state.wants = names
             self._write()
@@ -239,10 +239,10 @@ class CacheIndex:
         is false, the last wanted first.
 
         Args:
-            sizes: all copies of the image, by name.
-            ahead: no sandbox needs them yet; else they are marked as used, as by :meth:`use`.
-            queued: the caller is :meth:`waiting`. It comes after those that have waited longer; other callers come
-                after all that wait.
+            sizes: The sizes of all copies of the image, by name.
+            ahead: No sandbox needs them yet. Otherwise they are marked as used, as by :meth:`use`.
+            queued: The caller is :meth:`waiting`. It comes after callers that have waited longer. Callers that do not
+                wait come last.
 
         Returns:
             ``None`` if copies are missing and there is no room for all of them, or it is another caller's turn. Nothing
@@ -250,12 +250,12 @@ class CacheIndex:
         """
         with locked(self.root / "lock"):
             claim, removed = self._claim(sizes, ahead, queued)
-        for place in removed:
-            remove_tree(place, ignore_errors=True)
+        for directory in removed:
+            remove_tree(directory, ignore_errors=True)
         return claim
 
     def _claim(self, sizes: Mapping[str, DiskUsage], ahead: bool, queued: bool) -> tuple[CacheClaim | None, list[Path]]:
-        """Does what :meth:`claim` says, and returns the removed copies too. Call with the lock held."""
+        """Implements :meth:`claim`. Also returns the removed copies. Call with the lock held."""
         users = list(self._users().values())
         made = {name for user in users for name in user.makes}
         missing = [name for name in sizes if not self.has(name)]
@@ -295,13 +295,13 @@ class CacheIndex:
         for user in users:
             sizes |= user.makes  # some of these have just become entries
             used.update(user.uses)
-            for place, name in enumerate(user.wants):
-                rank[name] = min(place, rank.get(name, place))
+            for position, name in enumerate(user.wants):
+                rank[name] = min(position, rank.get(name, position))
         taken = sum(sizes.values(), NOTHING)
         idle = [entry for entry in entries if entry.name not in used]
         if ahead:
             idle = [entry for entry in idle if entry.name not in rank]
-        else:  # the sort is stable: copies that nobody wants stay in the order of their last use
+        else:  # The sort is stable, so unwanted copies stay in the order of their last use.
             idle.sort(key=lambda entry: rank.get(entry.name, len(rank)), reverse=True)
         victims = []
         for entry in idle:
@@ -312,25 +312,25 @@ class CacheIndex:
         return victims if taken + needed <= self.budget else None
 
     def put(self, name: str, size: DiskUsage, image: str, make: Callable[[Path], int], *, ahead: bool) -> int:
-        """Makes a copy that was claimed: ``make(directory)`` writes it. Returns what ``make`` returns."""
-        place = self.root / "work" / self._unique_name()
+        """Makes a claimed copy, which ``make(directory)`` writes. Returns the result of ``make``."""
+        directory = self.root / "work" / self._unique_name()
         try:
-            place.mkdir(mode=0o700)
-            result = make(place)
+            directory.mkdir(mode=0o700)
+            result = make(directory)
             about = {"image": image, "ahead": ahead, "made_at": time.time()}
-            write_json(place / "entry.json", {"bytes": size.bytes, "inodes": size.inodes, **about})
+            write_json(directory / "entry.json", {"bytes": size.bytes, "inodes": size.inodes, **about})
             remove_tree(self.path(name))  # without entry.json: the rest of a copy, not a whole one
-            os.rename(place, self.path(name))
+            os.rename(directory, self.path(name))
             self._touch(name)
             self.give_up([name])
             return result
         except OSError as error:
             raise SandboxError(f"{self.root}: no image can be staged here: {error.strerror or error}") from error
         finally:
-            remove_tree(place)
+            remove_tree(directory)
 
     def give_up(self, names: Collection[str]) -> None:
-        """Gives the room back that was reserved for copies, if it still is."""
+        """Gives back the room that is still reserved for copies."""
         with self._guard:
             held = [name for name in names if name in self._state.makes]
             for name in held:
@@ -362,12 +362,12 @@ class CacheIndex:
         """Removes a copy, unless a process uses it. Returns whether it was removed."""
         with locked(self.root / "lock"):
             removed = self._withdraw([name])
-        for place in removed:
-            remove_tree(place, ignore_errors=True)
+        for directory in removed:
+            remove_tree(directory, ignore_errors=True)
         return bool(removed)
 
     def _withdraw(self, names: Sequence[str]) -> list[Path]:
-        """Takes copies that no process uses out of ``images``. Returns where they are now, for the caller to remove."""
+        """Moves copies that no process uses out of ``images``. Returns their new paths, for the caller to remove."""
         if not names:
             return []
         removed = []
@@ -375,15 +375,15 @@ class CacheIndex:
             used = self.in_use()
             for name in names:
                 if name not in used and self.has(name):
-                    place = self.root / "work" / self._unique_name()
-                    os.rename(self.path(name), place)
-                    removed.append(place)
+                    directory = self.root / "work" / self._unique_name()
+                    os.rename(self.path(name), directory)
+                    removed.append(directory)
         return removed
 
     # --- files --------------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        """Replaces this cache's file in ``users``. Removes it if there is nothing to note. Call with the guard held."""
+        """Replaces this cache's file in ``users``. Removes it if it would be empty. Call with the guard held."""
         state = self._state
         state.uses = list(self._uses)
         if not (state.uses or state.wants or state.makes or state.waits_since_ns):
@@ -401,12 +401,12 @@ class CacheIndex:
 
     def _users(self) -> dict[str, _User]:
         """Returns the state of every cache that a living process has open, by the name of its file."""
-        found = {}
+        users = {}
         for file in _names(self.root / "users"):
             user = self._user(file)
             if user is not None:
-                found[file] = user
-        return found
+                users[file] = user
+        return users
 
     def _user(self, file: str) -> _User | None:
         if not _is_alive(file):
@@ -420,13 +420,13 @@ class CacheIndex:
 
 
 def tidy(root: Path) -> int:
-    """Removes what processes that are gone left in a cache. Returns the number of files and directories."""
+    """Removes the files of dead processes from a cache. Returns the number of files and directories."""
     count = 0
-    for room in ("work", "users"):
-        for name in _names(root / room):
+    for subdirectory in ("work", "users"):
+        for name in _names(root / subdirectory):
             if not _is_alive(name):
                 with suppress(OSError):
-                    remove_tree(root / room / name)
+                    remove_tree(root / subdirectory / name)
                     count += 1
     return count
 

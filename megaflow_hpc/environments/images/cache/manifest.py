@@ -1,6 +1,6 @@
-"""Manifests of images: what a campaign needs, by source and digest, to be carried to where nothing can be fetched.
+"""Manifests of images: lists a campaign's images by source and digest, to carry them to a site without network access.
 
-Made where there is a network, when everything is in the store; used beside the store's files on the other side::
+A manifest is written when all images are in a store. The other site uses it together with the store's files::
 
     {"format": "megaflow-hpc/images", "format_version": 2,
      "images": [{"key": …, "source": "docker://debian:12", "digest": "…", "bytes": …, "files": ["layers/…", …],
@@ -8,10 +8,10 @@ Made where there is a network, when everything is in the store; used beside the 
                  "layers": [{"digest": …, "bytes": …}, …]}],
      "bytes": …}
 
-``files`` are those of the store that the image is, those that it shares with others among them: a SIF, or a document
-with its layers and the SIF that these lie over. ``bytes`` below counts each file once. A base with a path lies in no
-store, and is not carried: it has to be at the same path. An entry without a digest is one that the store lacked when
-the manifest was written; version 1 had SIF files alone and did not name them.
+``files`` are the store's files that the image consists of, shared ones included: a SIF, or a document with its layers
+and base. The last ``bytes`` counts each file once. A base with a path is in no store and is not carried: it must exist
+at the same path. An image without a digest was missing when the manifest was written. Version 1 had SIF files only and
+did not name them.
 """
 
 from __future__ import annotations
@@ -37,25 +37,24 @@ Say = Callable[[str], None]
 
 
 def manifest(images: Images) -> dict[str, Any]:
-    """Returns the manifest of everything that ``images`` was asked for."""
+    """Returns the manifest of all images that ``images`` has resolved."""
     rows, sizes = [], dict[Path, int]()
     for key, (source, path) in images.used.items():
         row: dict[str, Any] = {"key": key, "source": source, "digest": None, "bytes": None, "files": []}
         row |= {"base": None, "layers": []}
         if path and (digest := digest_in(path)):
-            files = [path, *_parts(path)]
-            own = {file: file.stat().st_size for file in files}
-            row |= {"digest": digest, "bytes": sum(own.values())}
-            row["files"] = [f"{file.parent.name}/{file.name}" for file in files]
-            sizes |= own
+            own_sizes = {file: file.stat().st_size for file in _store_files(path)}
+            row |= {"digest": digest, "bytes": sum(own_sizes.values())}
+            row["files"] = [f"{file.parent.name}/{file.name}" for file in own_sizes]
+            sizes |= own_sizes
             if is_layered(path):
-                row |= _made_of(path)
+                row |= _composition(path)
         rows.append(row)
     return {"format": FORMAT, "format_version": FORMAT_VERSION, "images": rows, "bytes": sum(sizes.values())}
 
 
-def _made_of(path: Path) -> dict[str, Any]:
-    """Base and layers of an image, with their sizes."""
+def _composition(path: Path) -> dict[str, Any]:
+    """Returns the base and layers of an image, with their sizes."""
     image = read_layered(path)
     base: dict[str, Any] | None = None
     if image.base and image.base.digest:
@@ -65,27 +64,29 @@ def _made_of(path: Path) -> dict[str, Any]:
     return {"base": base, "layers": [{"digest": layer.digest, "bytes": layer.bytes} for layer in image.layers]}
 
 
-def _parts(path: Path) -> list[Path]:
-    """The files of a store that an image is beside its own."""
-    if not is_layered(path):
-        return []
-    image = read_layered(path)
-    base = [Path(image.base.path)] if image.base and image.base.digest else []
-    return [*base, *(layer_path(path, layer.digest) for layer in image.layers)]
+def _store_files(path: Path) -> list[Path]:
+    """Returns the files of a store that an image consists of."""
+    files = [path]
+    if is_layered(path):
+        image = read_layered(path)
+        if image.base and image.base.digest:
+            files.append(Path(image.base.path))
+        files += [layer_path(path, layer.digest) for layer in image.layers]
+    return files
 
 
 def missing(content: dict[str, Any]) -> list[str]:
-    """Returns the sources that the store lacked."""
+    """Returns the sources of images that were missing when the manifest was written."""
     return [row["source"] for row in content["images"] if row["digest"] is None]
 
 
 def write_manifest(path: Path, content: dict[str, Any]) -> None:
-    """Writes a manifest that everybody may read (0644)."""
+    """Writes a manifest that every user may read."""
     write_json(path, content, 0o644)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads a manifest; raises :class:`ConfigError` for a file that is none, or of a later version."""
+    """Reads a manifest. Raises :class:`ConfigError` if it is invalid or has a later version."""
     try:
         content = json.loads(path.read_text())
         rows = [(row["key"], row["source"], row["digest"]) for row in content["images"]]
@@ -99,38 +100,27 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def fetch(images: Images, content: dict[str, Any], directory: Path | None, say: Say) -> dict[str, str]:
-    """Brings what a manifest lists into the store: from ``directory``, which has a store's files as they lie there or
-    side by side, else from registries.
+    """Adds the images of a manifest to the store, from ``directory`` if it is given, else from registries.
+
+    Args:
+        directory: Has the files of a store, in the store's directories or all in one.
 
     Returns:
         Source → file.
 
     Raises:
-        SiteError: an image that is nowhere, or whose content is not the one the manifest names.
+        SiteError: An image is not available, or its content differs from the manifest.
     """
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     lacking: list[str] = []
-    store = images.store
     for row in content["images"]:
-        key, source, digest = str(row["key"]), str(row["source"]), row["digest"]
-        known = store.find(key)
-        if known is None and digest and (image := store.image(str(digest))) and store.whole(image.path):
-            store.prepare(source)
-            store.name(key, source, image.digest)
-            known = Path(image.path)
-        if known is None and directory is not None and digest:
-            known = _carried(images, directory, source, str(digest), say)
-            if known is not None:
-                store.name(key, source, str(digest))
-        if known is None and directory is None and is_remote(source):
-            say(f"{source}: pulling")
-            known = images.resolve_source(source, "images pull")
-            assert key == source_key(source)
-        if known is None:
-            files = ", ".join(row.get("files") or [f"sha256/{digest}.sif"])
-            lacking.append(f"  {source} ({files if digest else 'not built when the manifest was written'})")
-        else:
-            found[source] = str(known)
+        source, digest = str(row["source"]), row["digest"]
+        path = _fetch_image(images, str(row["key"]), source, str(digest or ""), directory, say)
+        if path is not None:
+            files[source] = str(path)
+            continue
+        names = ", ".join(row.get("files") or [f"sha256/{digest}.sif"])
+        lacking.append(f"  {source} ({names if digest else 'not built when the manifest was written'})")
     if lacking:
         where = f"in {directory}" if directory else "in a registry"
         remedy = (
@@ -141,16 +131,39 @@ def fetch(images: Images, content: dict[str, Any], directory: Path | None, say: 
         raise SiteError(
             f"{len(lacking)} of {len(content['images'])} images are not {where}; {remedy}\n" + "\n".join(lacking)
         )
-    return found
+    return files
 
 
-def _carried(images: Images, directory: Path, source: str, digest: str, say: Say) -> Path | None:
-    """Takes an image out of a directory into the store; ``None`` where one of its files is not there."""
+def _fetch_image(images: Images, key: str, source: str, digest: str, directory: Path | None, say: Say) -> Path | None:
+    """Returns the image of a manifest's row, added to the store if necessary. ``None`` if it is not available."""
     store = images.store
-    if file := _lies(directory, "sha256", f"{digest}.sif"):
+    if path := store.find(key):
+        return path
+    if digest:
+        image = store.image(digest)
+        if image and store.is_complete(image.path):
+            store.prepare(source)
+            store.name(key, source, digest)
+            return Path(image.path)
+    if directory is not None:
+        path = _add_from(directory, images, source, digest, say) if digest else None
+        if path is not None:
+            store.name(key, source, digest)
+        return path
+    if is_remote(source):
+        say(f"{source}: pulling")
+        assert key == source_key(source)
+        return images.resolve_source(source, "images pull")
+    return None
+
+
+def _add_from(directory: Path, images: Images, source: str, digest: str, say: Say) -> Path | None:
+    """Adds an image from a directory to the store. Returns ``None`` if one of its files is missing there."""
+    store = images.store
+    if file := _locate(directory, "sha256", f"{digest}.sif"):
         say(f"{source}: from {file}")
         return Path(store.add(file, source, digest).path)
-    document = _lies(directory, "sha256", f"{digest}{SUFFIX}")
+    document = _locate(directory, "sha256", f"{digest}{SUFFIX}")
     if document is None:
         return None
     image = read_layered(document)
@@ -158,23 +171,25 @@ def _carried(images: Images, directory: Path, source: str, digest: str, say: Say
     store.prepare(source)
     for layer in image.layers:
         if store.layers.find(layer.digest) is None:
-            if (file := _lies(directory, "layers", layer.digest)) is None:
+            file = _locate(directory, "layers", layer.digest)
+            if file is None:
                 return None
             with open(file, "rb") as reader:
                 store.layers.take(layer.digest, iter(lambda: reader.read(1 << 22), b""))
     if image.base and image.base.digest:
         base = store.image(image.base.digest)
         if base is None:
-            if (file := _lies(directory, "sha256", f"{image.base.digest}.sif")) is None:
+            file = _locate(directory, "sha256", f"{image.base.digest}.sif")
+            if file is None:
                 return None
             base = store.add(file, source, image.base.digest)
         image = replace(image, base=replace(image.base, path=base.path))
     return Path(store.add_layered(image, source).path)
 
 
-def _lies(directory: Path, room: str, name: str) -> Path | None:
-    """A store's file in a copy of the store, in one directory with all others, or in a copied room beside another."""
-    for place in (directory / room, directory, directory.parent / room):
+def _locate(directory: Path, subdirectory: str, name: str) -> Path | None:
+    """Finds a store's file in a copy of the store, in a flat directory, or in a sibling of ``directory``."""
+    for place in (directory / subdirectory, directory, directory.parent / subdirectory):
         if (place / name).is_file():
             return place / name
     return None

@@ -1,5 +1,7 @@
-"""Dockerfiles read, without Docker and without root. A path comes in; ``instructions``, ``reader`` and ``words`` make
-stages of ``steps`` of it (``dockerfile``), and ``context`` lays out what is copied, within ``bounds``. What cannot be
-built faithfully is refused with its line. Used by ``environments/builds``, which carries the steps out, by image
-resolution, and by whoever reads tasks, for the directory, variables and user that a file ends on.
+"""Reads Dockerfiles, without Docker and without root.
+
+``reader`` and ``words`` turn a file into stages of ``steps`` (``dockerfile``). ``context`` copies files of the build
+context, within bounds. Lines that cannot be built faithfully are refused, with their number. ``environments/builds``
+carries the steps out. Image resolution calls this room, and so do readers of tasks, for a file's last directory,
+variables and user.
 """

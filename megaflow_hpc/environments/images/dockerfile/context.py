@@ -1,8 +1,8 @@
-"""The build context of a Dockerfile: what ``COPY`` and ``ADD`` take from it, as ``.dockerignore`` lets them.
+"""The build context of a Dockerfile: the files that ``COPY`` and ``ADD`` copy, without those in ``.dockerignore``.
 
-:func:`lay_out` makes of one such instruction a directory of finished items, so that the build only has to put them in
-their place: here are patterns, exclusions and archives dealt with, on the host, whatever tools the image lacks. A
-context is somebody else's: every component of every path is resolved within it, and what is taken is bounded.
+:func:`lay_out` resolves the patterns, exclusions and archives of one such instruction on the host, whatever tools the
+image lacks. The build then only moves the copied items to their place. A context is untrusted. Every component of every
+path is resolved inside it, and the amount that is copied is bounded.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from pathlib import Path
 
 from e2b_dockerfile_utils import PatternMatcher
 
-from megaflow_hpc.environments.images.dockerfile.archive import Known, is_archive, unpack
-from megaflow_hpc.environments.images.dockerfile.bounds import DockerfileBounds
+from megaflow_hpc.environments.images.dockerfile.archive import (
+    ArchivedAttributes,
+    DockerfileBounds,
+    is_archive,
+    unpack,
+)
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host import safe_path
 
 Excluded = Callable[[str], bool]
-Linked = dict[tuple[int, int], Path]
-"""Device and number of a file → the first of its copies."""
+CopiedFiles = dict[tuple[int, int], Path]
+"""Device and inode of a file with several names → its first copy."""
 
 MAX_PATTERN_CHARACTERS = 2**16
 MAX_WAYS = 100_000
-"""Most :func:`ways` in which a pattern is tried on one path: about a second's worth."""
+"""Maximum of :func:`ways` for a pattern and a path. Matching then takes about a second."""
 _CHUNK = 1 << 20
 
 
@@ -39,58 +43,61 @@ class LinkOut(ConfigError):
 
 
 class Context:
-    """A directory, less what its ``.dockerignore`` names."""
+    """A directory, without the files that its ``.dockerignore`` excludes."""
 
     def __init__(self, root: Path, dockerfile: Path | None = None) -> None:
         self.root = root
         self.ignored: Excluded = lambda name: False
-        """Whether ``.dockerignore`` leaves a path out."""
-        own = Context(dockerfile.parent) if dockerfile and dockerfile.parent != root else self
-        for context, name in ((own, f"{dockerfile.name}.dockerignore" if dockerfile else ""), (self, ".dockerignore")):
-            found = context._status(name, follow=True) if name else None
-            if found and stat.S_ISREG(found.st_mode):
+        """Returns whether ``.dockerignore`` excludes a path."""
+        candidates = [(self, ".dockerignore")]
+        if dockerfile is not None:
+            own = self if dockerfile.parent == root else Context(dockerfile.parent)
+            candidates.insert(0, (own, f"{dockerfile.name}.dockerignore"))
+        for context, name in candidates:
+            status = context._status(name, follow=True)
+            if status and stat.S_ISREG(status.st_mode):
                 self.ignored = patterns(context._lines(name), str(context.root / name))
                 break
 
-    # --- looking ------------------------------------------------------------------------------------------------
+    # --- looking up -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def opened(self, name: str, *, follow: bool = False) -> Iterator[tuple[int, str, os.stat_result]]:
-        """Yields an ``O_PATH`` descriptor of what lies at ``name``, its path without links, and its status.
+        """Yields an ``O_PATH`` descriptor of the file ``name``, its path with links resolved, and its status.
 
         Raises:
-            ConfigError: a link in it leads out of the context, or nothing is there.
+            ConfigError: The file is missing, or a link leads out of the context.
         """
         with ExitStack() as stack:
             try:
                 root = os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 stack.callback(os.close, root)
-                place, real = stack.enter_context(safe_path.opened(root, name, follow=follow))
+                descriptor, real = stack.enter_context(safe_path.opened(root, name, follow=follow))
             except OSError as error:
                 if error.errno == errno.EXDEV:
                     raise LinkOut(f"{name}: a link out of the build context; copy the file into {self.root}") from None
                 raise ConfigError(
                     f"{name}: no such file in {self.root} ({error.strerror}); add it, or correct the line"
                 ) from None
-            yield place, real, os.fstat(place)
+            yield descriptor, real, os.fstat(descriptor)
 
     def _status(self, name: str, *, follow: bool = False) -> os.stat_result | None:
-        """The status of what lies at ``name``, ``None`` if nothing does; :class:`LinkOut` if it leads out."""
+        """Returns the status of a file, or ``None`` if it is missing. Raises :class:`LinkOut` if it leads out."""
         try:
-            with self.opened(name, follow=follow) as (_, _, found):
-                return found
+            with self.opened(name, follow=follow) as (_, _, status):
+                return status
         except LinkOut:
             raise
         except ConfigError:
             return None
 
     def _is_directory(self, name: str) -> bool:
-        found = self._status(name)
-        return found is not None and stat.S_ISDIR(found.st_mode)
+        status = self._status(name)
+        return status is not None and stat.S_ISDIR(status.st_mode)
 
-    def _listed(self, name: str) -> list[os.DirEntry[str]]:
-        with self.opened(name) as (place, _, _):
-            directory = _reopened(place, name, os.O_DIRECTORY)
+    def _list(self, name: str) -> list[os.DirEntry[str]]:
+        with self.opened(name) as (descriptor, _, _):
+            directory = _reopen(descriptor, name, os.O_DIRECTORY)
             try:
                 with os.scandir(directory) as entries:
                     return list(entries)
@@ -98,65 +105,68 @@ class Context:
                 os.close(directory)
 
     def _lines(self, name: str) -> list[str]:
-        with self.opened(name, follow=True) as (place, _, _):
-            with open(_reopened(place, name), encoding="utf-8-sig", errors="surrogateescape") as file:
+        with self.opened(name, follow=True) as (descriptor, _, _):
+            with open(_reopen(descriptor, name), encoding="utf-8-sig", errors="surrogateescape") as file:
                 return file.read(MAX_PATTERN_CHARACTERS + 1).splitlines()
 
     def find(self, source: str) -> list[str]:
-        """Paths relative to the context that a source names; wildcards do not cross ``/``, and may find nothing.
+        """Returns the paths of a source, relative to the context. A pattern does not cross ``/`` and may match nothing.
 
         Raises:
-            ConfigError: outside of the context, or not there.
+            ConfigError: The source is outside of the context, or missing.
         """
-        clean = posixpath.normpath(source.lstrip("/") or ".")
-        if clean == ".." or clean.startswith("../"):
+        path = posixpath.normpath(source.lstrip("/") or ".")
+        if path == ".." or path.startswith("../"):
             raise ConfigError(f"{source}: outside of the build context; put the file into {self.root}")
-        wild = any(character in clean for character in "*?[")
-        if wild:
-            clean = re.sub(r"(\\.)|\*+", lambda found: found[1] or "*", clean)  # ** is no more than * here
-            matches = patterns([f"./{clean}"])  # so that neither `#` nor `!` at the beginning is special
-            depth = clean.count("/") + 1
-            names = sorted(name for name in self._names(depth) if matches(name))
-        else:
-            names = [clean] if self._status(clean) else []
-        found = [name for name in names if name == "." or not (self.ignored(name) and not self._holds(name))]
-        if not found and not wild:
+        is_pattern = any(character in path for character in "*?[")
+        names = self._matching(path) if is_pattern else [path]
+        if not is_pattern and self._status(path) is None:
+            names = []
+        included = [name for name in names if name == "." or not self.ignored(name) or self._has_exceptions(name)]
+        if not included and not is_pattern:
             ignored = " that .dockerignore lets through" if names else ""
             raise ConfigError(f"{source}: no such file in {self.root}{ignored}; add it, or correct the line")
-        for name in found:
-            self._status(name, follow=True)
-        return found
+        for name in included:
+            self._status(name, follow=True)  # raises if a link leads out
+        return included
+
+    def _matching(self, pattern: str) -> list[str]:
+        pattern = re.sub(r"(\\.)|\*+", lambda match: match[1] or "*", pattern)  # ** means * here
+        matches = patterns([f"./{pattern}"])  # ./ keeps a leading # or ! from being special
+        depth = pattern.count("/") + 1
+        return sorted(name for name in self._names(depth) if matches(name))
 
     def _names(self, depth: int) -> Iterator[str]:
+        """Yields all paths of at most ``depth`` components."""
         bounds = DockerfileBounds()
         waiting = [(depth, ".")]
         while waiting:
-            left, below = waiting.pop()
-            for entry in self._listed(below):
+            left, directory = waiting.pop()
+            for entry in self._list(directory):
                 bounds.count()
-                path = posixpath.normpath(posixpath.join(below, entry.name))
+                path = posixpath.normpath(posixpath.join(directory, entry.name))
                 yield path
                 if left > 1 and entry.is_dir(follow_symlinks=False):
                     waiting.append((left - 1, path))
 
-    def _holds(self, name: str) -> bool:
-        """Whether an ignored directory holds something that an exception (``!…``) lets through."""
+    def _has_exceptions(self, name: str) -> bool:
+        """Returns whether an exception (``!…``) includes something in an ignored directory."""
         return self._is_directory(name) and any(True for _ in self.files(name))
 
     def files(self, name: str, excluded: Excluded | None = None) -> Iterator[str]:
-        """What is at or below ``name``, relative to the context; a directory that is not left out before what is in it.
+        """Yields the paths at or below ``name``, relative to the context. A directory comes before its content.
 
-        A directory that ``name`` itself names is not among them.
+        Does not yield ``name`` itself if it is a directory.
 
         Raises:
-            ConfigError: more entries than a build may take.
+            ConfigError: There are more entries than a build may take.
         """
 
-        def left_out(path: str) -> bool:
+        def is_excluded(path: str) -> bool:
             return self.ignored(path) or bool(excluded and excluded(path))
 
         if not self._is_directory(name):
-            if not left_out(name):
+            if not is_excluded(name):
                 yield name
             return
         bounds = DockerfileBounds()
@@ -164,72 +174,73 @@ class Context:
         waiting = [top]
         while waiting:
             directory = waiting.pop()
-            if directory != top and not left_out(directory):
+            if directory != top and not is_excluded(directory):
                 yield directory
-            below = []
-            for entry in sorted(self._listed(directory), key=lambda entry: entry.name):
+            subdirectories = []
+            for entry in sorted(self._list(directory), key=lambda entry: entry.name):
                 bounds.count()
                 path = posixpath.normpath(posixpath.join(directory, entry.name))
                 if entry.is_dir(follow_symlinks=False):
-                    below.append(path)
-                elif not left_out(path):
+                    subdirectories.append(path)
+                elif not is_excluded(path):
                     yield path
-            waiting += reversed(below)
+            waiting += reversed(subdirectories)
 
     def feed(self, update: Callable[[bytes], None], names: Sequence[str]) -> None:
-        """Feeds names, modes and contents of what is at or below ``names`` to the ``update`` of digests."""
+        """Passes names, modes and contents of the files at or below ``names`` to a digest's ``update``."""
         bounds = DockerfileBounds()
         for name in names:
             with self.opened(name, follow=True) as (_, real, _):
                 pass
             for file in dict.fromkeys([posixpath.normpath(name), *self.files(real)]):
-                with self.opened(file) as (place, _, found):
-                    update(f"\0{file}\0{found.st_mode:o}\0".encode("utf-8", "surrogateescape"))
-                    if stat.S_ISLNK(found.st_mode):
-                        update(os.readlink("", dir_fd=place).encode("utf-8", "surrogateescape"))
-                    elif stat.S_ISREG(found.st_mode):
-                        bounds.take(found.st_size)
-                        with open(_reopened(place, file), "rb") as content:
+                with self.opened(file) as (descriptor, _, status):
+                    update(f"\0{file}\0{status.st_mode:o}\0".encode("utf-8", "surrogateescape"))
+                    if stat.S_ISLNK(status.st_mode):
+                        update(os.readlink("", dir_fd=descriptor).encode("utf-8", "surrogateescape"))
+                    elif stat.S_ISREG(status.st_mode):
+                        bounds.take(status.st_size)
+                        with open(_reopen(descriptor, file), "rb") as content:
                             update(hashlib.file_digest(content, "sha256").digest())
 
     # --- copying ------------------------------------------------------------------------------------------------
 
-    def copy(self, name: str, target: Path, bounds: DockerfileBounds, linked: Linked) -> os.stat_result:
-        """Copies one file, or one link as a link, with its mode and times; makes a directory. Returns its status.
+    def copy(self, name: str, target: Path, bounds: DockerfileBounds, copied: CopiedFiles) -> os.stat_result:
+        """Copies one file or link with its mode and times, or makes a directory. Returns its status.
 
         Args:
-            linked: files of several names that were copied before.
+            copied: The copies of files with several names.
 
         Raises:
-            ConfigError: it is something else, or more than a build may take.
+            ConfigError: It is another kind of file, or exceeds ``bounds``.
         """
         bounds.count()
-        with self.opened(name) as (place, _, found):
-            if stat.S_ISLNK(found.st_mode):
-                os.symlink(os.readlink("", dir_fd=place), target)
-                os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns), follow_symlinks=False)
-                return found
-            if stat.S_ISDIR(found.st_mode):
+        with self.opened(name) as (descriptor, _, status):
+            if stat.S_ISLNK(status.st_mode):
+                os.symlink(os.readlink("", dir_fd=descriptor), target)
+                os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
+                return status
+            if stat.S_ISDIR(status.st_mode):
                 target.mkdir(exist_ok=True)
-            elif stat.S_ISREG(found.st_mode):
-                other = linked.setdefault((found.st_dev, found.st_ino), target) if found.st_nlink > 1 else target
-                if other != target:
-                    os.link(other, target)
-                    return found
-                with open(_reopened(place, name), "rb", 0) as source, open(target, "xb", 0) as copied:
+            elif stat.S_ISREG(status.st_mode):
+                if status.st_nlink > 1:
+                    first = copied.setdefault((status.st_dev, status.st_ino), target)
+                    if first != target:
+                        os.link(first, target)
+                        return status
+                with open(_reopen(descriptor, name), "rb", 0) as source, open(target, "xb", 0) as copy:
                     while chunk := source.read(_CHUNK):
                         bounds.take(len(chunk))
-                        copied.write(chunk)
+                        copy.write(chunk)
             else:
                 raise ConfigError(f"{name}: neither a file nor a directory; it cannot be copied into an image")
-        target.chmod(stat.S_IMODE(found.st_mode) | (0o700 if stat.S_ISDIR(found.st_mode) else 0))
-        os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
-        return found
+        target.chmod(stat.S_IMODE(status.st_mode) | (0o700 if stat.S_ISDIR(status.st_mode) else 0))
+        os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+        return status
 
 
-def _reopened(place: int, name: str, flags: int = 0) -> int:
+def _reopen(descriptor: int, name: str, flags: int = 0) -> int:
     try:
-        return safe_path.reopen(place, os.O_RDONLY | flags)
+        return safe_path.reopen(descriptor, os.O_RDONLY | flags)
     except OSError as error:
         raise ConfigError(
             f"{name}: cannot be read ({error.strerror}); make it readable, or name it in .dockerignore"
@@ -244,37 +255,42 @@ def lay_out(
     extract: bool = False,
     parents: bool = False,
     exclude: Sequence[str] = (),
-) -> Known:
-    """Copies what ``names`` hold to ``target/<number>/<name>``, archives unpacked where ``extract``; returns what these
-    say of their files.
+) -> ArchivedAttributes:
+    """Copies each of ``names`` to ``target/<number>/<name>``.
 
     Args:
-        exclude: patterns of what is left out of a directory, relative to it; with ``parents`` to the context.
+        extract: Unpack archives.
+        parents: Keep the directories that lead to a name.
+        exclude: Patterns of files to leave out, relative to the copied directory. With ``parents`` they are relative to
+            the context.
+
+    Returns:
+        The attributes of files from archives.
 
     Raises:
-        ConfigError: a link leads out of the context, or what a name holds is more than a build may take.
+        ConfigError: A link leads out of the context, or the files exceed the bounds of a build.
     """
     excluded = patterns(exclude)
-    bounds, known = DockerfileBounds(), Known()
+    bounds, archived = DockerfileBounds(), ArchivedAttributes()
     for number, name in enumerate(names):
-        place = target / str(number)
-        place.mkdir(parents=True)
-        with context.opened(name, follow=True) as (_, real, found):  # what a link leads to, under the link's name
+        directory = target / str(number)
+        directory.mkdir(parents=True)
+        with context.opened(name, follow=True) as (_, real, status):  # The target of a link is copied under its name.
             pass
-        item = place / (context.root.resolve().name if name == "." else posixpath.basename(name))
+        item = directory / (context.root.resolve().name if name == "." else posixpath.basename(name))
         if parents:
-            item = place / "parents" / real
+            item = directory / "parents" / real
             item.parent.mkdir(parents=True)
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(status.st_mode):
             _copy_directory(context, real, item, bounds, excluded if parents else _below(real, excluded))
-        else:
-            context.copy(real, item, bounds, {})
-            if extract and is_archive(item):
-                packed = item.rename(place.with_name(f"{number}.archive"))
-                item.mkdir()
-                known |= unpack(packed, item, bounds)
-                packed.unlink()
-    return known
+            continue
+        context.copy(real, item, bounds, {})
+        if extract and is_archive(item):
+            packed = item.rename(directory.with_name(f"{number}.archive"))
+            item.mkdir()
+            archived |= unpack(packed, item, bounds)
+            packed.unlink()
+    return archived
 
 
 def _below(top: str, excluded: Excluded) -> Excluded:
@@ -282,31 +298,33 @@ def _below(top: str, excluded: Excluded) -> Excluded:
 
 
 def _copy_directory(context: Context, top: str, item: Path, bounds: DockerfileBounds, excluded: Excluded) -> None:
-    linked: Linked = {}
+    copied: CopiedFiles = {}
     directories: dict[str, os.stat_result] = {}
-    directories[top] = context.copy(top, item, bounds, linked)
+    directories[top] = context.copy(top, item, bounds, copied)
     for path in context.files(top, excluded):
+        # An excluded directory is still made if something in it is not excluded.
         missing = [path]
         while (parent := posixpath.dirname(missing[-1]) or ".") not in directories:
-            missing.append(parent)  # it is left out, and something in it is not
+            missing.append(parent)
         for each in reversed(missing):
-            found = context.copy(each, item / os.path.relpath(each, top), bounds, linked)
-            if stat.S_ISDIR(found.st_mode):
-                directories[each] = found
-    for name, found in directories.items():  # what was written into them has changed their times
-        os.utime(place := item / os.path.relpath(name, top), ns=(found.st_atime_ns, found.st_mtime_ns))
-        place.chmod(stat.S_IMODE(found.st_mode) | 0o500)  # it is read on its way into the image
+            status = context.copy(each, item / os.path.relpath(each, top), bounds, copied)
+            if stat.S_ISDIR(status.st_mode):
+                directories[each] = status
+    for name, status in directories.items():  # Writing into them has changed their times.
+        directory = item / os.path.relpath(name, top)
+        os.utime(directory, ns=(status.st_atime_ns, status.st_mtime_ns))
+        directory.chmod(stat.S_IMODE(status.st_mode) | 0o500)  # The build must read it.
 
 
 def patterns(lines: Sequence[str], where: str = "") -> Excluded:
-    """The predicate of ``.dockerignore`` lines: a path is excluded with everything below it; the last line wins.
+    """Returns the predicate of ``.dockerignore`` lines. A match excludes everything below. The last match wins.
 
     Args:
-        where: file to name in errors, if any.
+        where: The file to name in errors.
 
     Raises:
-        ConfigError: a line is no pattern, or there are too many; by the predicate too, for a path that a pattern with
-            many wildcards could be tried on in too many ways.
+        ConfigError: A line is invalid, or there are too many. The predicate raises it for a path that would take too
+            long to match.
     """
     if sum(len(line) + 1 for line in lines) > MAX_PATTERN_CHARACTERS:
         raise ConfigError(f"{where or 'patterns'}: more than {MAX_PATTERN_CHARACTERS} characters; write fewer patterns")
@@ -316,8 +334,8 @@ def patterns(lines: Sequence[str], where: str = "") -> Excluded:
         number = next(
             n for n, line in enumerate(lines, 1) if str(error).startswith(f"Invalid ignore pattern '{line}': ")
         )
-        place = f"{where}:{number}: " if where else ""
-        raise ConfigError(f"{place}{error}; correct it, or write \\ before a character that means itself") from None
+        prefix = f"{where}:{number}: " if where else ""
+        raise ConfigError(f"{prefix}{error}; correct it, or write \\ before a character that means itself") from None
     check = bounded_ways(matcher.patterns, where or "pattern")
 
     def excluded(path: str) -> bool:
@@ -328,7 +346,7 @@ def patterns(lines: Sequence[str], where: str = "") -> Excluded:
 
 
 def bounded_ways(patterns: Iterable[str], where: str) -> Callable[[str], None]:
-    """Returns a check of a path: :class:`ConfigError`, naming ``where``, if a pattern could be tried on it for long."""
+    """Returns a check that raises :class:`ConfigError`, naming ``where``, for a path that would take long to match."""
     wild = [pattern for pattern in patterns if pattern.count("*") > 2]
 
     def check(path: str) -> None:
@@ -340,11 +358,11 @@ def bounded_ways(patterns: Iterable[str], where: str) -> Callable[[str], None]:
 
 
 def ways(pattern: str, path: str) -> int:
-    """Upper bound of the ways to divide ``path`` among the wildcards of ``pattern``, as a backtracking search may."""
-    found = 1
+    """Returns an upper bound of the steps that a backtracking search needs to match ``pattern`` with ``path``."""
+    count = 1
     for wildcard, following in re.findall(r"(\*\*/|\*\*\Z|\*)(?=(.?))", pattern):
         if wildcard == "**/":
-            found *= 1 + path.count("/")
+            count *= 1 + path.count("/")
         elif following:
-            found *= 1 + (len(path) if following in "*?[\\" else path.count(following))
-    return found
+            count *= 1 + (len(path) if following in "*?[\\" else path.count(following))
+    return count

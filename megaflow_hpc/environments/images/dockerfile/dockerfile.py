@@ -1,7 +1,7 @@
-"""A Dockerfile as stages of steps, in the file's own order.
+"""Reads a Dockerfile into stages of steps, in the order of the file.
 
-:mod:`.reader` reads it, and :mod:`megaflow_hpc.environments.builds` carries the steps out. What cannot be
-expressed faithfully is refused with its line; what means nothing in a sandbox is in ``ignored``, with the reason.
+:mod:`megaflow_hpc.environments.builds` carries the steps out. Lines that cannot be built faithfully are refused with
+their number. Instructions without a meaning in a sandbox are listed in ``ignored``, with the reason.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megaflow_hpc.environments.images.dockerfile.context import Context
-from megaflow_hpc.environments.images.dockerfile.instructions import MAX_CHARACTERS
-from megaflow_hpc.environments.images.dockerfile.reader import Reader
+from megaflow_hpc.environments.images.dockerfile.reader import MAX_CHARACTERS, Reader
 from megaflow_hpc.environments.images.dockerfile.steps import Copy, RunStep, Stage, copies
 from megaflow_hpc.environments.images.dockerfile.words import is_known, literal
 
 
 class Dockerfile:
-    """A Dockerfile read. ``environment``, ``workdir`` and ``user`` are those at its end; ``base`` the image it ends on.
+    """A Dockerfile. ``base``, ``environment``, ``workdir`` and ``user`` are those of its last stage, at its end.
 
     Args:
-        context: directory that ``COPY`` and ``ADD`` read; default the Dockerfile's own.
-        build_args: values for ``ARG``.
+        context: The directory that ``COPY`` and ``ADD`` read. Default: the Dockerfile's own.
+        build_args: Values for ``ARG``.
 
     Raises:
-        ConfigError: names file and line of what is refused.
+        ConfigError: Names the file and the line that is refused.
     """
 
     def __init__(self, path: Path, context: Path | None = None, build_args: Mapping[str, str] | None = None) -> None:
@@ -38,14 +37,7 @@ class Dockerfile:
         reader.read()
         self.stages = reader.stages
         self.ignored = reader.ignored
-        """Line, instruction and reason of what has no meaning in a sandbox."""
         self.unset = reader.unset
-        """Line and name of each variable with a default that the file does not set, and a base image might."""
-
-    @classmethod
-    def read(cls, path: Path, context: Path | None = None, build_args: Mapping[str, str] | None = None) -> Dockerfile:
-        """Reads the Dockerfile at ``path``; arguments and errors are the class's."""
-        return cls(path, context, build_args)
 
     @property
     def last(self) -> Stage:
@@ -54,12 +46,12 @@ class Dockerfile:
 
     @property
     def base(self) -> str:
-        """Image name that the last stage starts from."""
+        """Name of the image that the last stage starts from."""
         return self.last.base
 
     @property
     def workdir(self) -> str | None:
-        """Absolute path of the last ``WORKDIR``; a relative one is taken from ``/``: the base is not known here."""
+        """Absolute path of the last ``WORKDIR``. A relative one is relative to ``/``, because the base is unknown."""
         return posixpath.normpath(posixpath.join("/", self.last.workdir)) if self.last.workdir else None
 
     @property
@@ -69,18 +61,19 @@ class Dockerfile:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables whose value the file alone tells; those that build on the base image's are in the built image."""
+        """Variables whose values depend on the file alone. The built image also has those that depend on its base."""
         return {name: literal(value) for name, value in self.last.variables.items() if is_known(value)}
 
     @property
     def needs_build(self) -> bool:
-        """Whether there is more than a base image, variables, a directory and a user."""
-        made = any(isinstance(step, Copy | RunStep) for step in self.last.steps)
-        return made or not all(map(is_known, self.last.variables.values()))
+        """True if the file does more than set variables, a directory and a user."""
+        if not all(is_known(value) for value in self.last.variables.values()):
+            return True
+        return any(isinstance(step, Copy | RunStep) for step in self.last.steps)
 
     @property
     def needed(self) -> list[Stage]:
-        """The stages that the last one copies from, in order, and itself; others are not built, as in BuildKit."""
+        """The last stage and those that it copies from, in order. Others are not built, as in BuildKit."""
         wanted = {self.last.name}
         for stage in reversed(self.stages):
             if stage.name in wanted:
@@ -89,39 +82,39 @@ class Dockerfile:
 
     @property
     def bases(self) -> list[str]:
-        """The images the build starts from or copies from, each once; ``base`` first."""
-        named = {stage.name for stage in self.stages}
-        others = [stage.base for stage in self.needed]
-        others += [
-            copy.origin for stage in self.needed for copy in copies(stage) if copy.origin and copy.origin not in named
-        ]
-        return list(dict.fromkeys([self.base, *others]))
+        """Names of the images that the build starts from or copies from, each once. ``base`` comes first."""
+        stages = {stage.name for stage in self.stages}
+        names = [self.base]
+        names += [stage.base for stage in self.needed]
+        for stage in self.needed:
+            names += [copy.origin for copy in copies(stage) if copy.origin and copy.origin not in stages]
+        return list(dict.fromkeys(names))
 
 
 class Dockerfiles:
-    """Reads each Dockerfile once: planning asks for it when its task is read, and when its image is resolved.
+    """Caches Dockerfiles, because planning needs each when its task is read and when its image is resolved.
 
-    An object is to live no longer than the files are taken to stay as they are.
+    Use an object only as long as the files do not change.
     """
 
     def __init__(self) -> None:
         self._read: dict[Path, Dockerfile] = {}
 
     def read(self, path: Path) -> Dockerfile:
-        """The Dockerfile at ``path``, with its own directory as the context.
+        """Returns the Dockerfile at ``path``, with its own directory as the context.
 
         Raises:
-            ConfigError: names file and line of what is refused.
+            ConfigError: Names the file and the line that is refused.
         """
         if path not in self._read:
-            self._read[path] = Dockerfile.read(path)
+            self._read[path] = Dockerfile(path)
         return self._read[path]
 
 
 def last_workdir(path: Path) -> str | None:
-    """The WORKDIR at the end of any Dockerfile, multi-stage or not, without judging its other lines.
+    """Returns the last WORKDIR of any Dockerfile, without checking its other lines.
 
-    ``None`` if there is none, or if it depends on variables.
+    Returns ``None`` if it is missing or depends on variables.
     """
     workdir: str | None = None
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -137,7 +130,7 @@ def last_workdir(path: Path) -> str | None:
 
 
 def context_digest(dockerfile: Dockerfile, base: str = "") -> str:
-    """SHA-256 of what a build depends on: the Dockerfile, its base and arguments, and the files it copies."""
+    """Returns the SHA-256 of a build's inputs: the Dockerfile, its base and arguments, and the files it copies."""
     args = sorted(dockerfile.build_args.items())
     digest = hashlib.sha256(f"megaflow-dockerfile-4\0{base}\0{args}\0".encode())
     digest.update(dockerfile.path.read_bytes())

@@ -1,6 +1,7 @@
-"""Reads a Dockerfile's instructions into stages of steps, each with what holds at its line.
+"""Reads a Dockerfile's instructions into stages of steps, each with the settings that hold at its line.
 
-:mod:`.instructions` finds the instructions and their here-documents; :mod:`.words` replaces variables.
+e2b-dockerfile-utils, a port of BuildKit's parser, finds the instructions. :mod:`.words` replaces variables. A
+Dockerfile is untrusted text, so what would keep the parser busy for long is refused before.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
 
-from e2b_dockerfile_utils import DockerfileInstruction, parse_heredoc
+from e2b_dockerfile_utils import (
+    DockerfileInstruction,
+    DockerfileSyntaxError,
+    chomp_heredoc_content,
+    parse_dockerfile_ast,
+    parse_heredoc,
+)
 
 from megaflow_hpc.environments.images.dockerfile.context import Context
-from megaflow_hpc.environments.images.dockerfile.instructions import instructions
 from megaflow_hpc.environments.images.dockerfile.steps import (
     DEFAULT_SHELL,
     Copy,
@@ -38,6 +44,15 @@ from megaflow_hpc.environments.images.dockerfile.words import (
 )
 from megaflow_hpc.errors import ConfigError
 
+MAX_CHARACTERS = 2**19
+MAX_INSTRUCTIONS = 2000
+_MAX_LINE_CHARACTERS = 65_535  # BuildKit's limit
+_MAX_DIRECTIVE_CHARACTERS = 1000  # the parser's time grows with the square of a directive's length
+_MAX_ARGS = 1000
+
+_DIRECTIVE = re.compile(r"\s*#\s*\w+\s*=")
+_HEREDOC = re.compile(r"(?<![\w\"'<])\d*<<-?([\"']?)([A-Za-z_][\w.]*)\1(?=\s|$)")
+
 _IGNORED = {
     "LABEL": "a sandbox has no labels",
     "EXPOSE": "a sandbox publishes no ports",
@@ -48,7 +63,6 @@ _IGNORED = {
     "STOPSIGNAL": "a sandbox is always ended by SIGKILL",
     "HEALTHCHECK": "task.toml says how a task's environment is checked",
 }
-_MAX_ARGS = 1000
 _ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 _PLATFORM = {
     f"{which}{part}": value
@@ -63,14 +77,90 @@ _PLATFORM = {
 }
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
 _WITHOUT_ARG = frozenset((*_PROXIES, *(name.lower() for name in _PROXIES)))
-"""Arguments that a build takes without an ``ARG``."""
+"""Build arguments that need no ``ARG``."""
+
+
+# --- instructions ---------------------------------------------------------------------------------------------------
+
+
+def instructions(path: Path) -> list[DockerfileInstruction]:
+    """Parses the Dockerfile at ``path``. Continuations are joined, and ``<<-`` bodies lose their leading tabs.
+
+    Raises:
+        ConfigError: The file is not a Dockerfile or is too large. Names the file and the line.
+    """
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+        text = file.read(MAX_CHARACTERS + 1)
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"{path}: more than {MAX_CHARACTERS} characters; COPY large texts from files of the context")
+    lines = text.split("\n")
+    _check_lines(path, lines)
+    try:
+        parsed = parse_dockerfile_ast(text).instructions
+    except DockerfileSyntaxError as error:
+        raise ConfigError(f"{path}:{error.line}: {_explain(error, lines)}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: brackets are nested too deeply to be read; write fewer") from None
+    if len(parsed) > MAX_INSTRUCTIONS:
+        raise ConfigError(f"{path}: {len(parsed)} instructions; at most {MAX_INSTRUCTIONS}: join some with &&")
+    for instruction in parsed:
+        if instruction.json:
+            _check_json(path, instruction)
+        for heredoc in instruction.heredocs:
+            if heredoc.chomp:
+                heredoc.content = chomp_heredoc_content(heredoc.content)
+    return parsed
+
+
+def _check_lines(path: Path, lines: list[str]) -> None:
+    in_directives = True
+    for number, line in enumerate(lines, 1):
+        in_directives = in_directives and _DIRECTIVE.match(line) is not None
+        refusal = ""
+        if "\0" in line:
+            refusal = "a NUL byte; a Dockerfile is text, remove it"
+        elif len(line) > _MAX_LINE_CHARACTERS:
+            refusal = f"a line of {len(line)} characters; Docker takes at most {_MAX_LINE_CHARACTERS}, split it"
+        elif in_directives and len(line) > _MAX_DIRECTIVE_CHARACTERS:
+            refusal = f"a directive of {len(line)} characters; write at most {_MAX_DIRECTIVE_CHARACTERS}"
+        elif in_directives and re.match(r"\s*#\s*escape\s*=\s*`", line, re.IGNORECASE):
+            refusal = "escape=` is not supported; write the file with backslashes"
+        if refusal:
+            raise ConfigError(f"{path}:{number}: {refusal}")
+
+
+def _check_json(path: Path, instruction: DockerfileInstruction) -> None:
+    """Refuses JSON strings that cannot be a path or an argument of a program."""
+    for word in instruction.args:
+        try:
+            is_valid = b"\0" not in word.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            is_valid = False
+        if not is_valid:
+            raise ConfigError(f"{path}:{instruction.start_line}: {word[:100]!r}: a NUL or half a character; remove it")
+
+
+def _explain(error: DockerfileSyntaxError, lines: list[str]) -> str:
+    """Returns the parser's message with a remedy. Names the here-document without an end, as the parser does not."""
+    message = str(error).removeprefix(f"Dockerfile parse error on line {error.line}: ")
+    if message != "unterminated heredoc":
+        return f"{message[:300]}; correct it, or build the image elsewhere and name it as docker_image"
+    rest = lines[(error.line or 1) - 1 :]
+    ends = {line.strip("\t") for line in rest}
+    for word in _HEREDOC.finditer("\n".join(rest)):
+        if word[2] not in ends:
+            return f"the here-document {word[0]} has no end; add a line {word[2]}"
+    return "a here-document has no end; add its last line"
+
+
+# --- stages ---------------------------------------------------------------------------------------------------------
 
 
 class Reader:
     """Reads a file's instructions one by one into ``stages``.
 
     Raises:
-        ConfigError: names file and line of what is refused.
+        ConfigError: Names the file and the line that is refused.
     """
 
     def __init__(self, path: Path, context: Context, build_args: Mapping[str, str]) -> None:
@@ -79,31 +169,31 @@ class Reader:
         self._build_args = build_args
         self.stages: list[Stage] = []
         self.ignored: list[tuple[int, str, str]] = []
-        """Line, instruction and reason of what has no meaning in a sandbox."""
+        """Instructions without a meaning in a sandbox: line, name and reason."""
         self.unset: list[tuple[int, str]] = []
-        """Line and name of each variable with a default that the file does not set, and a base image might."""
+        """Variables with a default value that the file does not set, but a base image may: line and name."""
         self._global_args: dict[str, Text] = {}
         self._defaulted: list[str] = []
-        """Such variables of the instruction that is being read."""
-        self._stage: Stage | None = None
+        """Variables of ``unset`` in the current instruction."""
+        self._current: Stage | None = None
         self._line = 1
 
     def read(self) -> None:
-        """Fills ``stages`` and ``ignored``."""
+        """Reads the file."""
         path = self._path
-        found = instructions(path)
+        parsed = instructions(path)
         try:
-            for instruction in found:
+            for instruction in parsed:
                 self._line = instruction.start_line
                 self._take(instruction)
         except (ValueError, ConfigError) as error:
             raise ConfigError(f"{path}:{self._line}: {error}") from None
-        if self._stage is None:
+        if self._current is None:
             raise ConfigError(f"{path}: no FROM; a Dockerfile starts with one")
 
-    def _take(self, found: DockerfileInstruction) -> None:
-        name = found.name
-        if self._stage is None and name not in ("ARG", "FROM"):
+    def _take(self, instruction: DockerfileInstruction) -> None:
+        name = instruction.name
+        if self._current is None and name not in ("ARG", "FROM"):
             raise WordError(f"{name} before FROM; a Dockerfile starts with FROM")
         if name in _IGNORED:
             self.ignored.append((self._line, name, _IGNORED[name]))
@@ -112,28 +202,30 @@ class Reader:
         if handler is None:
             raise WordError(f"{name} is not supported; build the image elsewhere and name it as docker_image")
         self._defaulted = []
-        handler(found)
-        if self._stage is not None:  # before, there is no base image that might know better
+        handler(instruction)
+        if self._current is not None:  # Before the first FROM no base image could set them.
             self.unset += [(self._line, variable) for variable in dict.fromkeys(self._defaulted)]
 
-    # --- what holds from here on --------------------------------------------------------------------------------
+    # --- settings of the following steps ------------------------------------------------------------------------
 
-    def _take_from(self, found: DockerfileInstruction) -> None:
-        _options(found, ("platform",))
-        words = [literal(expand(word, self._global_args)) for word in found.args]
-        if len(words) not in (1, 3) or (len(words) == 3 and words[1].upper() != "AS"):
-            raise WordError(f"FROM {_value(found)!r}; write FROM IMAGE, or FROM IMAGE AS NAME")
-        name = words[2].lower() if len(words) == 3 else str(len(self.stages))
+    def _take_from(self, instruction: DockerfileInstruction) -> None:
+        _options(instruction, ("platform",))
+        words = [literal(expand(word, self._global_args)) for word in instruction.args]
+        has_name = len(words) == 3 and words[1].upper() == "AS"
+        if len(words) != 1 and not has_name:
+            raise WordError(f"FROM {_value(instruction)!r}; write FROM IMAGE, or FROM IMAGE AS NAME")
         if words[0] == "scratch":
             raise WordError("FROM scratch: an image without a shell cannot be a sandbox; start from one that has one")
-        if self._stage_named(name) is None and any(
-            each.origin == name for stage in self.stages for each in copies(stage)
-        ):
-            raise WordError(f"FROM {words[0]} AS {name}: a stage before copies from it; move it up")
+        name = words[2].lower() if has_name else str(len(self.stages))
+        if self._stage_named(name) is None:
+            origins = {copy.origin for stage in self.stages for copy in copies(stage)}
+            if name in origins:
+                raise WordError(f"FROM {words[0]} AS {name}: a stage before copies from it; move it up")
         parent = self._stage_named(words[0])
-        self._stage = Stage(name, words[0])
-        if parent:
-            self._stage = Stage(
+        if parent is None:
+            self._current = Stage(name, words[0])
+        else:
+            self._current = Stage(
                 name,
                 parent.base,
                 list(parent.steps),
@@ -143,7 +235,7 @@ class Reader:
                 parent.shell,
                 dict(parent.args),
             )
-        self.stages.append(self._stage)
+        self.stages.append(self._current)
 
     def _stage_named(self, name: str) -> Stage | None:
         stages = self.stages
@@ -151,193 +243,205 @@ class Reader:
             return stages[int(name)]
         return next((stage for stage in reversed(stages) if stage.name == name.lower()), None)
 
-    def _take_arg(self, found: DockerfileInstruction) -> None:
-        given = self._build_args
-        parts = [word.partition("=") for word in found.args]
-        defaults = [(self._text(name), self._expand(text) if sign else None) for name, sign, text in parts]
+    def _take_arg(self, instruction: DockerfileInstruction) -> None:
+        # All defaults are expanded before any argument is set.
+        defaults: list[tuple[str, Text | None]] = []
+        for word in instruction.args:
+            name, sign, text = word.partition("=")
+            defaults.append((self._text(name), self._expand(text) if sign else None))
         for name, default in defaults:
-            text: Text | None = [given[name]] if name in given else default
-            if text is None:
-                text = self._global_args.get(name) or ([_PLATFORM[name]] if name in _PLATFORM else None)
-            if text is None:
+            value: Text | None = default
+            if name in self._build_args:
+                value = [self._build_args[name]]
+            if value is None:
+                value = self._global_args.get(name) or ([_PLATFORM[name]] if name in _PLATFORM else None)
+            if value is None:
                 continue
-            if self._stage is None:
-                self._global_args[name] = [literal(text)]
+            if self._current is None:
+                self._global_args[name] = [literal(value)]
             else:
-                self._stage.args[name] = text
-        if self._stage and len(self._stage.args) > _MAX_ARGS:  # each RUN step has them all
+                self._current.args[name] = value
+        if self._current and len(self._current.args) > _MAX_ARGS:  # Each RUN step has them all.
             raise WordError(f"more than {_MAX_ARGS} arguments; remove those that no RUN needs")
 
-    def _take_env(self, found: DockerfileInstruction) -> None:
-        stage = self._now()
-        if not found.args:
+    def _take_env(self, instruction: DockerfileInstruction) -> None:
+        stage = self._stage()
+        if not instruction.args:
             raise WordError("ENV without a variable; write ENV NAME=VALUE")
-        names, values = found.args[::3], found.args[1::3]  # the third of each three is the sign between them
+        # The parser returns name, value and separator of each variable.
+        names, values = instruction.args[::3], instruction.args[1::3]
         pairs = [(self._text(name), self._expand(value)) for name, value in zip(names, values, strict=True)]
-        # In one line of shell: what a value names is what it was before the instruction.
+        # One shell line, because values refer to the variables as they were before the instruction.
         stage.steps.append(Env("export " + " ".join(f"{name}={shell_word(text)}" for name, text in pairs)))
         for name, text in pairs:
-            # What only the base image knows is looked up once, by the shell; from then on the variable stands for it.
+            # A value that depends on the base image is evaluated once, by the shell. Later uses refer to the variable.
             stage.variables[name] = text if is_known(text) else [VariableReference(name)]
             stage.args.pop(name, None)
 
-    def _take_workdir(self, found: DockerfileInstruction) -> None:
-        stage = self._now()
-        stage.workdir = posixpath.normpath(posixpath.join(stage.workdir or ".", self._text(_value(found))))
+    def _take_workdir(self, instruction: DockerfileInstruction) -> None:
+        stage = self._stage()
+        stage.workdir = posixpath.normpath(posixpath.join(stage.workdir or ".", self._text(_value(instruction))))
         stage.steps.append(Workdir(stage.workdir, self._line, stage.user))
 
-    def _take_user(self, found: DockerfileInstruction) -> None:
-        self._now().user = self._text(_value(found))
+    def _take_user(self, instruction: DockerfileInstruction) -> None:
+        self._stage().user = self._text(_value(instruction))
 
-    def _take_shell(self, found: DockerfileInstruction) -> None:
-        if not found.json or not found.args:
-            raise WordError(f'SHELL {_value(found)}; write SHELL ["/bin/bash", "-c"]')
-        self._now().shell = tuple(found.args)
+    def _take_shell(self, instruction: DockerfileInstruction) -> None:
+        if not instruction.json or not instruction.args:
+            raise WordError(f'SHELL {_value(instruction)}; write SHELL ["/bin/bash", "-c"]')
+        self._stage().shell = tuple(instruction.args)
 
-    # --- what changes the image ---------------------------------------------------------------------------------
+    # --- steps that change the image ----------------------------------------------------------------------------
 
-    def _take_run(self, found: DockerfileInstruction) -> None:
-        stage = self._now()
-        options = _options(found, ("mount", "network"))
+    def _take_run(self, instruction: DockerfileInstruction) -> None:
+        stage = self._stage()
+        options = _options(instruction, ("mount", "network"))
         for network in options.get("network", []):
             if network not in ("default", "host"):
                 raise WordError(f"RUN --network={network} is not supported; a build has the network of its host")
-        if not found.args:
+        if not instruction.args:
             raise WordError("RUN without a command; write RUN COMMAND")
-        if found.json:
-            argv = found.args
-        elif len(found.heredocs) == 1 and parse_heredoc(found.args[0]):
-            body = found.heredocs[0].content
-            script = re.match(r"#!\s*(.+)", body)
-            # A body that names its interpreter is a program of its own; any other is the shell's text.
-            argv = [*shlex.split(script[1]), "/dev/stdin"] if script else [*stage.shell, body]
-            if script:
-                argv = [*DEFAULT_SHELL, f"{shlex.join(argv)} <<'{_unused(body)}'\n{body}{_unused(body)}"]
-        else:
-            ends = "".join(f"\n{each.content}{each.name}" for each in found.heredocs)
-            argv = [*stage.shell, found.args[0] + ends]
-        known = {name: value for name, value in self._build_args.items() if name in _WITHOUT_ARG}
-        known |= {name: literal(text) for name, text in stage.args.items()}
+        exports = {name: value for name, value in self._build_args.items() if name in _WITHOUT_ARG}
+        exports |= {name: literal(text) for name, text in stage.args.items()}
         mounts = [mount for text in options.get("mount", []) if (mount := self._mount(text))]
-        stage.steps.append(RunStep(argv, stage.workdir or ".", stage.user, known, self._line, mounts))
+        argv = _run_argv(instruction, stage.shell)
+        stage.steps.append(RunStep(argv, stage.workdir or ".", stage.user, exports, self._line, mounts))
 
     def _mount(self, text: str) -> Mount | None:
         fields = dict(part.partition("=")[::2] for part in self._text(text).split(","))
         kind = fields.get("type", "bind")
         if kind in ("secret", "ssh"):
             if fields.get("required", "false") not in ("", "true"):
-                return None  # the command has to do without, as where none was given
+                return None  # The command must work without it, as in Docker.
             raise WordError(f"RUN --mount=type={kind},required: builds get no secrets; fetch what needs it beforehand")
         target = fields.get("target") or fields.get("dst") or fields.get("destination")
         if kind not in ("bind", "cache", "tmpfs") or not target:
             raise WordError(f"RUN --mount={text}: expected type=bind, cache or tmpfs, and target=PATH")
-        place = posixpath.normpath(posixpath.join(self._now().workdir or ".", target))
-        if kind != "bind":
-            owner = f"{fields.get('uid', '0')}:{fields.get('gid', '0')}"
-            mode = fields.get("mode", "1777" if kind == "tmpfs" else "755")
-            if not re.fullmatch(r"[0-7]{1,4}", mode) or not re.fullmatch(r"\d{1,9}:\d{1,9}", owner):
-                raise WordError(f"RUN --mount={text}: expected an octal mode, and numbers for uid and gid")
-            return Mount(kind, place, None, "" if owner == "0:0" else owner, mode)
-        source = fields.get("source") or fields.get("src") or "."
-        copy = self._copy_of([source], place, into=False, origin=fields.get("from"))
-        writable = any(fields.get(name, "false") in ("", "true") for name in ("rw", "readwrite"))
-        return Mount(kind, place, copy, writable=writable)
+        target = posixpath.normpath(posixpath.join(self._stage().workdir or ".", target))
+        if kind == "bind":
+            source = fields.get("source") or fields.get("src") or "."
+            copy = self._copy([source], target, into=False, origin=fields.get("from"))
+            writable = any(fields.get(name, "false") in ("", "true") for name in ("rw", "readwrite"))
+            return Mount(kind, target, copy, writable=writable)
+        owner = f"{fields.get('uid', '0')}:{fields.get('gid', '0')}"
+        mode = fields.get("mode", "1777" if kind == "tmpfs" else "755")
+        if not re.fullmatch(r"[0-7]{1,4}", mode) or not re.fullmatch(r"\d{1,9}:\d{1,9}", owner):
+            raise WordError(f"RUN --mount={text}: expected an octal mode, and numbers for uid and gid")
+        return Mount(kind, target, None, "" if owner == "0:0" else owner, mode)
 
-    def _take_copy(self, found: DockerfileInstruction) -> None:
-        self._place(found, ("from", "chown", "chmod", "link", "parents", "exclude"))
+    def _take_copy(self, instruction: DockerfileInstruction) -> None:
+        self._copy_or_add(instruction, ("from", "chown", "chmod", "link", "parents", "exclude"))
 
-    def _take_add(self, found: DockerfileInstruction) -> None:
-        self._place(found, ("chown", "chmod", "link", "exclude"))
+    def _take_add(self, instruction: DockerfileInstruction) -> None:
+        self._copy_or_add(instruction, ("chown", "chmod", "link", "exclude"))
 
-    def _place(self, found: DockerfileInstruction, allowed: tuple[str, ...]) -> None:
-        name, options = found.name, _options(found, allowed)
-        words = [self._text(word) for word in found.args]
+    def _copy_or_add(self, instruction: DockerfileInstruction, allowed: tuple[str, ...]) -> None:
+        name, options = instruction.name, _options(instruction, allowed)
+        words = [self._text(word) for word in instruction.args]
         *sources, target = words or [""]
         if not sources:
-            raise WordError(f"{name} {_value(found)!r}; write {name} SOURCE… TARGET")
+            raise WordError(f"{name} {_value(instruction)!r}; write {name} SOURCE… TARGET")
         into = target.endswith("/") or target in (".", "..") or posixpath.basename(target) == "."
         if len(sources) > 1 and not into:
-            raise WordError(f"{name} {_value(found)!r}: several sources need a target that ends with /")
+            raise WordError(f"{name} {_value(instruction)!r}: several sources need a target that ends with /")
         texts = {}
-        if found.heredocs:
-            written = [parse_heredoc(word) for word in found.args[:-1]]
-            sources = [source for source, heredoc in zip(sources, written, strict=True) if heredoc is None]
-            named = {heredoc.name for heredoc in written if heredoc}
-            for each in (each for each in found.heredocs if each.name in named):
-                if not re.fullmatch(r"[\w+-][\w.+-]*", each.name):
-                    raise WordError(f"{name} <<{each.name}: it names the file; write letters, digits and _.+-")
-                text = self._expand(each.content, quotes=False) if each.expand else [each.content]
-                texts[each.name] = literal(text)
+        if instruction.heredocs:
+            heredocs = [parse_heredoc(word) for word in instruction.args[:-1]]
+            sources = [source for source, heredoc in zip(sources, heredocs, strict=True) if heredoc is None]
+            texts = self._texts(instruction, {heredoc.name for heredoc in heredocs if heredoc})
         for source in sources:
             if re.match(r"[a-z+]+://|git@", source):
                 raise WordError(
                     f"{name} {source}: addresses are not supported; download it into the context and COPY it"
                 )
-        for option in ("chown", "chmod", "from"):
-            options[option] = [self._text(value) for value in options.get(option, [])]
-        if "parents" in options and (options["from"] or any(re.search(r"\*\*|[^/]/\./", source) for source in sources)):
+        origin, owner, mode = (
+            next((self._text(value) for value in options.get(option, [])), None)
+            for option in ("from", "chown", "chmod")
+        )
+        if "parents" in options and (origin or any(re.search(r"\*\*|[^/]/\./", source) for source in sources)):
             raise WordError("--parents with **, with /./ or from another stage is not supported; name the directories")
-        full = posixpath.join(self._now().workdir or ".", target)
-        exclude = tuple(options.get("exclude", []))
-        copy = self._copy_of(sources, full, into, next(iter(options["from"]), None), exclude)
-        copy.owner = (options["chown"] or [""])[0]
-        copy.mode = (options["chmod"] or [""])[0]
+        target = posixpath.join(self._stage().workdir or ".", target)
+        copy = self._copy(sources, target, into, origin, tuple(options.get("exclude", [])))
+        copy.owner, copy.mode = owner or "", mode or ""
         copy.extract, copy.parents, copy.texts = name == "ADD", "parents" in options, texts
-        self._now().steps.append(copy)
+        self._stage().steps.append(copy)
 
-    def _copy_of(
+    def _texts(self, instruction: DockerfileInstruction, names: set[str]) -> dict[str, str]:
+        """Returns the content of the here-documents that an instruction copies, by file name."""
+        texts = {}
+        for heredoc in instruction.heredocs:
+            if heredoc.name not in names:
+                continue
+            if not re.fullmatch(r"[\w+-][\w.+-]*", heredoc.name):
+                raise WordError(
+                    f"{instruction.name} <<{heredoc.name}: it names the file; write letters, digits and _.+-"
+                )
+            text = self._expand(heredoc.content, quotes=False) if heredoc.expand else [heredoc.content]
+            texts[heredoc.name] = literal(text)
+        return texts
+
+    def _copy(
         self, sources: list[str], target: str, into: bool, origin: str | None, exclude: tuple[str, ...] = ()
     ) -> Copy:
-        if origin is not None:
-            if exclude or any(character in source for source in sources for character in "*?["):
-                raise WordError("patterns in a copy from another stage are not supported; copy the directory")
-            stage = self._stage_named(origin)
-            if stage is self._stage and stage is not None:
-                raise WordError(f"--from={origin}: a stage cannot copy from itself; name an earlier one")
-            origin = stage.name if stage else origin
-            return Copy([posixpath.join("/", source) for source in sources], target, into, self._line, origin)
-        names = [name for source in sources for name in self._context.find(source)]
-        return Copy(names, target, into, self._line, exclude=exclude)
+        if origin is None:
+            names = [name for source in sources for name in self._context.find(source)]
+            return Copy(names, target, into, self._line, exclude=exclude)
+        if exclude or any(character in source for source in sources for character in "*?["):
+            raise WordError("patterns in a copy from another stage are not supported; copy the directory")
+        stage = self._stage_named(origin)
+        if stage is self._current and stage is not None:
+            raise WordError(f"--from={origin}: a stage cannot copy from itself; name an earlier one")
+        sources = [posixpath.join("/", source) for source in sources]
+        return Copy(sources, target, into, self._line, stage.name if stage else origin)
 
-    # --- parts --------------------------------------------------------------------------------------------------
+    # --- variables ----------------------------------------------------------------------------------------------
 
-    def _now(self) -> Stage:
-        assert self._stage is not None
-        return self._stage
-
-    def _scope(self) -> Mapping[str, Text]:
-        if self._stage is None:
-            return self._global_args
-        return ChainMap(self._stage.args, self._stage.variables)
+    def _stage(self) -> Stage:
+        assert self._current is not None
+        return self._current
 
     def _expand(self, value: str, quotes: bool = True) -> Text:
-        return expand(value, self._scope(), quotes=quotes, defaulted=self._defaulted)
+        scope: Mapping[str, Text] = self._global_args
+        if self._current is not None:
+            scope = ChainMap(self._current.args, self._current.variables)
+        return expand(value, scope, quotes=quotes, defaulted=self._defaulted)
 
     def _text(self, value: str) -> str:
         return literal(self._expand(value))
 
 
-def _options(found: DockerfileInstruction, allowed: tuple[str, ...]) -> dict[str, list[str]]:
-    """Values of the ``--name=value`` words at the beginning, by name."""
+def _run_argv(instruction: DockerfileInstruction, shell: tuple[str, ...]) -> list[str]:
+    """Returns the command of a ``RUN``."""
+    if instruction.json:
+        return instruction.args
+    if len(instruction.heredocs) != 1 or not parse_heredoc(instruction.args[0]):
+        bodies = "".join(f"\n{heredoc.content}{heredoc.name}" for heredoc in instruction.heredocs)
+        return [*shell, instruction.args[0] + bodies]
+    body = instruction.heredocs[0].content
+    shebang = re.match(r"#!\s*(.+)", body)
+    if shebang is None:
+        return [*shell, body]
+    # A body that names its interpreter is a program of its own.
+    end = "MEGAFLOW"
+    while end in body:
+        end *= 2
+    command = shlex.join([*shlex.split(shebang[1]), "/dev/stdin"])
+    return [*DEFAULT_SHELL, f"{command} <<'{end}'\n{body}{end}"]
+
+
+def _options(instruction: DockerfileInstruction, allowed: tuple[str, ...]) -> dict[str, list[str]]:
+    """Returns the values of an instruction's options ``--name=value``, by name."""
     options: dict[str, list[str]] = {}
-    for flag in found.flags:
+    for flag in instruction.flags:
         name, _, value = flag[2:].partition("=")
         if name not in allowed:
             raise WordError(
-                f"{found.name} --{name} is not supported; leave the option out, or build the image elsewhere"
+                f"{instruction.name} --{name} is not supported; leave the option out, or build the image elsewhere"
             )
         options.setdefault(name, []).append(value)
     return options
 
 
-def _value(found: DockerfileInstruction) -> str:
-    """What follows the instruction's name and options."""
-    return " ".join(found.args)
-
-
-def _unused(body: str) -> str:
-    """A here-document's end that the text does not hold."""
-    name = "MEGAFLOW"
-    while name in body:
-        name *= 2
-    return name
+def _value(instruction: DockerfileInstruction) -> str:
+    """Returns an instruction's arguments without its options."""
+    return " ".join(instruction.args)

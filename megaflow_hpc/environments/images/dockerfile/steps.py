@@ -1,6 +1,6 @@
-"""What a Dockerfile does to an image, step by step: plain data between its reader and who builds it.
+"""The steps of a Dockerfile as plain data, passed from its reader to the builder.
 
-Paths in the image are absolute or, where no ``WORKDIR`` came before, relative to the base image's directory.
+Paths in the image are absolute, or relative to the base image's directory if no ``WORKDIR`` came before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DEFAULT_SHELL = ("/bin/sh", "-c")
 
 @dataclass
 class RunStep:
-    """``RUN``: words, or a text for the shell. ``exports``: variables of ``ARG``, for this step alone."""
+    """A ``RUN``. ``exports`` are the variables of ``ARG``, which only this step sees."""
 
     argv: list[str]
     workdir: str
@@ -26,7 +26,7 @@ class RunStep:
 
 @dataclass
 class Mount:
-    """``RUN --mount``: an empty directory, or what ``copy`` brings, at ``target`` while the command runs."""
+    """A ``RUN --mount``: an empty directory or the files of ``copy``, at ``target`` while the command runs."""
 
     kind: str
     """``bind``, ``cache`` or ``tmpfs``."""
@@ -35,16 +35,17 @@ class Mount:
     owner: str = ""
     mode: str = ""
     writable: bool = False
-    """Of a bind mount: asked for by ``rw``."""
+    """For a bind mount: it has the option ``rw``."""
 
 
 @dataclass
 class Copy:
-    """``COPY`` and ``ADD``. ``sources`` lie in the context, in the stage or image ``origin``, or are here-documents."""
+    """A ``COPY`` or ``ADD`` from the context, from the stage or image ``origin``, or from here-documents."""
 
     sources: list[str]
     target: str
     into: bool
+    """``target`` is a directory, even if it does not exist yet."""
     line: int
     origin: str | None = None
     owner: str = ""
@@ -53,24 +54,23 @@ class Copy:
     parents: bool = False
     exclude: tuple[str, ...] = ()
     texts: dict[str, str] = field(default_factory=dict)
-    """File name → content, of here-documents."""
+    """File name → content of a here-document."""
 
 
 @dataclass
 class Env:
-    """``ENV``: a line of shell that exports a variable from here on."""
+    """An ``ENV``: a shell line that exports variables for the following steps."""
 
     text: str
 
 
 @dataclass
 class Workdir:
-    """``WORKDIR``: a directory that is made where it is missing."""
+    """A ``WORKDIR``: a directory that is created if it is missing, owned by ``user``."""
 
     path: str
     line: int
     user: str | None = None
-    """Who owns it then."""
 
 
 Step = RunStep | Copy | Env | Workdir
@@ -78,7 +78,7 @@ Step = RunStep | Copy | Env | Workdir
 
 @dataclass
 class Stage:
-    """What follows one ``FROM``; the steps of a stage it starts from are part of it."""
+    """The part of a Dockerfile after one ``FROM``. If it starts from another stage, it includes that stage's steps."""
 
     name: str
     base: str
@@ -88,20 +88,20 @@ class Stage:
     user: str | None = None
     shell: tuple[str, ...] = DEFAULT_SHELL
     args: dict[str, Text] = field(default_factory=dict)
-    """Of ``ARG``, where no later ``ENV`` has the name."""
+    """Variables of ``ARG`` that no later ``ENV`` replaces."""
 
     @property
     def exports(self) -> list[str]:
-        """Lines that set the image's variables, in order."""
+        """Shell lines that set the image's variables, in order."""
         return [step.text for step in self.steps if isinstance(step, Env)]
 
 
 def copies(stage: Stage) -> list[Copy]:
-    """Every copy of a stage, those of mounts included."""
-    found: list[Copy] = []
+    """Returns every copy of a stage, including those of mounts."""
+    every: list[Copy] = []
     for step in stage.steps:
         if isinstance(step, Copy):
-            found.append(step)
+            every.append(step)
         elif isinstance(step, RunStep):
-            found += [mount.copy for mount in step.mounts if mount.copy]
-    return found
+            every += [mount.copy for mount in step.mounts if mount.copy]
+    return every

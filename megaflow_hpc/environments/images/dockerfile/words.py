@@ -1,7 +1,7 @@
-"""The small language inside a Dockerfile's lines: words, quotes and variables.
+"""Quotes, escapes and variables in the lines of a Dockerfile.
 
-Variables are replaced where their value is known from the file itself (``ARG``, ``ENV``). One that only the base image
-can know, such as ``PATH``, stays as a reference for the shell of the build.
+Variables are replaced if the file itself sets them (``ARG``, ``ENV``). A variable that only the base image sets, such
+as ``PATH``, stays a reference for the shell of the build.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _MAX_DEPTH = 32
 
 
 class WordError(ValueError):
-    """A line that cannot be read; says what and what to write instead."""
+    """A line is invalid. The message says how to write it."""
 
 
 @dataclass(frozen=True)
 class VariableReference:
-    """A variable whose value only the build knows."""
+    """A variable whose value is known only in the build."""
 
     name: str
 
@@ -33,10 +33,10 @@ Text = Sequence[str | VariableReference]
 
 
 def literal(text: Text) -> str:
-    """The value as one text.
+    """Returns the value as one string.
 
     Raises:
-        WordError: names a variable in it that the file does not set.
+        WordError: The value has a variable that the file does not set.
     """
     for part in text:
         if isinstance(part, VariableReference):
@@ -47,77 +47,52 @@ def literal(text: Text) -> str:
 
 
 def is_known(text: Text) -> bool:
-    """Whether the file alone tells the value."""
+    """Returns whether the value depends on the file alone."""
     return not any(isinstance(part, VariableReference) for part in text)
 
 
 def shell_word(text: Text) -> str:
-    """The value as one word of a POSIX shell script."""
-    return (
-        "".join(f'"${{{part.name}-}}"' if isinstance(part, VariableReference) else shlex.quote(part) for part in text)
-        or "''"
-    )
+    """Returns the value as one word of a POSIX shell script."""
+    parts = []
+    for part in text:
+        parts.append(f'"${{{part.name}-}}"' if isinstance(part, VariableReference) else shlex.quote(part))
+    return "".join(parts) or "''"
 
 
 def expand(text: str, scope: Mapping[str, Text], *, quotes: bool = True, defaulted: list[str] | None = None) -> Text:
-    """``text`` with its variables replaced, its escapes and, with ``quotes``, its quotes removed.
+    """Replaces variables and removes escapes.
 
     Args:
-        defaulted: Gets the names of variables that ``scope`` lacks and for which a default or a substitute is written.
+        quotes: Also remove quotes.
+        defaulted: Gets the names of variables that ``scope`` lacks and that are written with a default or a substitute.
     """
-    words = _scan(text, scope, quotes=quotes, split=False, defaulted=defaulted)
-    return words[0] if words else []
-
-
-def words(text: str, scope: Mapping[str, Text]) -> list[Text]:
-    """The words of a line, each with its variables replaced; what a variable holds is never split."""
-    return _scan(text, scope, quotes=True, split=True)
-
-
-def _scan(
-    text: str, scope: Mapping[str, Text], *, quotes: bool, split: bool, defaulted: list[str] | None = None
-) -> list[Text]:
-    found: list[list[str | VariableReference]] = []
-    current: list[str | VariableReference] | None = None if split else []
+    parts: list[str | VariableReference] = []
     quote = ""
     position = 0
     while position < len(text):
         character = text[position]
-        if split and not quote and character.isspace():
-            if current is not None:
-                found.append(current)
-            current = None
-            position += 1
-            continue
-        if current is None:
-            current = []
-        if quotes and character == "\\" and quote != "'" and position + 1 < len(text):
-            following = text[position + 1]
-            # Within double quotes a backslash escapes only what would be special there.
+        following = text[position + 1 : position + 2]
+        if character == "\\" and following and quote != "'":
+            # In double quotes a backslash escapes only special characters.
             keeps = quote == '"' and following not in '"$\\'
-            current.append(character + following if keeps else following)
-            position += 2
-        elif not quotes and character == "\\" and position + 1 < len(text):
-            current.append(text[position + 1])
+            parts.append(character + following if keeps else following)
             position += 2
         elif quotes and character in "\"'" and quote in ("", character):
             quote = "" if quote else character
             position += 1
         elif character == "$" and quote != "'":
             value, position = _variable(text, position, scope, defaulted)
-            current += value
+            parts += value
         else:
-            current.append(character)
+            parts.append(character)
             position += 1
     if quote:
         raise WordError(f"{text!r}: a {quote} is not closed; close it")
-    if current is not None:
-        found.append(current)
-    return [_join(word) for word in found]
+    return _join(parts)
 
 
 def _variable(text: str, start: int, scope: Mapping[str, Text], defaulted: list[str] | None) -> tuple[Text, int]:
-    """The value of the variable at ``start`` and the position behind it."""
+    """Returns the value of the variable at ``start`` and the position after it."""
     plain = _NAME.match(text, start + 1)
     if plain:
         return _value(plain[0], scope), plain.end()
@@ -135,19 +110,21 @@ def _variable(text: str, start: int, scope: Mapping[str, Text], defaulted: list[
     if operator is None:
         raise WordError(f"{text[start : end + 1]!r} is not supported; write ${{NAME}}, ${{NAME:-default}} or the value")
     value = scope.get(name[0])
-    is_set = value is not None and (not operator[0].startswith(":") or bool(value))
     if value is None and name[0] in FROM_BASE:
         raise WordError(f"{text[start : end + 1]!r}: only the base image knows {name[0]}; write ${{{name[0]}}}")
     if value is None and defaulted is not None:
         defaulted.append(name[0])
-    other = expand(rest[operator.end() :], scope, defaulted=defaulted)
-    if operator[0].endswith("-"):
-        return (value or []) if is_set else other, end + 1
-    return other if is_set else [], end + 1
+    alternative = expand(rest[operator.end() :], scope, defaulted=defaulted)
+    is_set = value is not None
+    if operator[0].startswith(":"):  # ${NAME:-…} also replaces an empty value.
+        is_set = bool(value)
+    if operator[0].endswith("+"):
+        return alternative if is_set else [], end + 1
+    return (value or []) if is_set else alternative, end + 1
 
 
 FROM_BASE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME", "LANG", "LC_ALL")
-"""Variables that base images are known to set."""
+"""Variables that base images often set."""
 
 
 def _value(name: str, scope: Mapping[str, Text]) -> Text:
@@ -166,6 +143,7 @@ def _closing(text: str, position: int) -> int:
 
 
 def _join(parts: list[str | VariableReference]) -> Text:
+    """Joins consecutive strings."""
     joined: list[str | VariableReference] = []
     for is_reference, run in itertools.groupby(parts, lambda part: isinstance(part, VariableReference)):
         if is_reference:

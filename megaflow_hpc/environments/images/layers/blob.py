@@ -1,7 +1,7 @@
-"""A layer as one file: read through its digest, whatever it is compressed by.
+"""Reads layer blobs, which may be compressed, and computes their digest meanwhile.
 
-What a layer deletes is said as OCI's image specification has it: ``.wh.NAME`` hides NAME below, ``.wh..wh..opq`` in a
-directory all that is below it.
+Deletions are marked as in OCI's image specification: a file ``.wh.NAME`` hides NAME in the layers below, and
+``.wh..wh..opq`` in a directory hides everything below it there.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import io
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from megaflow_hpc.errors import SandboxError, SiteError
 from megaflow_hpc.host.tar import RefusedMember, TarReader
 
 try:
     from isal import isal_zlib
-except ImportError:  # no wheel for this processor, or a program that imports little
+except ImportError:  # There is no wheel for this processor, or the program has a minimal set of imports.
     inflater: Callable[..., Any] = zlib.decompressobj
     deflater: Callable[[], Any] = lambda: zlib.compressobj(1, zlib.DEFLATED, 31)  # noqa: E731
 else:
@@ -26,9 +26,9 @@ else:
     deflater = lambda: isal_zlib.compressobj(1, zlib.DEFLATED, 31)  # noqa: E731
 
 BLOCK = 4096
-"""A file system gives out blocks, and at least one for what is not empty."""
+"""A file system allocates whole blocks, and at least one for a non-empty file."""
 MAX_LAYER_BYTES = 1 << 40
-"""Bytes that a layer may hold, and the size of what it was compressed to."""
+"""Maximum size of a layer's files, and of its blob."""
 MAX_ENTRIES = 20_000_000
 
 _CHUNK = 1 << 18
@@ -37,7 +37,7 @@ _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What is known of a layer: ``bytes`` of its blob, ``unpacked_bytes`` and ``inodes`` of its files."""
+    """Facts of a layer: ``bytes`` of its blob, ``unpacked_bytes`` and ``inodes`` of its files."""
 
     digest: str
     """SHA-256 of the blob, in hexadecimal."""
@@ -47,58 +47,64 @@ class LayerFacts:
 
 
 class LayerStream(io.RawIOBase):
-    """The archive in a blob, uncompressed; :meth:`finish` compares the blob with its digest.
+    """The uncompressed archive of a blob, which is given in pieces."""
 
-    Args:
-        blob: is read by ``read`` alone, and not closed.
-    """
-
-    def __init__(self, blob: BinaryIO) -> None:
-        self._blob = blob
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces = iter(pieces)
         self._digest = hashlib.sha256()
         self._read_bytes = 0
-        self._inflater: Callable[[bytes], bytes] | None = None
-        self._waiting = memoryview(b"")
+        self._decompress: Callable[[bytes], bytes] | None = None
+        self._decompressed = memoryview(b"")
 
-    def _more(self) -> bytes:
-        data = self._blob.read(_CHUNK)
-        self._digest.update(data)
-        self._read_bytes += len(data)
-        return data
+    @classmethod
+    def of_file(cls, file: BinaryIO) -> LayerStream:
+        """Reads the blob from an open file."""
+        return cls(iter(lambda: file.read(_CHUNK), b""))
 
-    def _inflate(self, data: bytes) -> bytes:
-        if self._inflater is None:
-            self._inflater = _inflater(data)
-        try:
-            return self._inflater(data)
-        except Exception as error:  # each library has a class of its own
-            raise RefusedMember(f"not to be decompressed: {error}") from None
+    def members(self) -> TarReader:
+        """Returns a reader of the archive's members."""
+        return TarReader(cast(BinaryIO, self))
 
     def readable(self) -> bool:
-        """Whether it can be read: always."""
+        """Returns true."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fills ``buffer`` as far as there is something; returns the number of bytes, 0 at the end."""
-        while not self._waiting:
-            data = self._more()
+        """Reads into ``buffer``. Returns the number of bytes, 0 at the end."""
+        while not self._decompressed:
+            data = self._read_blob()
             if not data:
                 return 0
-            self._waiting = memoryview(self._inflate(data))
+            if self._decompress is None:
+                self._decompress = _decompressor(data)
+            try:
+                self._decompressed = memoryview(self._decompress(data))
+            except Exception as error:  # Each library raises its own class.
+                raise RefusedMember(f"not to be decompressed: {error}") from None
         view = memoryview(buffer).cast("B")
-        size = min(len(view), len(self._waiting))
-        view[:size] = self._waiting[:size]
-        self._waiting = self._waiting[size:]
+        size = min(len(view), len(self._decompressed))
+        view[:size] = self._decompressed[:size]
+        self._decompressed = self._decompressed[size:]
         return size
 
     def finish(self) -> tuple[str, int]:
-        """Reads what is left; returns the blob's digest and its size in bytes."""
-        while self._more():
+        """Reads the rest of the blob. Returns the blob's digest and its size in bytes."""
+        while self._read_blob():
             pass
         return self._digest.hexdigest(), self._read_bytes
 
+    def _read_blob(self) -> bytes:
+        """Returns the next bytes of the blob. Returns no bytes at the end."""
+        data = next(filter(None, self._pieces), b"")
+        self._digest.update(data)
+        self._read_bytes += len(data)
+        if self._read_bytes > MAX_LAYER_BYTES:
+            raise SandboxError(f"more than {MAX_LAYER_BYTES} bytes in one layer")
+        return data
 
-def _inflater(first: bytes) -> Callable[[bytes], bytes]:
+
+def _decompressor(first: bytes) -> Callable[[bytes], bytes]:
+    """Returns the function that decompresses a blob, chosen by its first bytes."""
     if first.startswith(_GZIP):
         return _Gunzip()
     if first.startswith(_ZSTD):
@@ -108,58 +114,60 @@ def _inflater(first: bytes) -> Callable[[bytes], bytes]:
             raise SiteError(
                 "a layer is compressed by zstd, which this Python cannot read; pip install zstandard"
             ) from None
-        found: Callable[[bytes], bytes] = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True).decompress
-        return found
+        zstd = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True)
+        return cast(Callable[[bytes], bytes], zstd.decompress)
     return lambda data: data
 
 
 class _Gunzip:
-    """Several gzip members one after the other are one stream."""
+    """Decompresses several consecutive gzip members as one stream."""
 
     def __init__(self) -> None:
         self._member: Any = inflater(wbits=31)
 
     def __call__(self, data: bytes) -> bytes:
-        found = []
+        pieces = []
         while data:
             if self._member.eof:
-                if not data.strip(b"\0"):  # padding
+                is_padding = not data.strip(b"\0")
+                if is_padding:
                     break
                 self._member = inflater(wbits=31)
-            found.append(self._member.decompress(data))
+            pieces.append(self._member.decompress(data))
             data = self._member.unused_data if self._member.eof else b""
-        return b"".join(found)
+        return b"".join(pieces)
 
 
 class Tally:
-    """Counts what a layer's files take once unpacked; raises :class:`RefusedMember` beyond all reason."""
+    """Adds up the disk space of a layer's files. Raises :class:`RefusedMember` above the maximum."""
 
     def __init__(self) -> None:
         self.bytes = self.inodes = 0
 
     def add(self, size: int, *, is_directory: bool = False) -> None:
-        """Counts a file of ``size`` bytes, or something else."""
+        """Counts one file of ``size`` bytes."""
         self.bytes += BLOCK if is_directory else -(-size // BLOCK) * BLOCK
         self.inodes += 1
         if self.bytes > MAX_LAYER_BYTES or self.inodes > MAX_ENTRIES:
             raise RefusedMember("more files than a layer may have")
 
 
-def measure(blob: BinaryIO, digest: str) -> LayerFacts:
-    """Reads a blob once, to its end, and returns its facts.
+def measure(pieces: Iterable[bytes], digest: str) -> LayerFacts:
+    """Reads a blob, given in pieces, to its end and returns its facts.
 
     Raises:
-        SandboxError: it is not the one of ``digest``, or no layer.
+        SandboxError: Its digest is not ``digest``, or it is not a layer.
     """
-    stream, tally, why = LayerStream(blob), Tally(), ""
+    stream, tally = LayerStream(pieces), Tally()
+    refusal: RefusedMember | None = None
     try:
-        for member in TarReader(stream):  # type: ignore[arg-type]
+        for member in stream.members():
             tally.add(member.size, is_directory=member.kind == "directory")
     except RefusedMember as error:
-        why = str(error)
-    found, size = stream.finish()
-    if found != digest:
-        raise SandboxError(f"{digest}: what came has the digest {found}; fetch it again")
-    if why:
-        raise SandboxError(f"{digest}: not a layer of an image: {why}")
+        refusal = error
+    actual, size = stream.finish()
+    if actual != digest:
+        raise SandboxError(f"{digest}: what came has the digest {actual}; fetch it again")
+    if refusal is not None:
+        raise SandboxError(f"{digest}: not a layer of an image: {refusal}")
     return LayerFacts(digest, size, tally.bytes, tally.inodes)

@@ -1,6 +1,6 @@
-"""What a layer or an image holds, listed without being unpacked: of a blob, of a SIF's squashfs.
+"""Lists the files of a layer or an image without unpacking it: of a blob, or of a SIF's squashfs.
 
-A listing is made once for each layer and kept while its maker lives; it holds some 200 bytes for each file.
+A listing takes about 200 bytes of memory for each file.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import calendar
 import os
 import re
-import shutil
 import stat
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,27 +20,27 @@ from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.layers.blob import LayerStream
 from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_MARK
 from megaflow_hpc.environments.images.layers.packing import Attributes
-from megaflow_hpc.environments.images.layers.view import HIDDEN, ViewEntry
-from megaflow_hpc.errors import SandboxError, SiteError
-from megaflow_hpc.host.apptainer import clean_environment
-from megaflow_hpc.host.child import dies_with_parent
+from megaflow_hpc.environments.images.layers.view import HIDDEN, ViewEntry, read_regular
+from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.tar import RefusedMember, TarReader
+from megaflow_hpc.host.tar import RefusedMember
 from megaflow_hpc.host.unpack import plain
 
 _Node: TypeAlias = dict[str, Union[ViewEntry, "_Node"]]
 _SELF = ""
+"""Key of a directory's own entry in its node."""
 _KINDS = {"-": stat.S_IFREG, "d": stat.S_IFDIR, "l": stat.S_IFLNK, "p": stat.S_IFIFO, "s": stat.S_IFSOCK}
 _MEMBERS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "symlink": stat.S_IFLNK, "fifo": stat.S_IFIFO}
 _IMPLICIT = ViewEntry(stat.S_IFDIR, Attributes(0o755))
+"""Entry of a directory that a layer does not list itself."""
 _LINE = re.compile(r"(\S)(\S{9}) (\d+)/(\d+) +(?:\d+|\d+, *\d+) (\S+ \S+) squashfs-root(.*)", re.DOTALL)
 
 
 class LayerListing:
-    """A layer by what was noted of it; see :class:`.view.Layer`.
+    """A layer as a tree of entries. Implements :class:`.view.Layer`.
 
     Args:
-        reader: reads the beginning of a file from the layer itself.
+        reader: Reads the beginning of a file from the layer itself.
     """
 
     def __init__(self, reader: Callable[[str, int], bytes]) -> None:
@@ -50,36 +48,37 @@ class LayerListing:
         self._reader = reader
 
     def add(self, path: str, entry: ViewEntry) -> None:
-        """Notes an entry; what is above it is a directory, if nothing else is known of it."""
+        """Adds an entry. Parents that are not listed become directories."""
         node = self._root
         parts = [part for part in path.split("/") if part]
         for part in parts[:-1]:
-            below = node.get(part)
-            if not isinstance(below, dict):
-                below = node[part] = {_SELF: _IMPLICIT}
-            node = below
+            child = node.get(part)
+            if not isinstance(child, dict):
+                child = node[part] = {_SELF: _IMPLICIT}
+            node = child
         if not parts:
             node[_SELF] = entry
         elif entry.is_directory:
-            known = node.get(parts[-1])
-            node[parts[-1]] = (known if isinstance(known, dict) else {}) | {_SELF: entry}
+            previous = node.get(parts[-1])
+            content = previous if isinstance(previous, dict) else {}
+            node[parts[-1]] = content | {_SELF: entry}
         else:
             node[parts[-1]] = entry
 
     def entry(self, path: str) -> ViewEntry | None:
         """See :class:`.view.Layer`."""
-        found = self._at(path)
-        if isinstance(found, dict):
-            own = found[_SELF]
+        node = self._at(path)
+        if isinstance(node, dict):
+            own = node[_SELF]
             assert isinstance(own, ViewEntry)
             return own
-        return found
+        return node
 
     def names(self, path: str) -> Iterator[str]:
         """See :class:`.view.Layer`."""
-        found = self._at(path)
-        if isinstance(found, dict):
-            yield from (name for name in found if name != _SELF)
+        node = self._at(path)
+        if isinstance(node, dict):
+            yield from (name for name in node if name != _SELF)
 
     def read(self, path: str, limit: int) -> bytes:
         """See :class:`.view.Layer`."""
@@ -95,12 +94,12 @@ class LayerListing:
 
 
 def of_blob(blob: str | os.PathLike[str]) -> LayerListing:
-    """Lists a layer; raises :class:`SandboxError` for what is none."""
+    """Lists a layer. Raises :class:`SandboxError` if the blob is not a layer."""
     listing = LayerListing(lambda path, limit: _read_blob(blob, path, limit))
     opaque = []
     with open(blob, "rb", buffering=0) as file:
         try:
-            for member in TarReader(LayerStream(file)):  # type: ignore[arg-type]
+            for member in LayerStream.of_file(file).members():
                 parts = [os.fsdecode(part) for part in plain(member.name)]
                 path = "/".join(parts)
                 attributes = Attributes(member.mode, member.uid, member.gid, member.mtime)
@@ -109,21 +108,21 @@ def of_blob(blob: str | os.PathLike[str]) -> LayerListing:
                 elif parts and parts[-1].startswith(DELETED):
                     listing.add("/".join([*parts[:-1], parts[-1].removeprefix(DELETED)]), HIDDEN)
                 elif member.kind == "hardlink":
-                    known = listing.entry("/".join(os.fsdecode(part) for part in plain(member.target)))
-                    listing.add(path, known or ViewEntry(stat.S_IFREG, attributes))
+                    target = listing.entry("/".join(os.fsdecode(part) for part in plain(member.target)))
+                    listing.add(path, target or ViewEntry(stat.S_IFREG, attributes))
                 elif member.kind in _MEMBERS:
                     listing.add(path, ViewEntry(_MEMBERS[member.kind], attributes, os.fsdecode(member.target)))
         except RefusedMember as error:
             raise SandboxError(f"{os.fspath(blob)}: not a layer of an image: {error}") from error
     for path in opaque:
-        known = listing.entry(path) or _IMPLICIT
-        listing.add(path, ViewEntry(stat.S_IFDIR, known.attributes, opaque=True))
+        directory = listing.entry(path) or _IMPLICIT
+        listing.add(path, ViewEntry(stat.S_IFDIR, directory.attributes, opaque=True))
     return listing
 
 
 def _read_blob(blob: str | os.PathLike[str], path: str, limit: int) -> bytes:
     with suppress(OSError, RefusedMember), open(blob, "rb", buffering=0) as file:
-        reader = TarReader(LayerStream(file))  # type: ignore[arg-type]
+        reader = LayerStream.of_file(file).members()
         for member in reader:
             if member.kind == "file" and b"/".join(plain(member.name)) == os.fsencode(path):
                 return b"".join(reader.content())[:limit] if member.size <= limit else b""
@@ -131,29 +130,20 @@ def _read_blob(blob: str | os.PathLike[str], path: str, limit: int) -> bytes:
 
 
 def of_sif(image: str) -> LayerListing:
-    """Lists a SIF's files by ``unsquashfs``.
+    """Lists a SIF's files with ``unsquashfs``.
 
     Raises:
-        SandboxError: it is no SIF, or cannot be listed.
-        SiteError: the program is missing.
+        SandboxError: The file is not a SIF or cannot be listed.
+        SiteError: The program is missing.
     """
-    program = shutil.which("unsquashfs")
-    if program is None:
-        raise SiteError("unsquashfs: not on PATH, which images are looked into with; install squashfs-tools")
-    offset = str(sif.system_partition(image).offset)
-    listing = LayerListing(lambda path, limit: _read_sif(str(program), image, offset, path, limit))
-    done = subprocess.run(
-        [*dies_with_parent(), program, "-o", offset, "-lln", image],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        env={"PATH": os.environ.get("PATH", ""), "LC_ALL": "C", "TZ": "UTC"},
-        check=False,
-    )
+    partition = sif.system_partition(image)
+    listing = LayerListing(lambda path, limit: _read_sif(image, partition, path, limit))
+    done = sif.run_unsquashfs(partition, ["-lln", os.path.abspath(image)])
     if done.returncode:
         raise SandboxError(f"{image}: its files cannot be listed: {done.stderr.decode('utf-8', 'replace')[-300:]}")
     for line in os.fsdecode(done.stdout).split("\n"):
-        if found := _LINE.fullmatch(line):
-            letter, bits, uid, gid, moment, path = found.groups()
+        if match := _LINE.fullmatch(line):
+            letter, bits, uid, gid, moment, path = match.groups()
             target = ""
             if letter == "l":
                 path, _, target = path.partition(" -> ")
@@ -163,7 +153,7 @@ def of_sif(image: str) -> LayerListing:
 
 
 def _seconds(moment: str) -> int:
-    """Of a time to the minute, as it is listed; UTC."""
+    """Parses a listed time, which is in UTC and has no seconds."""
     try:
         return max(0, calendar.timegm(time.strptime(moment, "%Y-%m-%d %H:%M")))
     except ValueError:
@@ -175,18 +165,17 @@ def _mode(bits: str) -> int:
     for number, letter in enumerate(bits):
         if letter in "rwxst":
             mode |= 0o400 >> number
-    special = ((2, "sS", stat.S_ISUID), (5, "sS", stat.S_ISGID), (8, "tT", stat.S_ISVTX))
-    return mode | sum(bit for place, letters, bit in special if bits[place] in letters)
+    for number, letters, bit in ((2, "sS", stat.S_ISUID), (5, "sS", stat.S_ISGID), (8, "tT", stat.S_ISVTX)):
+        if bits[number] in letters:
+            mode |= bit
+    return mode
 
 
-def _read_sif(program: str, image: str, offset: str, path: str, limit: int) -> bytes:
-    place = Path(tempfile.mkdtemp(prefix="megaflow-"))
+def _read_sif(image: str, partition: sif.SifPartition, path: str, limit: int) -> bytes:
+    directory = Path(tempfile.mkdtemp(prefix="megaflow-"))
     try:
-        words = [program, "-n", "-q", "-no-xattrs", "-o", offset, "-d", str(place / "out"), image, path]
-        subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, env=clean_environment(), check=False)
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with suppress(OSError), open(os.open(place / "out" / path, flags), "rb") as file:
-            return file.read(limit)
-        return b""
+        options = ["-n", "-q", "-no-xattrs", "-d", str(directory / "out")]
+        sif.run_unsquashfs(partition, [*options, os.path.abspath(image), path])
+        return read_regular(directory / "out" / path, limit)
     finally:
-        remove_tree(place, ignore_errors=True)
+        remove_tree(directory, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Writes layers: an archive of entries that are named one by one, or of all that an overlay's upper directory holds.
+"""Writes layers: archives of single entries, or of everything in an overlay's upper directory.
 
-What is packed may be a step's work. It is read through descriptors, and no link in it is followed.
+The packed files may be the work of a build step. They are read through descriptors, without following links.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import hashlib
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,14 +22,14 @@ from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_MARK
 from megaflow_hpc.host.tar import RefusedMember
 from megaflow_hpc.host.unpack import MAX_DEPTH
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Attributes:
-    """Of one entry: permission bits, numeric owner and time of change in seconds."""
+    """Permission bits, numeric owner and mtime (in seconds) of an entry."""
 
     mode: int
     uid: int = 0
@@ -38,16 +37,16 @@ class Attributes:
     mtime: int = 0
 
 
-def attributes_of(found: os.stat_result) -> Attributes:
-    """Returns those of a file's status."""
-    return Attributes(stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid, max(0, int(found.st_mtime)))
+def attributes_of(status: os.stat_result) -> Attributes:
+    """Returns the attributes in a file's status."""
+    return Attributes(stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid, max(0, int(status.st_mtime)))
 
 
 class Packer:
-    """Writes one layer to ``target``, as a context manager; :meth:`facts` are known after it.
+    """Writes one layer to ``target``, as a context manager. Call :meth:`facts` after the context.
 
-    Names are relative to the image's root. The same entries give the same bytes. Methods raise
-    :class:`RefusedMember` for a name that a layer cannot hold.
+    Names are relative to the image's root. Equal entries give equal bytes. Methods raise :class:`RefusedMember` for a
+    name that a layer cannot hold.
     """
 
     def __init__(self, target: Path) -> None:
@@ -72,7 +71,7 @@ class Packer:
                 os.fsync(self._file.fileno())
 
     def facts(self) -> LayerFacts:
-        """Returns digest and sizes of what was written."""
+        """Returns digest and sizes of the written layer."""
         return LayerFacts(self._digest.hexdigest(), self._bytes, self._tally.bytes, self._tally.inodes)
 
     # --- entries ------------------------------------------------------------------------------------------------
@@ -86,40 +85,35 @@ class Packer:
         self._header(name, tarfile.SYMTYPE, attributes, target=target)
 
     def file(self, name: str, descriptor: int, attributes: Attributes) -> None:
-        """Adds what an open regular file holds; one that was added before by another name becomes a hard link."""
-        found = os.fstat(descriptor)
-        if found.st_nlink > 1:
-            known = self._links.setdefault((found.st_dev, found.st_ino), name)
-            if known != name:
-                self._header(name, tarfile.LNKTYPE, attributes, target=known)
+        """Adds an open regular file. If it was added before under another name, adds a hard link."""
+        status = os.fstat(descriptor)
+        if status.st_nlink > 1:
+            first = self._links.setdefault((status.st_dev, status.st_ino), name)
+            if first != name:
+                self._header(name, tarfile.LNKTYPE, attributes, target=first)
                 return
-        self._header(name, tarfile.REGTYPE, attributes, found.st_size)
-        left = found.st_size
+        self._header(name, tarfile.REGTYPE, attributes, status.st_size)
+        left = status.st_size
         while left:
             data = os.read(descriptor, min(left, _CHUNK))
             if not data:
                 raise RefusedMember(f"{name}: became shorter while it was read")
             self._write(data)
             left -= len(data)
-        self._write(bytes(-found.st_size % tarfile.BLOCKSIZE))
-
-    def content(self, name: str, content: bytes, attributes: Attributes) -> None:
-        """Adds a file."""
-        self._header(name, tarfile.REGTYPE, attributes, len(content))
-        self._write(content + bytes(-len(content) % tarfile.BLOCKSIZE))
+        self._write(bytes(-status.st_size % tarfile.BLOCKSIZE))
 
     def fifo(self, name: str, attributes: Attributes) -> None:
         """Adds a named pipe."""
         self._header(name, tarfile.FIFOTYPE, attributes)
 
     def whiteout(self, name: str) -> None:
-        """Says that what is below at ``name`` is gone."""
+        """Marks ``name`` as deleted from the layers below."""
         parent, _, last = name.rpartition("/")
         hidden = DELETED + last
         self._write_header(f"{parent}/{hidden}" if parent else hidden, tarfile.REGTYPE, Attributes(0))
 
     def opaque(self, name: str) -> None:
-        """Says that nothing of what is below in the directory ``name`` is seen."""
+        """Marks the directory ``name`` as opaque, so that it hides those below."""
         self._write_header(f"{name}/{OPAQUE_MARK}", tarfile.REGTYPE, Attributes(0))
 
     def _header(self, name: str, kind: bytes, attributes: Attributes, size: int = 0, target: str = "") -> None:
@@ -146,49 +140,51 @@ class Packer:
 
 
 def pack_tree(packer: Packer, directory: int, name: str = "", *, marks: bool = False) -> None:
-    """Adds all that an overlay's upper directory holds: its files, and what it marks as deleted.
+    """Adds everything in an overlay's upper directory: its files and its marks of deleted files.
 
-    Devices other than those marks, and sockets, are left out.
+    Skips sockets, and devices that are not such marks.
 
     Args:
-        directory: its descriptor.
-        name: of the directory in the image; empty for the root, whose own attributes are left to the image below.
-        marks: deleted is what an empty file ``.wh.NAME`` stands for (rootfs/copies.py), not a device 0/0.
+        directory: The descriptor of the directory.
+        name: Its name in the image. Empty for the root, whose attributes are not packed.
+        marks: Deleted files are marked by empty files ``.wh.NAME`` (rootfs/copies.py), not by devices 0/0.
 
     Raises:
-        RefusedMember: nested deeper than anything that reads it could go, or a file with the name of a mark.
+        RefusedMember: Directories are nested too deep, or a file has the name of a mark.
     """
     if name.count("/") >= MAX_DEPTH:
         raise RefusedMember(f"{name[:200]}: more than {MAX_DEPTH} directories in one another")
     if name and has_opaque_attribute(directory):
         packer.opaque(name)
-    for entry in _entries(directory):
-        found = entry.stat(follow_symlinks=False)
-        path, attributes = f"{name}/{entry.name}" if name else entry.name, attributes_of(found)
+    for entry in scan(directory):
+        status = entry.stat(follow_symlinks=False)
+        path = f"{name}/{entry.name}" if name else entry.name
+        attributes = attributes_of(status)
         if marks and entry.name.startswith(DELETED):
             hidden = entry.name.removeprefix(DELETED)
             packer.whiteout(f"{name}/{hidden}" if name else hidden)
-        elif stat.S_ISDIR(found.st_mode):
-            below = os.open(entry.name, _DIRECTORY, dir_fd=directory)
+        elif stat.S_ISDIR(status.st_mode):
+            below = os.open(entry.name, OPEN_DIRECTORY, dir_fd=directory)
             try:
                 packer.directory(path, attributes)
                 pack_tree(packer, below, path, marks=marks)
             finally:
                 os.close(below)
-        elif stat.S_ISREG(found.st_mode):
-            file = os.open(entry.name, _FILE, dir_fd=directory)
+        elif stat.S_ISREG(status.st_mode):
+            file = os.open(entry.name, OPEN_FILE, dir_fd=directory)
             try:
                 packer.file(path, file, attributes)
             finally:
                 os.close(file)
-        elif stat.S_ISLNK(found.st_mode):
+        elif stat.S_ISLNK(status.st_mode):
             packer.link(path, os.readlink(entry.name, dir_fd=directory), attributes)
-        elif stat.S_ISFIFO(found.st_mode):
+        elif stat.S_ISFIFO(status.st_mode):
             packer.fifo(path, attributes)
-        elif stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
+        elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
             packer.whiteout(path)
 
 
-def _entries(directory: int) -> Iterator[os.DirEntry[str]]:
+def scan(directory: int) -> list[os.DirEntry[str]]:
+    """Returns the entries of an open directory, sorted by name."""
     with os.scandir(directory) as entries:
-        yield from sorted(entries, key=lambda entry: entry.name)
+        return sorted(entries, key=lambda entry: entry.name)

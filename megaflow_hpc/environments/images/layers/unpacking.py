@@ -1,8 +1,8 @@
 """Unpacks a layer's blob to a directory in the form of an overlay's upper directory.
 
-A program of its own does so where there is much to unpack (:func:`main`), or where files are to have the owners that
-the layer says: as uid 0 of a user namespace that has them. The archive is a stranger's: :mod:`megaflow_hpc.host.unpack`
-says how nothing in it is resolved as a path. Devices and sockets are left out.
+Large blobs are unpacked by a separate program (:func:`main`). So are blobs whose files keep their owners: the program
+runs as uid 0 of a user namespace that has these ids. The archive is untrusted. :mod:`megaflow_hpc.host.unpack`
+describes how paths in it are handled. Devices and sockets are skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megaflow_hpc.host.unpack import Budget, Parts, TreeWriter, plain
 
 _WHITEOUT, _OPAQUE = DELETED.encode(), OPAQUE_MARK.encode()
 SMALL = 1 << 18
-"""Bytes of a blob that is unpacked in this process: sooner done than a program is started."""
+"""Blobs of up to this many bytes are unpacked in this process, which is faster than starting a program."""
 
 
 def unpack(
@@ -43,22 +43,22 @@ def unpack(
     *,
     marks: bool = False,
 ) -> None:
-    """Unpacks a blob below ``target``, which must not be there, and compares it with its digest.
+    """Unpacks a blob to the new directory ``target`` and checks its digest.
 
     Args:
-        namespace: argv prefix that enters a user namespace in which files get the owners that the layer says; without
-            one they are the caller's.
-        marks: what the layer hides is marked by files, as in the blob, and not as an overlay reads it.
+        namespace: An argv prefix that enters a user namespace, in which files get the layer's owners. Without it the
+            caller owns all files.
+        marks: Keep the blob's marks of hidden files as files, instead of the marks that an overlay reads.
 
     Raises:
-        SandboxError: it is no layer, or not the one of that digest.
+        SandboxError: The blob is not a layer, or its digest differs.
     """
     if not namespace and facts.bytes <= SMALL:
         _unpack(os.fspath(blob), facts.digest, target, owners=False, marks=marks)
         return
-    words = [*namespace, *child.argv_of(sys.modules[__name__]), os.fspath(blob), facts.digest, os.fspath(target)]
+    command = [*namespace, *child.argv_of(sys.modules[__name__]), os.fspath(blob), facts.digest, os.fspath(target)]
     done = subprocess.run(
-        [*words, "owners" if namespace else "", "marks" if marks else ""],
+        [*command, "owners" if namespace else "", "marks" if marks else ""],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -74,51 +74,54 @@ def unpack(
 
 def _unpack(blob: str, digest: str, target: Path, *, owners: bool, marks: bool) -> None:
     with open(blob, "rb", buffering=0) as file:
+        stream = LayerStream.of_file(file)
         try:
-            stream = LayerStream(file)
             with LayerWriter(target, owners=owners, marks=marks) as layer:
-                reader = TarReader(stream)  # type: ignore[arg-type]
+                reader = stream.members()
                 for member in reader:
                     layer.add(member, reader)
         except RefusedMember as error:
             raise SandboxError(f"{blob}: not a layer of an image: {error}") from error
-        found, _ = stream.finish()
-    if found != digest:
+        actual, _ = stream.finish()
+    if actual != digest:
         raise SandboxError(
-            f"{blob}: its content has the digest {found}, not the one in its name: it was damaged or replaced; remove "
+            f"{blob}: its content has the digest {actual}, not the one in its name: it was damaged or replaced; remove "
             "it, and build or pull its image again"
         )
 
 
 class LayerWriter(TreeWriter):
-    """Writes a layer's entries below one directory.
+    """Writes the members of an archive below one directory, with their modes and times.
 
     Args:
-        owners: give files the owners that the layer says; without it they are the caller's.
-        marks: leave the blob's own marks of what is hidden, as empty files.
+        owners: Give files the archive's owners. Otherwise the caller owns them.
+        marks: Keep marks of hidden files as empty files.
+        budget: Limits bytes and files. Default: the maximum of a layer.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, owners: bool, marks: bool = False) -> None:
-        super().__init__(root, Budget(MAX_LAYER_BYTES, MAX_ENTRIES))
+    def __init__(
+        self, root: str | os.PathLike[str], *, owners: bool, marks: bool = False, budget: Budget | None = None
+    ) -> None:
+        super().__init__(root, budget or Budget(MAX_LAYER_BYTES, MAX_ENTRIES))
         self._owners = owners
         self._marks = marks
         self._directories: dict[Parts, Member] = {}
         self._written: set[Parts] = set()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Sets the attributes of directories, unless something went wrong, and lets go."""
+        """Sets the attributes of directories, unless an error occurred, and closes the descriptors."""
         if kind is None:
             for parts, member in sorted(self._directories.items(), reverse=True):
                 descriptor = self._open(parts)
-                if self._owners and parts:  # a top that were somebody else's could not be moved to its place
+                if self._owners and parts:  # The caller must still be able to move the top directory.
                     _give(descriptor, member)
-                # Whoever removes the tree must be able to: the caller is root in what is seen of it.
+                # Without owners the caller must be able to remove the tree. Sandboxes see it as root anyway.
                 os.chmod(descriptor, member.mode | (0 if self._owners else stat.S_IRWXU))
                 os.utime(descriptor, (member.mtime, member.mtime))
         super().__exit__(kind, error, trace)
 
     def add(self, member: Member, reader: TarReader) -> None:
-        """Writes one entry."""
+        """Writes one member."""
         parts = plain(member.name)
         if member.kind == "directory":
             self.directory(parts)
@@ -131,7 +134,7 @@ class LayerWriter(TreeWriter):
             self._make(parts, lambda parent: os.mknod(name, stat.S_IFREG | 0o600, dir_fd=parent))
         elif name == _OPAQUE:
             descriptor = self._open(parts[:-1])
-            if parts[:-1]:  # nothing is below the root of an image
+            if parts[:-1]:  # There is nothing below the root of an image.
                 _make_opaque(descriptor)
         elif name.startswith(_WHITEOUT):
             hidden = name.removeprefix(_WHITEOUT)
@@ -167,13 +170,12 @@ class LayerWriter(TreeWriter):
         if source not in self._written or source == parts:
             raise RefusedMember(f"a link to {b'/'.join(source)[:200]!r}, which did not come before it")
         origin = os.dup(self._open(source[:-1]))
+
+        def link(parent: int) -> None:
+            os.link(source[-1], parts[-1], src_dir_fd=origin, dst_dir_fd=parent, follow_symlinks=False)
+
         try:
-            self._make(
-                parts,
-                lambda parent: os.link(
-                    source[-1], parts[-1], src_dir_fd=origin, dst_dir_fd=parent, follow_symlinks=False
-                ),
-            )
+            self._make(parts, link)
         finally:
             os.close(origin)
 
@@ -183,7 +185,7 @@ class LayerWriter(TreeWriter):
         if self._owners:
             _give(name, member, dir_fd=parent, follow_symlinks=False)
         if member.kind != "symlink":
-            os.chmod(name, member.mode, dir_fd=parent)  # after its owner, which takes setuid away
+            os.chmod(name, member.mode, dir_fd=parent)  # after the owner: chown clears setuid
         os.utime(name, (member.mtime, member.mtime), dir_fd=parent, follow_symlinks=False)
 
 
@@ -191,7 +193,8 @@ def _give(file: bytes | int, member: Member, **where: Any) -> None:
     try:
         os.chown(file, member.uid, member.gid, **where)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # the namespace has not these ids: for who reads the files here they are root's
+        # The namespace does not have these ids. In a sandbox the file then belongs to root.
+        if error.errno != errno.EINVAL:
             raise
 
 
@@ -202,7 +205,7 @@ def _make_opaque(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Entry point of the program: ``BLOB DIGEST TARGET [owners] [marks]``, the last two perhaps empty."""
+    """Entry point of the program: ``BLOB DIGEST TARGET owners|"" marks|""``."""
     blob, digest, target, owners, marks = sys.argv[1:]
     os.umask(0o022)
     try:

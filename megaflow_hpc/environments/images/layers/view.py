@@ -1,7 +1,7 @@
-"""What an image of several layers holds at a path, as an overlay of them would show it.
+"""Shows the files of an image of several layers, as an overlay of the layers would.
 
-Each layer answers for itself (:class:`Layer`): a directory does (:class:`Tree`), or a listing of one that is not
-unpacked (:mod:`.listing`). Nothing is mounted, and no link is ever followed by the kernel.
+Each layer answers for itself (:class:`Layer`): a directory (:class:`Tree`), or a listing of a layer that is not
+unpacked (:mod:`.listing`). Nothing is mounted, and the kernel never follows a link.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megaflow_hpc.environments.images.layers.merging import DELETED, is_opaque
-from megaflow_hpc.environments.images.layers.packing import Attributes, attributes_of
+from megaflow_hpc.environments.images.layers.packing import OPEN_FILE, Attributes, attributes_of
 
 _MAX_LINKS = 40
 
 
 @dataclass(frozen=True)
 class ViewEntry:
-    """What one layer says of a name."""
+    """The entry of one layer for a path."""
 
     kind: int
-    """As ``stat.S_IFMT`` has it; 0 for what hides the name in the layers below."""
+    """File type, as from ``stat.S_IFMT``. 0 hides the path in the layers below."""
     attributes: Attributes
     target: str = ""
-    """Of a symbolic link."""
+    """Target of a symbolic link."""
     opaque: bool = False
-    """A directory that hides what is below in it."""
+    """For a directory: hide the directories below."""
 
     @property
     def is_directory(self) -> bool:
@@ -48,55 +48,55 @@ HIDDEN = ViewEntry(0, Attributes(0))
 
 
 class Layer(Protocol):
-    """One layer. ``path`` is relative to the root, empty for the root; its parents are directories of this layer."""
+    """One layer. ``path`` is relative to the root and empty for the root. Its parents are directories of this layer."""
 
     def entry(self, path: str) -> ViewEntry | None:
-        """Returns what the layer has at ``path``; ``None`` if it says nothing of it."""
+        """Returns the layer's entry for ``path``, or ``None`` if it has none."""
 
     def names(self, path: str) -> Iterator[str]:
-        """Yields the names in a directory, those that it hides included."""
+        """Yields the names in a directory, including those that it hides."""
 
     def read(self, path: str, limit: int) -> bytes:
-        """Returns the first ``limit`` bytes of a regular file; empty if it cannot be read."""
+        """Returns the first ``limit`` bytes of a regular file, or no bytes if it cannot be read."""
 
 
 class LayerView:
-    """The layers of an image, the topmost first."""
+    """The merged layers of an image, given topmost first."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = layers
 
     def entry(self, path: str) -> ViewEntry | None:
-        """Returns what is at ``path``, no link in it followed: ``None`` where a component is no directory."""
-        found, _ = self._look([part for part in path.split("/") if part])
-        return found
+        """Returns the entry at ``path`` without following links, or ``None`` if it is missing."""
+        entry, _ = self._look_up([part for part in path.split("/") if part])
+        return entry
 
     def names(self, path: str) -> set[str]:
-        """Returns the names in the directory at ``path``; empty where there is none."""
+        """Returns the names in a directory. The result is empty if there is no directory at ``path``."""
         parts = [part for part in path.split("/") if part]
-        _, layers = self._look(parts)
-        inside = "/".join(parts)
+        _, layers = self._look_up(parts)
+        directory = "/".join(parts)
         shown: set[str] = set()
         hidden: set[str] = set()
         for layer in layers:
-            gone = set()
-            for name in layer.names(inside):
-                entry = layer.entry(f"{inside}/{name}" if inside else name)
-                if entry is None or entry.kind:
-                    shown |= {name} - hidden
-                else:
-                    gone.add(name)
-            hidden |= gone
+            hidden_here = set()
+            for name in layer.names(directory):
+                entry = layer.entry(posixpath.join(directory, name))
+                if entry is not None and not entry.kind:
+                    hidden_here.add(name)
+                elif name not in hidden:
+                    shown.add(name)
+            hidden |= hidden_here
         return shown
 
     def resolve(self, path: str, *, follow: bool = True) -> str:
-        """Returns where ``path`` leads, relative to the root and without links; what is missing is taken as named.
+        """Returns ``path`` with its links resolved, relative to the root. Missing components are kept as they are.
 
         Args:
-            follow: a link that is the last component too.
+            follow: Also resolve a link in the last component.
 
         Raises:
-            OSError: links lead in a circle.
+            OSError: Links form a circle.
         """
         waiting = deque(part for part in path.split("/") if part)
         names: list[str] = []
@@ -108,55 +108,47 @@ class LayerView:
             if name == "..":
                 names = names[:-1]
                 continue
-            found, _ = self._look([*names, name])
-            if found is not None and found.is_link and (follow or waiting):
-                links += 1
-                if links > _MAX_LINKS:
-                    raise OSError(f"{path}: too many links in one another")
-                if found.target.startswith("/"):
-                    names = []
-                waiting.extendleft(reversed([part for part in found.target.split("/") if part]))
+            entry, _ = self._look_up([*names, name])
+            if entry is None or not entry.is_link or not (follow or waiting):
+                names.append(name)
                 continue
-            names.append(name)
+            links += 1
+            if links > _MAX_LINKS:
+                raise OSError(f"{path}: too many links in one another")
+            if entry.target.startswith("/"):
+                names = []
+            waiting.extendleft(reversed([part for part in entry.target.split("/") if part]))
         return "/".join(names)
 
     def read(self, path: str, limit: int = 1 << 20) -> bytes:
-        """Returns the first ``limit`` bytes of a regular file, links followed; empty where there is none."""
-        place = self.resolve(path)
-        found, layers = self._look(place.split("/"))
-        return layers[0].read(place, limit) if found and found.kind == stat.S_IFREG else b""
+        """Returns the first ``limit`` bytes of a regular file. Follows links. Returns no bytes if it is missing."""
+        resolved = self.resolve(path)
+        entry, layers = self._look_up(resolved.split("/"))
+        return layers[0].read(resolved, limit) if entry and entry.kind == stat.S_IFREG else b""
 
-    def _look(self, parts: Sequence[str]) -> tuple[ViewEntry | None, list[Layer]]:
-        """What is at a path, and the layers that show through there: of a directory those that it is merged from."""
+    def _look_up(self, parts: Sequence[str]) -> tuple[ViewEntry | None, list[Layer]]:
+        """Returns the entry at a path and the layers that contribute to it: several for a merged directory."""
         layers = list(self.layers)
-        found: ViewEntry | None = None
+        visible: ViewEntry | None = None
         for depth in range(len(parts) + 1):
-            path = posixpath.join(*parts[:depth]) if depth else ""
-            if depth and (found is None or not found.is_directory):
+            if depth and (visible is None or not visible.is_directory):
                 return None, []
+            path = "/".join(parts[:depth])
+            visible = None
             merged: list[Layer] = []
-            found = None
             for layer in layers:
                 entry = layer.entry(path)
                 if entry is None:
                     continue
-                if found is None:
-                    if not entry.kind:
-                        break
-                    found = entry
-                elif not entry.is_directory:
+                if visible is None and entry.kind:
+                    visible = entry
+                elif not entry.is_directory:  # It is hidden, or ends the merge.
                     break
                 merged.append(layer)
                 if not entry.is_directory or (entry.opaque and depth):
                     break
             layers = merged
-        return found, layers
-
-
-def _in_image(attributes: Attributes) -> Attributes:
-    """The caller's own files are root's in an image."""
-    uid = 0 if attributes.uid == os.geteuid() else attributes.uid
-    return replace(attributes, uid=uid, gid=0 if attributes.gid == os.getegid() else attributes.gid)
+        return visible, layers
 
 
 class Tree:
@@ -167,22 +159,22 @@ class Tree:
 
     def entry(self, path: str) -> ViewEntry | None:
         """See :class:`Layer`."""
-        place = os.path.join(self.root, path) if path else self.root
-        parent, _, name = path.rpartition("/")
-        mark = os.path.join(self.root, parent, DELETED + name)
+        file = os.path.join(self.root, path) if path else self.root
         try:
-            found = os.lstat(place) if path else os.stat(place)
+            status = os.lstat(file) if path else os.stat(file)
         except OSError:
+            parent, _, name = path.rpartition("/")
+            mark = os.path.join(self.root, parent, DELETED + name)
             return HIDDEN if path and os.path.lexists(mark) else None
-        kind = stat.S_IFMT(found.st_mode)
-        if kind == stat.S_IFCHR and found.st_rdev == 0:
+        kind = stat.S_IFMT(status.st_mode)
+        if kind == stat.S_IFCHR and status.st_rdev == 0:
             return HIDDEN
         target = ""
         if kind == stat.S_IFLNK:
             with suppress(OSError):
-                target = os.readlink(place)
-        opaque = kind == stat.S_IFDIR and bool(path) and is_opaque(place)
-        return ViewEntry(kind, _in_image(attributes_of(found)), target, opaque)
+                target = os.readlink(file)
+        opaque = kind == stat.S_IFDIR and bool(path) and is_opaque(file)
+        return ViewEntry(kind, _in_image(attributes_of(status)), target, opaque)
 
     def names(self, path: str) -> Iterator[str]:
         """See :class:`Layer`."""
@@ -192,7 +184,18 @@ class Tree:
 
     def read(self, path: str, limit: int) -> bytes:
         """See :class:`Layer`."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with suppress(OSError), open(os.open(os.path.join(self.root, path), flags), "rb") as file:
-            return file.read(limit)
-        return b""
+        return read_regular(os.path.join(self.root, path), limit)
+
+
+def _in_image(attributes: Attributes) -> Attributes:
+    """Returns the attributes as seen in the image, where root owns the caller's files."""
+    uid = 0 if attributes.uid == os.geteuid() else attributes.uid
+    gid = 0 if attributes.gid == os.getegid() else attributes.gid
+    return replace(attributes, uid=uid, gid=gid)
+
+
+def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
+    """Returns the first ``limit`` bytes of a file that is not a link, or no bytes if it cannot be read."""
+    with suppress(OSError), open(os.open(path, OPEN_FILE), "rb") as file:
+        return file.read(limit)
+    return b""

@@ -1,4 +1,4 @@
-"""Talking to registries: an image's manifest and configuration, and its layers, each as the registry keeps it.
+"""Reads images from registries: manifests, configurations and layers.
 
-Knows no store: what is there already and where bytes go, the caller says.
+It knows no store. The caller passes functions that tell which layers are present and that take the others.
 """

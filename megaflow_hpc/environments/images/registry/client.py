@@ -1,7 +1,7 @@
-"""The reading half of the distribution protocol (OCI Distribution Specification 1.1): manifests and blobs over HTTP.
+"""Reads manifests and blobs over HTTP, by the pull half of the OCI Distribution Specification 1.1.
 
-A registry is not trusted: what it sends is bounded, is what its digest says or an error, and a redirection to another
-host carries no credentials. Connections break: a blob goes on where it stopped.
+A registry is not trusted: the size of its answers is bounded, and their content is compared with the digest. A redirect
+to another host gets no credentials. An interrupted download of a blob continues where it stopped.
 """
 
 from __future__ import annotations
@@ -20,140 +20,200 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TypeVar
 
 from megaflow_hpc.environments.images.registry.credentials import Credentials, find_credentials
-from megaflow_hpc.environments.images.registry.reference import Reference
-from megaflow_hpc.errors import SiteError
+from megaflow_hpc.errors import ConfigError, SiteError
 
 TIMEOUT_S = 60.0
-"""Longest silence of a registry."""
-TRIES = 5
-"""In a row that bring less than :data:`PROGRESS` bytes."""
-PROGRESS = 1 << 20
+"""Maximum silence of a registry."""
+MAX_TRIES = 5
+"""Maximum number of consecutive attempts that each bring less than :data:`PROGRESS_BYTES`."""
+PROGRESS_BYTES = 1 << 20
 FIRST_PAUSE_S = 0.25
-"""Before the second try; each further pause is twice as long."""
-SLOWEST = 20_000
-"""Bytes a second below which a blob is given up, after :data:`GRACE_S`."""
+"""Pause before the second attempt. Each further pause is twice as long."""
+MIN_BYTES_PER_S = 20_000
+"""A blob that arrives more slowly is given up, after :data:`GRACE_S`."""
 GRACE_S = 300.0
-REDIRECTS = 5
+MAX_REDIRECTS = 5
 MAX_TOKEN_BYTES = 1 << 20
 _CHUNK = 1 << 18
+_BUSY = (429, 500, 502, 503, 504)
+"""Statuses after which a request is tried again."""
 _BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem")
+
+DIGEST = r"sha256:[0-9a-f]{64}"
+"""Form of a digest. Registries use no other algorithm today."""
+_HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+_PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_REPOSITORY = re.compile(rf"(?=.{{1,255}}\Z){_PART}(?:/{_PART})*")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_SERVED_BY = {"docker.io": "registry-1.docker.io"}
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Reference:
+    """An image of a registry.
+
+    Args:
+        host: The registry, such as ``docker.io`` or ``127.0.0.1:5000``.
+        repository: For example ``library/debian``.
+        version: A tag, or ``sha256:`` and 64 hexadecimal digits.
+        plain: The registry uses HTTP without TLS.
+    """
+
+    host: str
+    repository: str
+    version: str = "latest"
+    plain: bool = False
+
+    @classmethod
+    def parse(cls, host: str, path: str, *, plain: bool = False) -> Reference:
+        """Parses ``library/debian:12`` or ``library/debian@sha256:…``. A digest takes precedence over a tag.
+
+        The name comes from a task and becomes part of a URL. So its form must be that of the specification.
+
+        Raises:
+            ConfigError: The name is invalid.
+        """
+        name, at, digest = path.partition("@")
+        repository, colon, tag = name.partition(":")
+        checks = [
+            (host, _HOST, "a registry's host"),
+            (repository, _REPOSITORY, "a repository's name: lower-case letters, digits, and . _ - / between them"),
+        ]
+        if colon:
+            checks.append((tag, _TAG, "a tag: letters, digits, . _ -"))
+        if at:
+            checks.append((digest, re.compile(DIGEST), "a digest: sha256: and 64 hexadecimal digits"))
+        for text, pattern, form in checks:
+            if not pattern.fullmatch(text):
+                raise ConfigError(f"docker://{host}/{path}: {text!r} is not {form}")
+        return cls(host, repository, digest if at else tag or "latest", plain)
+
+    @property
+    def url(self) -> str:
+        """URL of the repository."""
+        return f"{'http' if self.plain else 'https'}://{_SERVED_BY.get(self.host, self.host)}/v2/{self.repository}"
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.repository}{'@' if ':' in self.version else ':'}{self.version}"
+
+
 class _Interrupted(Exception):
-    """A try that may succeed when it is repeated."""
+    """An attempt failed that may succeed when it is repeated."""
 
 
 class RegistryClient:
-    """Reads one repository. Several threads may, each its own blob."""
+    """Reads one repository. Several threads may read different blobs."""
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
         self._authorization: str | None = None
         self._answered = False
-        trusted = _trusted(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
-        self._opener = urllib.request.build_opener(_NoRedirection, urllib.request.HTTPSHandler(context=trusted))
+        tls = _tls_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+        self._opener = urllib.request.build_opener(_NoRedirection, urllib.request.HTTPSHandler(context=tls))
 
-    def manifest(self, version: str, accept: str, most: int) -> tuple[bytes, str]:
+    def manifest(self, version: str, accept: str, max_bytes: int) -> tuple[bytes, str]:
         """Returns a manifest's bytes and its media type.
 
         Args:
-            version: tag or digest; of a digest, the content is compared with it.
-            accept: media types, separated by commas.
-            most: bytes that it may have.
+            version: A tag or digest. The content must have the digest.
+            accept: Media types, separated by commas.
 
         Raises:
-            SiteError: the registry does not give it, or gives something else.
+            SiteError: The registry does not return the manifest, or returns another.
         """
 
         def read() -> tuple[bytes, str]:
             with closing(self._get(f"manifests/{version}", {"Accept": accept})) as response:
-                return self._read(response, most, f"manifest {version}"), response.headers.get_content_type()
+                return self._read(response, max_bytes, f"manifest {version}"), response.headers.get_content_type()
 
-        data, media_type = self._patiently(read)
+        data, media_type = self._retry(read)
         if ":" in version:
-            self._compare(version, hashlib.sha256(data).hexdigest(), "manifest")
+            self._check_digest(version, data, "manifest")
         return data, media_type
 
     def small_blob(self, digest: str, size: int) -> bytes:
-        """Returns a blob of ``size`` bytes, after its content was compared with its digest."""
+        """Returns a blob of ``size`` bytes, with its digest checked."""
         data = b"".join(self.blob(digest, size))
-        self._compare(digest, hashlib.sha256(data).hexdigest(), "blob")
+        self._check_digest(digest, data, "blob")
         return data
 
     def blob(self, digest: str, size: int) -> Iterator[bytes]:
-        """Yields what the registry gives for a blob, in pieces. Whoever keeps them compares them with the digest.
+        """Yields a blob in pieces. The caller must check the digest.
 
         Raises:
-            SiteError: not to be had, or shorter or longer than ``size``.
+            SiteError: The blob is not available, or its size is not ``size``.
         """
         done = tries = before = 0
-        until = time.monotonic() + GRACE_S + size / SLOWEST
+        deadline = time.monotonic() + GRACE_S + size / MIN_BYTES_PER_S
         while done < size:
             try:
-                for chunk in self._part(digest, done, size):
+                for chunk in self._blob_from(digest, done, size):
                     done += len(chunk)
-                    if time.monotonic() > until:
+                    if time.monotonic() > deadline:
                         raise SiteError(f"{self.reference}: {digest}: {done} of {size} bytes came; it is too slow")
                     yield chunk
             except _Interrupted as error:
-                tries = 1 if done - before >= PROGRESS else tries + 1
+                tries = 1 if done - before >= PROGRESS_BYTES else tries + 1
                 before = done
-                if tries >= TRIES:
+                if tries >= MAX_TRIES:
                     raise SiteError(
                         f"{self.reference}: {digest}: {error}; {done} of {size} bytes came, given up after {tries} "
                         "tries"
                     ) from None
                 time.sleep(FIRST_PAUSE_S * 2 ** (tries - 1))
 
-    def _part(self, digest: str, done: int, size: int) -> Iterator[bytes]:
-        """A blob from byte ``done`` on, by one request."""
-        headers = {"Range": f"bytes={done}-"} if done else {}
+    def _blob_from(self, digest: str, start: int, size: int) -> Iterator[bytes]:
+        """Yields a blob from byte ``start`` on, with one request."""
+        headers = {"Range": f"bytes={start}-"} if start else {}
         with closing(self._get(f"blobs/{digest}", headers)) as response:
-            length = response.headers.get("Content-Length")
             skip = 0
             if response.status == 206:
-                expected = f"bytes {done}-"
-                if not response.headers.get("Content-Range", "").startswith(expected):
-                    raise SiteError(f"{self.reference}: {digest}: asked for {expected}…, it sent another part")
-            else:
-                skip = done  # it does not know ranges
-            if length and length.isdigit() and int(length) > size - done + skip:
+                if not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+                    raise SiteError(f"{self.reference}: {digest}: asked for bytes {start}-…, it sent another part")
+            else:  # The server does not support ranges and sends the blob from its beginning.
+                skip = start
+            length = response.headers.get("Content-Length")
+            if length and length.isdigit() and int(length) > size - start + skip:
                 raise SiteError(f"{self.reference}: {digest}: {length} bytes; its manifest says {size}")
+            left = size - start
             while True:
                 try:
                     chunk = response.read(_CHUNK)
                 except (OSError, http.client.HTTPException) as error:
-                    raise _Interrupted(f"the connection broke ({_said(error)})") from None
+                    raise _Interrupted(f"the connection broke ({_reason(error)})") from None
                 if not chunk:
                     break
-                rest, skip = chunk[skip:], max(0, skip - len(chunk))
-                if len(rest) > size - done:
+                skipped = min(skip, len(chunk))
+                skip -= skipped
+                rest = chunk[skipped:]
+                left -= len(rest)
+                if left < 0:
                     raise SiteError(f"{self.reference}: {digest}: longer than the {size} bytes that its manifest says")
                 if rest:
-                    done += len(rest)
                     yield rest
-            if done < size:
+            if left:
                 raise _Interrupted("the connection ended early")
 
     # --- one request ----------------------------------------------------------------------------------------------
 
-    def _patiently(self, read: Callable[[], T]) -> T:
-        for tries in range(1, TRIES + 1):
+    def _retry(self, read: Callable[[], T]) -> T:
+        for tries in range(1, MAX_TRIES + 1):
             try:
                 return read()
             except _Interrupted as error:
-                if tries == TRIES:
+                if tries == MAX_TRIES:
                     raise SiteError(f"{self.reference}: {error}; given up after {tries} tries") from None
                 time.sleep(FIRST_PAUSE_S * 2 ** (tries - 1))
         raise AssertionError
 
     def _get(self, path: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
-        """The answer to a GET below the repository, with credentials if it asks for them."""
+        """Sends a GET below the repository, with credentials if the registry asks for them."""
         url = f"{self.reference.url}/{path}"
         response = self._follow(url, headers)
         if response.status == 401:
@@ -164,9 +224,9 @@ class RegistryClient:
         if response.status in (200, 206):
             return response
         with closing(response):
-            said = _errors(response)
-            status = f"{response.status}{f' ({said})' if said else ''}"
-            if response.status in (429, 500, 502, 503, 504):
+            errors = _errors(response)
+            status = f"{response.status} ({errors})" if errors else f"{response.status}"
+            if response.status in _BUSY:
                 raise _Interrupted(f"the registry answers {status}")
             if response.status == 404:
                 raise SiteError(f"{self.reference}: the registry does not have it: {path}: {status}")
@@ -175,99 +235,104 @@ class RegistryClient:
             raise SiteError(f"{self.reference}: {path}: the registry answers {status}")
 
     def _follow(self, url: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
-        """Follows redirections. Only the registry itself gets credentials."""
-        for _ in range(REDIRECTS + 1):
-            own = _origin(url) == _origin(self.reference.url)
-            with_credentials = {"Authorization": self._authorization} if own and self._authorization else {}
-            response = self._open(urllib.request.Request(url, headers={**headers, **with_credentials}))
+        """Sends a GET and follows redirects. Only the registry itself gets the credentials."""
+        for _ in range(MAX_REDIRECTS + 1):
+            request = urllib.request.Request(url, headers=dict(headers))
+            if self._authorization and _origin(url) == _origin(self.reference.url):
+                request.add_header("Authorization", self._authorization)
+            response = self._open(request)
             if response.status not in (301, 302, 303, 307, 308):
                 return response
             url = urllib.parse.urljoin(url, response.headers.get("Location", ""))
             response.close()
             self._check_scheme(url, "redirects")
-        raise SiteError(f"{self.reference}: more than {REDIRECTS} redirections")
+        raise SiteError(f"{self.reference}: more than {MAX_REDIRECTS} redirections")
 
     def _open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
         request.add_header("User-Agent", "megaflow-hpc")
         try:
             response: http.client.HTTPResponse = self._opener.open(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
-            response = error  # type: ignore[assignment]  # it is read like one
+            response = error  # type: ignore[assignment]  # It has the same methods.
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             host = urllib.parse.urlsplit(request.full_url).netloc.rpartition("@")[2]
             if isinstance(reason, ssl.SSLCertVerificationError):
                 raise SiteError(
-                    f"{self.reference}: {host}: {_said(reason)}; where the site has a certificate authority of its "
+                    f"{self.reference}: {host}: {_reason(reason)}; where the site has a certificate authority of its "
                     "own, name its bundle in SSL_CERT_FILE"
                 ) from None
             if isinstance(reason, socket.gaierror | ConnectionRefusedError) and not self._answered:
-                raise SiteError(f"{self.reference}: {host} cannot be reached: {_said(reason)}") from None
-            raise _Interrupted(f"{host} cannot be reached ({_said(reason)})") from None
+                raise SiteError(f"{self.reference}: {host} cannot be reached: {_reason(reason)}") from None
+            raise _Interrupted(f"{host} cannot be reached ({_reason(reason)})") from None
         self._answered = True
         return response
 
-    def _read(self, response: http.client.HTTPResponse, most: int, what: str) -> bytes:
-        data, until = bytearray(), time.monotonic() + GRACE_S
+    def _read(self, response: http.client.HTTPResponse, max_bytes: int, what: str) -> bytes:
+        data, deadline = bytearray(), time.monotonic() + GRACE_S
         try:
-            while len(data) <= most and (chunk := response.read1(_CHUNK)):
+            while len(data) <= max_bytes and (chunk := response.read1(_CHUNK)):
                 data += chunk
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise SiteError(f"{self.reference}: {what} did not come within {GRACE_S:g} s")
         except (OSError, http.client.HTTPException) as error:
-            raise _Interrupted(f"the connection broke ({_said(error)})") from None
-        if len(data) > most:
-            raise SiteError(f"{self.reference}: {what} has more than {most} bytes")
+            raise _Interrupted(f"the connection broke ({_reason(error)})") from None
+        if len(data) > max_bytes:
+            raise SiteError(f"{self.reference}: {what} has more than {max_bytes} bytes")
         length = response.headers.get("Content-Length", "")
         if length.isdigit() and len(data) < int(length):
             raise _Interrupted("the connection ended early")
         return bytes(data)
 
-    def _compare(self, digest: str, found: str, what: str) -> None:
-        if digest != f"sha256:{found}":
-            raise SiteError(f"{self.reference}: asked for {what} {digest}, the registry sent sha256:{found}")
+    def _check_digest(self, digest: str, data: bytes, what: str) -> None:
+        actual = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if digest != actual:
+            raise SiteError(f"{self.reference}: asked for {what} {digest}, the registry sent {actual}")
 
-    # --- who asks ---------------------------------------------------------------------------------------------------
+    # --- authorization ----------------------------------------------------------------------------------------------
 
     def _authorize(self, challenges: list[str]) -> str:
-        """The ``Authorization`` header that answers ``WWW-Authenticate``: a token of the server it names, or user and
-        password."""
-        known = find_credentials(self.reference.host, self.reference.repository)
-        named = {scheme.lower(): rest for scheme, _, rest in (challenge.partition(" ") for challenge in challenges)}
-        if "bearer" in named:
-            return "Bearer " + self._patiently(lambda: self._token(_parameters(named["bearer"]), known))
-        if "basic" in named and known and known.user:
-            return known.basic
+        """Returns the ``Authorization`` header for the ``WWW-Authenticate`` headers of an answer.
+
+        It contains a token of the token server that a challenge names, or user and password.
+        """
+        credentials = find_credentials(self.reference.host, self.reference.repository)
+        schemes = {scheme.lower(): rest for scheme, _, rest in (each.partition(" ") for each in challenges)}
+        if "bearer" in schemes:
+            parameters = _parameters(schemes["bearer"])
+            return "Bearer " + self._retry(lambda: self._token(parameters, credentials))
+        if "basic" in schemes and credentials and credentials.user:
+            return credentials.basic
         raise SiteError(f"{self.reference}: the registry wants a login; {self._login()}")
 
-    def _token(self, parameters: Mapping[str, str], known: Credentials | None) -> str:
+    def _token(self, parameters: Mapping[str, str], credentials: Credentials | None) -> str:
         realm = parameters.get("realm", "")
         self._check_scheme(realm, "takes its tokens from")
         fields = {"scope": parameters.get("scope") or f"repository:{self.reference.repository}:pull"}
-        fields |= {"service": parameters["service"]} if "service" in parameters else {}
-        if known and known.identity_token:
+        if "service" in parameters:
+            fields["service"] = parameters["service"]
+        if credentials and credentials.identity_token:
             fields |= {"grant_type": "refresh_token", "client_id": "megaflow-hpc"}
-            fields |= {"refresh_token": known.identity_token}
+            fields |= {"refresh_token": credentials.identity_token}
             request = urllib.request.Request(realm, urllib.parse.urlencode(fields).encode())
         else:
-            headers = {"Authorization": known.basic} if known else {}
-            joined = "&" if urllib.parse.urlsplit(realm).query else "?"
-            request = urllib.request.Request(realm + joined + urllib.parse.urlencode(fields), headers=headers)
+            separator = "&" if urllib.parse.urlsplit(realm).query else "?"
+            request = urllib.request.Request(realm + separator + urllib.parse.urlencode(fields))
+            if credentials:
+                request.add_header("Authorization", credentials.basic)
+        data = b"{}"
         with closing(self._open(request)) as response:
-            if response.status in (429, 500, 502, 503, 504):
+            if response.status in _BUSY:
                 raise _Interrupted(f"{_host(realm)} answers {response.status}")
-            data = (
-                self._read(response, MAX_TOKEN_BYTES, "the answer of its token server")
-                if response.status == 200
-                else b""
-            )
-            try:
-                answer = json.loads(data or b"{}")
-                token = answer.get("token") or answer.get("access_token")
-            except (ValueError, AttributeError, RecursionError):
-                token = None
+            if response.status == 200:
+                data = self._read(response, MAX_TOKEN_BYTES, "the answer of its token server")
+        try:
+            answer = json.loads(data)
+            token = answer.get("token") or answer.get("access_token")
+        except (ValueError, AttributeError, RecursionError):
+            token = None
         if not isinstance(token, str) or not re.fullmatch(r"[\x21-\x7e]+", token):
-            who = f"with the credentials of {known.origin}" if known else "without credentials"
+            who = f"with the credentials of {credentials.origin}" if credentials else "without credentials"
             raise SiteError(
                 f"{self.reference}: {_host(realm)} gives no token {who} ({response.status}); {self._login()}"
             )
@@ -277,23 +342,25 @@ class RegistryClient:
         return f"to log in: apptainer registry login --username NAME docker://{self.reference.host}"
 
     def _check_scheme(self, url: str, does: str) -> None:
-        """Who is asked by TLS cannot lead to where there is none."""
+        """Refuses that a registry with TLS leads to a server without it."""
         scheme = urllib.parse.urlsplit(url).scheme
         if scheme != "https" and not (scheme == "http" and self.reference.plain):
             raise SiteError(f"{self.reference}: the registry {does} {url[:200]!r}, which is not https")
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """The client follows them itself."""
+    """Does not follow redirects, because the client does so itself."""
 
     def redirect_request(self, *_: object) -> None:
         return None
 
 
 @functools.cache
-def _trusted(file: str | None, directory: str | None) -> ssl.SSLContext:
-    """The machine's certificate authorities, or those of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``, which take 0.1 s to
-    read. A Python that was built elsewhere looks for the machine's in the wrong place."""
+def _tls_context(file: str | None, directory: str | None) -> ssl.SSLContext:
+    """Trusts the authorities of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``, or those of the machine.
+
+    Cached, because reading them takes 0.1 s. A Python that was built elsewhere does not find the machine's by itself.
+    """
     context = ssl.create_default_context()
     if not file and not directory and not context.get_ca_certs():
         for bundle in _BUNDLES:
@@ -312,21 +379,21 @@ def _host(url: str) -> str:
     return urllib.parse.urlsplit(url).hostname or "?"
 
 
-def _parameters(text: str) -> dict[str, str]:
-    """``realm="https://…",service=x`` of a challenge."""
-    found = re.findall(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))', text)
-    return {name.lower(): quoted or bare for name, quoted, bare in found}
+def _parameters(challenge: str) -> dict[str, str]:
+    """Parses a challenge's ``realm="https://…",service=x``."""
+    pairs = re.findall(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))', challenge)
+    return {name.lower(): quoted or bare for name, quoted, bare in pairs}
 
 
-def _said(error: object) -> str:
+def _reason(error: object) -> str:
     return str(error) or type(error).__name__
 
 
 def _errors(response: http.client.HTTPResponse) -> str:
-    """What a registry says was wrong, fit for a terminal."""
+    """Returns the errors in a registry's answer, with only printable ASCII characters."""
     try:
         answer = json.loads(response.read(1 << 16))
-        said = "; ".join(f"{error.get('code')}: {error.get('message')}" for error in answer["errors"][:3])
+        text = "; ".join(f"{error.get('code')}: {error.get('message')}" for error in answer["errors"][:3])
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return ""
-    return re.sub(r"[^\x20-\x7e]", "?", said)[:300]
+    return re.sub(r"[^\x20-\x7e]", "?", text)[:300]

@@ -1,13 +1,11 @@
-"""One image of a registry: the manifest for this machine, its configuration, and its layers, of which only those that
-are lacking are fetched.
+"""Fetches one image of a registry: the manifest for this machine, its configuration, and the missing layers.
 
-Manifests and configurations are those of the OCI Image Specification 1.1 and of Docker's Image Manifest Version 2,
-Schema 2, which differ in their media types alone.
+Manifests and configurations follow the OCI Image Specification 1.1 and Docker's Image Manifest Version 2, Schema 2.
+They differ only in their media types.
 """
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import threading
 from collections import deque
@@ -17,28 +15,29 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from megaflow_hpc.environments.images.registry.client import RegistryClient
-from megaflow_hpc.environments.images.registry.reference import DIGEST, Reference
+from megaflow_hpc.environments.images.registry.client import DIGEST, Reference, RegistryClient
 from megaflow_hpc.errors import SiteError
 
 MAX_MANIFEST_BYTES = 4 << 20
-"""Bytes of a manifest or a configuration: what other clients allow, too."""
+"""Maximum size of a manifest or configuration. Other clients have the same limit."""
 MAX_LAYERS = 1000
-AT_ONCE = 3
-"""Layers that are fetched side by side."""
+PARALLEL_LAYERS = 3
 
 _OCI, _DOCKER = "application/vnd.oci.image.", "application/vnd.docker.distribution."
-_MANIFESTS = (f"{_OCI}manifest.v1+json", f"{_DOCKER}manifest.v2+json")
-_INDEXES = (f"{_OCI}index.v1+json", f"{_DOCKER}manifest.list.v2+json")
-_LAYERS = {
-    f"{_OCI}layer.v1.tar": "",
-    f"{_OCI}layer.v1.tar+gzip": "gzip",
-    f"{_OCI}layer.v1.tar+zstd": "zstd",
-    "application/vnd.docker.image.rootfs.diff.tar": "",
-    "application/vnd.docker.image.rootfs.diff.tar.gzip": "gzip",
-    "application/vnd.docker.image.rootfs.diff.tar.zstd": "zstd",
-}
-"""Media type → compression."""
+_MANIFESTS = (
+    f"{_OCI}manifest.v1+json",
+    f"{_DOCKER}manifest.v2+json",
+    f"{_OCI}index.v1+json",
+    f"{_DOCKER}manifest.list.v2+json",
+)
+_LAYERS = (
+    f"{_OCI}layer.v1.tar",
+    f"{_OCI}layer.v1.tar+gzip",
+    f"{_OCI}layer.v1.tar+zstd",
+    "application/vnd.docker.image.rootfs.diff.tar",
+    "application/vnd.docker.image.rootfs.diff.tar.gzip",
+    "application/vnd.docker.image.rootfs.diff.tar.zstd",
+)
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "i686": "386", "armv7l": "arm"}
 
 Digest = Annotated[str, msgspec.Meta(pattern=rf"\A{DIGEST}\Z")]
@@ -59,7 +58,7 @@ class _Descriptor(msgspec.Struct, rename="camel"):
 
 
 class _Manifest(msgspec.Struct, rename="camel"):
-    """A manifest (``config``, ``layers``), or an index of them (``manifests``)."""
+    """A manifest (``config``, ``layers``) or an index of manifests (``manifests``)."""
 
     media_type: str = ""
     config: _Descriptor | None = None
@@ -86,106 +85,94 @@ class _Configuration(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RemoteLayer:
-    """A layer as the registry keeps it: SHA-256 in hexadecimal and bytes of the blob; ``gzip``, ``zstd`` or nothing;
-    SHA-256 of the tar archive in it."""
+    """A layer of a registry: SHA-256 (in hexadecimal) and size of its blob."""
 
     digest: str
     bytes: int
-    compression: str
-    tar_digest: str
 
 
 @dataclass(frozen=True)
 class RemoteImage:
-    """What an image of a registry is made of.
+    """The layers and settings of an image of a registry.
 
     Args:
-        digest: SHA-256 of the manifest for this machine.
-        layers: the lowest first.
+        layers: The lowest first.
         env: ``NAME=value``.
-        workdir: where its maker meant commands to start; empty: nowhere in particular.
-        user: whom commands were meant to run as; empty: root.
+        workdir: The directory in which commands start. Empty if the image has none.
+        user: The user that commands run as. Empty: root.
     """
 
-    digest: str
     layers: tuple[RemoteLayer, ...]
     env: tuple[str, ...] = ()
     workdir: str = ""
     user: str = ""
 
 
-Take = Callable[[str, Iterable[bytes]], None]
-"""Gets a layer's digest and its bytes; what they raise means that nothing of it counts."""
-Told = Callable[[int, int], None]
-"""Gets how many bytes came, of how many that are lacking; first 0, before any is asked for. May raise."""
+TakeLayer = Callable[[str, Iterable[bytes]], None]
+"""Called with a layer's digest and its bytes, which may raise. Then the layer must not be kept."""
+Report = Callable[[int, int], None]
+"""Called with the number of fetched bytes and their total, first with 0 before any layer is requested. May raise."""
 
 
 def fetch(
-    reference: Reference, have: Callable[[str], bool], take: Take, told: Told = lambda done, total: None
+    reference: Reference, have: Callable[[str], bool], take: TakeLayer, report: Report = lambda done, total: None
 ) -> RemoteImage:
-    """Returns an image after every layer of it that ``have(digest)`` lacks was given to ``take``.
+    """Returns an image, after passing every layer to ``take`` for which ``have(digest)`` is false.
 
-    ``take`` and ``told`` are called from several threads, ``take`` once for a digest; one that finds that it has the
-    layer after all leaves the bytes alone, and they are not asked for.
+    Several threads call ``take`` and ``report``. Each digest is passed to ``take`` once. If ``take`` does not iterate
+    over the bytes, they are not requested.
 
     Raises:
-        SiteError: the registry does not give it, or it is not an image for this machine.
+        SiteError: The image is not available, or is not for this machine.
     """
     client = RegistryClient(reference)
     image = _describe(client)
-    lacking = [layer for layer in {layer.digest: layer for layer in image.layers}.values() if not have(layer.digest)]
-    if lacking:
-        total = sum(layer.bytes for layer in lacking)
-        told(0, total)
-        _fetch_layers(client, lacking, take, _Counter(total, told))
+    distinct = {layer.digest: layer for layer in image.layers}
+    missing = [layer for layer in distinct.values() if not have(layer.digest)]
+    if missing:
+        _fetch_layers(client, missing, take, report)
     return image
 
 
-class _Counter:
-    """Counts what came, over all threads; ``stopped`` ends them."""
+def _fetch_layers(client: RegistryClient, layers: list[RemoteLayer], take: TakeLayer, report: Report) -> None:
+    total = sum(layer.bytes for layer in layers)
+    report(0, total)
+    waiting, failed = deque(layers), list[BaseException]()
+    done = 0
+    lock = threading.Lock()
 
-    def __init__(self, total: int, told: Told) -> None:
-        self.total, self.told = total, told
-        self.stopped = False
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def counted(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    def counted(chunks: Iterator[bytes]) -> Iterator[bytes]:
+        nonlocal done
         for chunk in chunks:
-            if self.stopped:
+            if failed:
                 raise SiteError("another layer failed")
-            with self._lock:
-                self._done += len(chunk)
-                self.told(self._done, self.total)
+            with lock:
+                done += len(chunk)
+                report(done, total)
             yield chunk
 
-
-def _fetch_layers(client: RegistryClient, layers: list[RemoteLayer], take: Take, counter: _Counter) -> None:
-    """Threads that nobody has to wait for: an interruption ends the caller at once, whatever a registry does."""
-    waiting, failed = deque(layers), list[BaseException]()
-
     def work() -> None:
-        while waiting and not counter.stopped:
+        while waiting and not failed:
             try:
                 layer = waiting.popleft()
-                take(layer.digest, counter.counted(client.blob(f"sha256:{layer.digest}", layer.bytes)))
+                take(layer.digest, counted(client.blob(f"sha256:{layer.digest}", layer.bytes)))
             except IndexError:
                 return
             except BaseException as error:
                 failed.append(error)
-                counter.stopped = True
 
     if len(layers) == 1:
         work()
     else:
-        threads = [threading.Thread(target=work, name=f"layers {n}", daemon=True) for n in range(AT_ONCE)]
+        # Daemons, so that an interrupted program does not wait for a registry.
+        threads = [threading.Thread(target=work, name=f"layers {n}", daemon=True) for n in range(PARALLEL_LAYERS)]
         try:
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-        except BaseException:
-            counter.stopped = True
+        except BaseException as error:
+            failed.append(error)
             raise
     if failed:
         raise failed[0]
@@ -193,10 +180,9 @@ def _fetch_layers(client: RegistryClient, layers: list[RemoteLayer], take: Take,
 
 def _describe(client: RegistryClient) -> RemoteImage:
     reference = client.reference
-    digest, manifest = _manifest(client, reference.version)
+    manifest = _manifest(client, reference.version)
     if manifest.manifests is not None:
-        chosen = _for_this_machine(reference, manifest.manifests)
-        digest, manifest = _manifest(client, chosen.digest)
+        manifest = _manifest(client, _for_this_machine(reference, manifest.manifests).digest)
     if manifest.config is None or manifest.layers is None:
         raise SiteError(f"{reference}: its manifest lists no layers")
     if len(manifest.layers) > MAX_LAYERS:
@@ -204,55 +190,60 @@ def _describe(client: RegistryClient) -> RemoteImage:
     for layer in manifest.layers:
         if layer.media_type not in _LAYERS:
             raise SiteError(f"{reference}: {layer.media_type[:200]!r} is no layer of a container image")
-    size, what = manifest.config.size, f"{reference}: its configuration"
-    if size > MAX_MANIFEST_BYTES:
-        raise SiteError(f"{what} has {size} bytes, at most {MAX_MANIFEST_BYTES} are read")
-    configuration = _decoded(client.small_blob(manifest.config.digest, size), _Configuration, what)
-    wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
-    if (configuration.os or "linux", configuration.architecture or wanted) != ("linux", wanted):
-        kind = f"{configuration.os}/{configuration.architecture}"
-        raise SiteError(f"{reference}: an image for {kind[:100]!r}, and this machine is linux/{wanted}")
+    configuration = _configuration(client, manifest.config)
     archives = (configuration.rootfs and configuration.rootfs.diff_ids) or []
     if len(archives) != len(manifest.layers):
         raise SiteError(f"{reference}: {len(manifest.layers)} layers, but its configuration lists {len(archives)}")
     settings = configuration.config or _Settings()
     return RemoteImage(
-        digest,
-        tuple(
-            RemoteLayer(_bare(layer.digest), layer.size, _LAYERS[layer.media_type], _bare(archive))
-            for layer, archive in zip(manifest.layers, archives, strict=True)
-        ),
+        tuple(RemoteLayer(layer.digest.removeprefix("sha256:"), layer.size) for layer in manifest.layers),
         tuple(entry for entry in settings.env or [] if "=" in entry and "\0" not in entry),
         settings.working_dir or "",
         settings.user or "",
     )
 
 
-def _manifest(client: RegistryClient, version: str) -> tuple[str, _Manifest]:
-    data, media_type = client.manifest(version, ", ".join((*_MANIFESTS, *_INDEXES)), MAX_MANIFEST_BYTES)
+def _manifest(client: RegistryClient, version: str) -> _Manifest:
+    data, media_type = client.manifest(version, ", ".join(_MANIFESTS), MAX_MANIFEST_BYTES)
     manifest = _decoded(data, _Manifest, f"{client.reference}: its manifest")
     kind = manifest.media_type or media_type
-    if kind.startswith("application/vnd.") and kind not in (*_MANIFESTS, *_INDEXES):
+    if kind.startswith("application/vnd.") and kind not in _MANIFESTS:
         raise SiteError(
             f"{client.reference}: {kind[:200]!r} is no manifest of a container image (those that Docker made before "
             "1.10 have to be pushed anew)"
         )
-    return hashlib.sha256(data).hexdigest(), manifest
+    return manifest
+
+
+def _configuration(client: RegistryClient, descriptor: _Descriptor) -> _Configuration:
+    what = f"{client.reference}: its configuration"
+    if descriptor.size > MAX_MANIFEST_BYTES:
+        raise SiteError(f"{what} has {descriptor.size} bytes, at most {MAX_MANIFEST_BYTES} are read")
+    configuration = _decoded(client.small_blob(descriptor.digest, descriptor.size), _Configuration, what)
+    wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
+    if (configuration.os or "linux", configuration.architecture or wanted) != ("linux", wanted):
+        kind = f"{configuration.os}/{configuration.architecture}"
+        raise SiteError(f"{client.reference}: an image for {kind[:100]!r}, and this machine is linux/{wanted}")
+    return configuration
 
 
 def _for_this_machine(reference: Reference, manifests: list[_Descriptor]) -> _Descriptor:
-    """The manifest of an index whose platform is this machine's; of several variants the most general one."""
+    """Returns the manifest of an index for this machine's platform. Among variants, returns the most general."""
     wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
-    fitting = [m for m in manifests if m.platform and (m.platform.os, m.platform.architecture) == ("linux", wanted)]
+    fitting: list[tuple[str, _Descriptor]] = []
+    platforms: set[str] = set()
+    for manifest in manifests:
+        if manifest.platform is None:
+            continue
+        name = f"{manifest.platform.os}/{manifest.platform.architecture}"
+        if name == f"linux/{wanted}":
+            fitting.append((manifest.platform.variant, manifest))
+        elif name != "unknown/unknown":  # build attestations
+            platforms.add(name)
     if not fitting:
-        known = {f"{m.platform.os}/{m.platform.architecture}" for m in manifests if m.platform} - {"unknown/unknown"}
-        listed = ", ".join(sorted(known))[:300] or "none"
+        listed = ", ".join(sorted(platforms))[:300] or "none"
         raise SiteError(f"{reference}: no image for linux/{wanted}; there are {listed}")
-    return min(fitting, key=lambda m: m.platform.variant if m.platform else "")
-
-
-def _bare(digest: str) -> str:
-    return digest.removeprefix("sha256:")
+    return min(fitting, key=lambda each: each[0])[1]
 
 
 T = TypeVar("T")

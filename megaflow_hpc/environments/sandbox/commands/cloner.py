@@ -1,8 +1,8 @@
 """The program of a template. It makes sandboxes by ``clone``, each in its own namespaces.
 
-It runs inside the template by the Python of helper_python.py and imports no other module of the package. Standard input
+The Python of helper_python.py runs it inside the template, so it imports no other module of the package. Standard input
 is a socket to the host. A request is fields separated by zero bytes, with four descriptors: standard input, output and
-error of the sandbox, and a pipe. One byte on the pipe says that the limits are set. The answer is the number of the
+error of the sandbox, and a pipe. One byte on the pipe means that the limits are set. The answer is the number of the
 request and a pidfd.
 
 A sandbox gets the mounts, flags, capabilities and environment that Apptainer gives a container. Files of its image and
@@ -63,8 +63,8 @@ class _How(ctypes.Structure):
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 
-class _Place:
-    """What ``path`` names below ``root``, links taken as from inside; as a path that cannot be led elsewhere."""
+class _PathInRoot:
+    """A path below ``root`` with links resolved as from inside. Gives a path in ``/proc`` that cannot be redirected."""
 
     def __init__(self, root: int, path: str) -> None:
         how = _How(os.O_PATH | os.O_CLOEXEC, 0, _IN_ROOT | _NO_MAGICLINKS)
@@ -79,33 +79,33 @@ class _Place:
 
 
 def _bind(root: int, source: str, target: str, flags: int = 0, *, deep: bool = False) -> None:
-    with _Place(root, target) as place:
-        _mount(source, place, None, _BIND | (_REC if deep else 0))
+    with _PathInRoot(root, target) as path:
+        _mount(source, path, None, _BIND | (_REC if deep else 0))
     if flags:
-        with _Place(root, target) as place:
-            _mount(None, place, None, _BIND | _REMOUNT | flags)
+        with _PathInRoot(root, target) as path:
+            _mount(None, path, None, _BIND | _REMOUNT | flags)
 
 
-def _lay_out(root: int, binds: list[str]) -> None:
-    """Mounts what a container has beside its root."""
-    with _Place(root, "dev") as place:
-        _mount("tmpfs", place, "tmpfs", _NOSUID, "mode=755")
-    with _Place(root, "dev") as place:
+def _mount_all(root: int, binds: list[str]) -> None:
+    """Mounts the file systems of a container besides its root."""
+    with _PathInRoot(root, "dev") as path:
+        _mount("tmpfs", path, "tmpfs", _NOSUID, "mode=755")
+    with _PathInRoot(root, "dev") as path:
         for name in _DEVICES:
-            os.close(os.open(f"{place}/{name}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-            _mount(f"/dev/{name}", f"{place}/{name}", None, _BIND)
+            os.close(os.open(f"{path}/{name}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            _mount(f"/dev/{name}", f"{path}/{name}", None, _BIND)
         for name, target in _LINKS.items():
-            os.symlink(target, f"{place}/{name}")
+            os.symlink(target, f"{path}/{name}")
         for name, kind, flags, options in _FILE_SYSTEMS:
-            os.mkdir(f"{place}/{name}")
-            _mount(kind, f"{place}/{name}", kind, flags, options)
-    with _Place(root, "proc") as place:
-        _mount("proc", place, "proc", _NOSUID | _NODEV)
+            os.mkdir(f"{path}/{name}")
+            _mount(kind, f"{path}/{name}", kind, flags, options)
+    with _PathInRoot(root, "proc") as path:
+        _mount("proc", path, "proc", _NOSUID | _NODEV)
     _bind(root, "/sys", "sys", deep=True)
     try:
         _bind(root, "/etc/resolv.conf", "etc/resolv.conf")
     except OSError:
-        pass  # the image has none, or the node
+        pass  # the image or the node has no such file
     for entry in binds:
         source, _, rest = entry.partition(":")
         target, _, mode = rest.partition(":")
@@ -113,7 +113,7 @@ def _lay_out(root: int, binds: list[str]) -> None:
 
 
 def _enter(directory: str, options: str, merged: str, network: str, limits: str, binds: list[str]) -> None:
-    """In the new namespaces: becomes their root, and takes the overlay for the root of all that follows."""
+    """Becomes root of the new namespaces, and makes the overlay the root directory."""
     for name, text in (("setgroups", "deny"), ("uid_map", "0 0 1"), ("gid_map", "0 0 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -121,7 +121,7 @@ def _enter(directory: str, options: str, merged: str, network: str, limits: str,
     os.chdir(directory)
     _mount("overlay", merged, "overlay", _NOSUID | _NODEV, options)
     root = os.open(merged, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    _lay_out(root, binds)
+    _mount_all(root, binds)
     os.fchdir(root)
     _checked(_libc.syscall(_PIVOT_ROOT, b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", _MNT_DETACH), "umount of the template's root")
@@ -131,16 +131,16 @@ def _enter(directory: str, options: str, merged: str, network: str, limits: str,
         with open(f"/proc/sys/user/{name}", "w") as file:
             file.write(number)
     if network != "host":
-        some = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
+        any_socket = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
         request = b"lo".ljust(16, b"\0") + _UP_AND_RUNNING.to_bytes(2, sys.byteorder) + bytes(22)
-        fcntl.ioctl(some.fileno(), _SIOCSIFFLAGS, request)
+        fcntl.ioctl(any_socket.fileno(), _SIOCSIFFLAGS, request)
 
 
 def _keep(capabilities: list[int]) -> None:
-    """Gives up every capability but these, for good."""
+    """Permanently drops every capability except these."""
     for number in range(64):
         if number not in capabilities and _libc.prctl(_CAPBSET_DROP, number, 0, 0, 0):
-            break  # the kernel knows no more
+            break  # the kernel has no capability of this number
     mask = sum(1 << number for number in capabilities)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     data = (ctypes.c_uint32 * 6)(mask, mask, mask, 0, 0, 0)
@@ -150,7 +150,7 @@ def _keep(capabilities: list[int]) -> None:
 
 
 def _become(fields: list[str], given: list[int]) -> None:
-    """The new process's whole life until it is the runner; what goes wrong is said on its standard error."""
+    """Turns the new process into the runner. Never returns; errors go to standard error."""
     try:
         _libc.prctl(_PDEATHSIG, int(_signal.SIGKILL), 0, 0, 0)
         os.setsid()
@@ -181,7 +181,7 @@ def _reap(*_: object) -> None:
 
 
 def main() -> None:
-    """Serves the host until it closes its end."""
+    """Serves requests until the host closes the socket."""
     host = _socket.socket(fileno=os.dup(0))
     _signal.signal(_signal.SIGCHLD, _reap)
     host.sendmsg([b"ready"])
@@ -193,16 +193,16 @@ def main() -> None:
         given = [int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4)]
         number, *fields = os.fsdecode(data).split("\0")
         own = _NEWNS | _NEWIPC | _NEWUSER | _NEWPID | (0 if fields[0] == "host" else _NEWNET)
-        pidfd = ctypes.c_int(-1)  # from the call itself: a process that has ended may be reaped before the next
+        pidfd = ctypes.c_int(-1)  # taken at once, because the process may end and be reaped before another call
         pid = _libc.syscall(_CLONE, own | _PIDFD | int(_signal.SIGCHLD), 0, ctypes.byref(pidfd), 0, 0)
         if pid == 0:
             _become(fields, given)
-        said = number if pid > 0 else f"{number}\0{os.strerror(ctypes.get_errno())}"
+        answer = number if pid > 0 else f"{number}\0{os.strerror(ctypes.get_errno())}"
         passed = []
         if pid > 0:
             passed = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, pidfd.value.to_bytes(4, sys.byteorder))]
             given.append(pidfd.value)
-        host.sendmsg([said.encode()], passed)
+        host.sendmsg([answer.encode()], passed)
         for descriptor in given:
             os.close(descriptor)
 

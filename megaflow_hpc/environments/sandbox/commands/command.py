@@ -1,4 +1,4 @@
-"""One command of a sandbox: the shell text that starts it, its worker, and its result."""
+"""One command of a sandbox: the record or shell text that starts it, its worker, and its result."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from megaflow_hpc.types import ExecResult
 MARKER = "MEGAFLOW_COMMAND"
 """Environment variable that marks the processes of a command, so that a timeout finds them."""
 
+MAX_RECORD_BYTES = 4096
+"""Maximum bytes that a FIFO takes, and the compiled runner reads, in one piece."""
+
 MAX_LINE_BYTES = 2000
-"""Maximum bytes of a command that goes through a FIFO, which takes 4096 in one piece."""
+"""Maximum bytes of a shell line that goes through a FIFO."""
 
 _ONE_PROGRAM = re.compile(r"[\w.+-]*/[\w./+-]*(?: [\w./:=@%,+-]+)*", re.ASCII)
-"""A path and plain words. ``/bin/sh -c`` would only start that program."""
+"""A path and plain words. The program is started directly, without ``/bin/sh -c``."""
 
 FIRST_WORKERS = 2
 """Workers that start with the container. The next command finds a child waiting while another worker forks."""
 
-_SHORT_S, _LONG_S = 0.002, 0.03
-"""Seconds until the output of a command is read while it runs: the first value, or later if more commands than
-processors run, and at most the second value. Most commands of an agent end sooner."""
+_MIN_READ_DELAY_S, _MAX_READ_DELAY_S = 0.002, 0.03
+"""Seconds until the output of a command is read while it runs. The delay grows if more commands than processors run.
+Most commands of an agent end sooner."""
 _PROCESSORS = len(os.sched_getaffinity(0))
 
 
@@ -68,17 +71,16 @@ class RunningCommand:
         self.pair = pair
         self.buffers = (CappedBuffer(limit), CappedBuffer(limit))
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiter: asyncio.Future[None] | None = None
         self.files: list[str] = []
         self.breach = ""
         self.on_output: Callable[[bytes], object] | None = None
-        self.listening: asyncio.TimerHandle | None = None
+        self.read_timer: asyncio.TimerHandle | None = None
         self.killing: asyncio.Task[None] | None = None
 
     @classmethod
-    def unheard_s(cls) -> float:
+    def read_delay_s(cls) -> float:
         """Returns the seconds until output is read while a command runs. Reading costs as much as a short command."""
-        return min(_LONG_S, _SHORT_S * max(1.0, cls.under_way / _PROCESSORS))
+        return min(_MAX_READ_DELAY_S, _MIN_READ_DELAY_S * max(1.0, cls.under_way / _PROCESSORS))
 
     def end(self, status: int | SandboxError) -> None:
         """Sets ``done``, unless it is set."""
@@ -88,15 +90,6 @@ class RunningCommand:
             else:
                 self.done.set_exception(status)
                 self.done.exception()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def ended(self) -> int:
-        """Waits for ``done`` without cancelling it. A shield would cost one more turn of the loop."""
-        if not self.done.done():
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self.done.result()
 
     def result(self, status: int, *, timed_out: bool, started: float) -> ExecResult:
         """Returns the result; ``started`` is in seconds of the monotonic clock."""
@@ -171,15 +164,24 @@ def command_of(pid: int) -> int | None:
     return None
 
 
+def record(
+    number: int, command: str | Sequence[str], cwd: str, env: Mapping[str, str], stdin: str, streams: tuple[str, str]
+) -> bytes:
+    """Returns the record of one command for the compiled runner (runner.c)."""
+    check_variables(env)
+    outputs = (f"{CONTROL_DIR}/{name}" for name in streams)
+    variables = (f"{name}={value}" for name, value in env.items())
+    fields = (stdin, *outputs, f"PWD={cwd}", f"{MARKER}={number}", *variables, "", *one_program(command), "")
+    return "\0".join(fields).encode("utf-8", "surrogateescape")
+
+
 def command_text(
     number: int, command: str | Sequence[str], cwd: str, env: Mapping[str, str], stdin: str, streams: tuple[str, str]
 ) -> str:
     """Returns the shell text of one command, which the waiting child evaluates to become it."""
     words = one_program(command)
-    exports = ""
-    if env:
-        check_variables(env)
-        exports = "".join(f" {name}={shlex.quote(value)}" for name, value in env.items())
+    check_variables(env)
+    exports = "".join(f" {name}={shlex.quote(value)}" for name, value in env.items())
     return (
         f"exec <{stdin} >{CONTROL_DIR}/{streams[0]} 2>{CONTROL_DIR}/{streams[1]}; cd {shlex.quote(cwd)} || exit 126; "
         f"export {MARKER}={number}{exports}; exec $_mf_s {' '.join(map(shlex.quote, words))}"

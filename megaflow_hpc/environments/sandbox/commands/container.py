@@ -3,11 +3,11 @@
 ::
 
     CONTROL/            0700 on the host, bound read-only at /.megaflow: nothing inside can write, link or remove here
-      runner.sh  env    what PID 1 runs, and what it exports
-      runner            the program that starts commands, where there is one for this machine (program.py)
+      runner.sh  env    the program of PID 1, and the variables that it exports
+      runner            the program that starts commands, if one was built for this machine
       w0 w1 …           FIFOs: a record per command for worker 0, 1, …, or a line of shell
-      i17  c17  s17     command 17's standard input, and what is too long for a FIFO; removed when it is done
-      o0 e0 o1 e1 …     FIFOs: pairs of output streams, each lent to one command at a time
+      i17  c17  s17     command 17's standard input, and text too long for a FIFO; removed when it has ended
+      o0 e0 o1 e1 …     FIFOs: pairs of output streams, each used by one command at a time
 
 Its commands are in dispatcher.py. The container ends with its owner. The kernel kills it with the thread that started
 it (launcher.py), unless Apptainer is setuid. Its runner also kills every process when the command pipe closes.
@@ -16,6 +16,7 @@ it (launcher.py), unless Apptainer is setuid. Its runner also kills every proces
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import re
 import shlex
@@ -26,20 +27,18 @@ import tty
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 
-from megaflow_hpc.environments.sandbox.commands import program
 from megaflow_hpc.environments.sandbox.commands.dispatcher import KILL_GRACE_S, CommandDispatcher
-from megaflow_hpc.environments.sandbox.commands.launcher import launcher
+from megaflow_hpc.environments.sandbox.commands.launcher import Clone, start_apptainer
 from megaflow_hpc.environments.sandbox.commands.streams import read_available
-from megaflow_hpc.environments.sandbox.commands.template import APPTAINER_ENVIRONMENT, Clone
 from megaflow_hpc.environments.sandbox.processes import namespace_init
-from megaflow_hpc.environments.sandbox.spec import check_variables
+from megaflow_hpc.environments.sandbox.spec import check_variables, is_without
 from megaflow_hpc.errors import LostError, SandboxError
-from megaflow_hpc.host.apptainer import clean_environment, last_line
-from megaflow_hpc.host.child import dies_with_parent
+from megaflow_hpc.host.apptainer import last_line
 from megaflow_hpc.host.descriptors import inherited
 from megaflow_hpc.host.process import Identity
 
-_STDERR_KEPT = 16384
+_STDERR_LIMIT = 16384
+"""Bytes kept of the container's own standard error."""
 
 _ANSWER = re.compile(rb"(\d{1,6}) (?:(\d{1,3})|(up|dead))")
 _MAX_ANSWER_BYTES = 256
@@ -48,7 +47,10 @@ MAX_STRAY_LINES = 1000
 output."""
 
 NO_WORKDIR = "no-workdir"
-"""Line that PID 1 writes before "ready" if the sandbox's workdir cannot be made."""
+"""Line that PID 1 writes before "ready" if the sandbox's workdir cannot be created."""
+
+_RUNNER_READY = b"ready program"
+"""Line that the compiled runner writes when it runs; the shells write ``ready``."""
 
 ENDED_FROM_WITHIN = b"gone"
 """Line that PID 1 writes if a command has killed every other process."""
@@ -57,7 +59,7 @@ ENDED_FROM_WITHIN = b"gone"
 class Container:
     """One container, from :meth:`start` to :meth:`kill`. It belongs to the event loop that started it."""
 
-    def __init__(self, control: str, *, on_started: Callable[[Identity], None] | None = None) -> None:
+    def __init__(self, control: str, on_started: Callable[[Identity], None]) -> None:
         self.control = control
         self.init: Identity | None = None
         """The container's PID 1 on the host."""
@@ -66,7 +68,7 @@ class Container:
         self._stderr_pipe = -1
         self.commands = CommandDispatcher(control, self._spawn, self._why_ended, self._give_up)
         self._answer = b""
-        self._stray = 0
+        self._stray_lines = 0
         self._stderr = bytearray()
         self._ready: asyncio.Future[None] | None = None
         self._ended = asyncio.Event()
@@ -89,24 +91,25 @@ class Container:
 
     # --- life ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, env: Mapping[str, str], as_root: bool, workdir: str | None = None, settings: str = "") -> None:
+    def prepare(self, env: Mapping[str, str], as_root: bool, workdir: str | None, settings: str) -> None:
         """Writes the files that PID 1 reads.
 
         Args:
-            workdir: PID 1 makes it.
+            workdir: directory that PID 1 creates.
             settings: shell lines of the image, which PID 1 sources.
         """
         check_variables(env)
         os.mkdir(self.control, 0o700)
-        runner = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath("runner.sh").read_bytes()
+        shell = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath("runner.sh").read_bytes()
         text = environment_text(env, as_root, workdir, settings).encode("utf-8", "surrogateescape")
-        files = {"runner.sh": runner, "env": text}
-        if (built := program.program()) is not None:
-            files[program.NAME] = built
+        files = {"runner.sh": shell, "env": text}
+        program = None if is_without("program") else compiled_runner(os.uname().machine)
+        if program is not None:
+            files["runner"] = program
         for name, content in files.items():
             with open(os.path.join(self.control, name), "xb") as file:
                 file.write(content)
-                if name == program.NAME:
+                if name == "runner":
                     os.fchmod(file.fileno(), 0o755)
 
     async def start(
@@ -116,7 +119,7 @@ class Container:
         temporary: str,
         timeout_s: float,
         prefix: Sequence[str] = (),
-        cloned: Callable[[int, Callable[[Identity], None]], Awaitable[Clone]] | None = None,
+        clone: Callable[[int, Callable[[Identity], None]], Awaitable[Clone]] | None = None,
     ) -> None:
         """Runs ``argv``, whose last words must be the runner, until the runner is ready.
 
@@ -124,17 +127,18 @@ class Container:
 
         Args:
             prefix: words before it that change its uid, which resets its parent-death signal.
-            cloned: starts the runner in place of ``argv``. It gets the standard error and a callback for the process.
+            clone: starts the runner instead of ``argv``. It gets the standard error and a callback for the process.
         """
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         self._stderr_pipe, errors = _terminal()
         try:
-            if cloned is not None:
-                self._process = await cloned(errors, self._on_started or (lambda _: None))
+            if clone is not None:
+                self._process = await clone(errors, self._on_started)
                 self.init = Identity.of(self._process.pid)
             else:
-                self._process = self._run(argv, temporary, errors, prefix)
+                pipe = subprocess.PIPE
+                self._process = start_apptainer(argv, prefix, temporary, stdin=pipe, stdout=pipe, stderr=errors)
         except OSError as error:
             os.close(self._stderr_pipe)
             raise SandboxError(f"{argv[0]}: cannot be run ({error})") from error
@@ -144,14 +148,14 @@ class Container:
         finally:
             os.close(errors)
         assert self._process.stdout
-        for pipe, reader in (
-            (self._process.stdout.fileno(), self._read_answers),
-            (self._stderr_pipe, self._read_stderr),
-        ):
-            os.set_blocking(pipe, False)
-            loop.add_reader(pipe, reader, pipe)
+        answers = self._process.stdout.fileno()
+        os.set_blocking(answers, False)
+        os.set_blocking(self._stderr_pipe, False)
+        loop.add_reader(answers, self._read_answers, answers)
+        loop.add_reader(self._stderr_pipe, self._read_stderr, self._stderr_pipe)
         try:
-            if cloned is None and self._on_started and (identity := Identity.of(self._process.pid)):
+            identity = Identity.of(self._process.pid)
+            if clone is None and identity is not None:
                 self._on_started(identity)
             await asyncio.wait_for(self._ready, timeout_s)
         except TimeoutError:
@@ -160,24 +164,10 @@ class Container:
         except BaseException:
             await self.kill()
             raise
-        if cloned is None:
+        if clone is None:
             init = namespace_init(self._process.pid)
             self.init = Identity.of(init) if init else None
         self.commands.init = self.init
-
-    def _run(self, argv: Sequence[str], temporary: str, errors: int, prefix: Sequence[str]) -> subprocess.Popen[bytes]:
-        # A user namespace ignores setuid bits, so the filter takes no rights from Apptainer.
-        return launcher(filtered=bool(prefix)).call(
-            lambda: subprocess.Popen(
-                [*prefix, *dies_with_parent(), *argv],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env={**clean_environment(temporary), **APPTAINER_ENVIRONMENT},
-                cwd="/",
-                start_new_session=True,
-            )
-        )
 
     def _why_ended(self) -> str | None:
         return None if self.alive else self.last_words()
@@ -196,8 +186,8 @@ class Container:
             return
         self._killing = True
         if self.init is None:
-            found = namespace_init(process.pid)
-            self.init = Identity.of(found) if found else None
+            pid = namespace_init(process.pid)
+            self.init = Identity.of(pid) if pid else None
         if self.init is not None:
             self.init.kill()
         else:
@@ -240,7 +230,7 @@ class Container:
             self._judgement = loop.create_task(self._judge(process))
 
     async def _judge(self, process: subprocess.Popen[bytes] | Clone) -> None:
-        """Decides who ended the container. A command can kill all processes but PID 1, which then reports it."""
+        """Finds out who ended the container. If a command killed every other process, PID 1 has reported it."""
         await self._reap(process)
         if self._from_within or self._breach:
             self.commands.everyone_killed(self._breach)
@@ -276,7 +266,7 @@ class Container:
         os.close(self._stderr_pipe)
         self.commands.close()
 
-    # --- what the runner says -----------------------------------------------------------------------------------
+    # --- lines of the runner ------------------------------------------------------------------------------------
 
     def _read_answers(self, descriptor: int) -> None:
         data = read_available(descriptor)
@@ -285,23 +275,24 @@ class Container:
         if not data:
             self._end()
             return
-        if self._stray > MAX_STRAY_LINES:  # the container is being killed
+        if self._stray_lines > MAX_STRAY_LINES:  # the container is being killed
             return
         *lines, self._answer = (self._answer + data).split(b"\n")
-        self._stray += len(self._answer) > _MAX_ANSWER_BYTES
+        self._stray_lines += len(self._answer) > _MAX_ANSWER_BYTES
         self._answer = self._answer[-_MAX_ANSWER_BYTES:]
         try:
             for line in lines:
-                self._stray += not self._take(line)
+                self._stray_lines += not self._take(line)
         except Exception as error:  # a bug of this package: stop, instead of failing at each further line
             print(f"{self.control}: an answer cannot be handled, its container ends: {error!r:.500}", file=sys.stderr)
-            self._stray = MAX_STRAY_LINES + 1
-        if self._stray > MAX_STRAY_LINES:
+            self._stray_lines = MAX_STRAY_LINES + 1
+        if self._stray_lines > MAX_STRAY_LINES:
             self._give_up("the sandbox filled its control channel")
 
     def _take(self, line: bytes) -> bool:
         """Handles one line of the runner. Returns whether it was expected."""
-        if answer := _ANSWER.fullmatch(line):
+        answer = _ANSWER.fullmatch(line)
+        if answer:
             worker, status, word = answer.groups()
             if word == b"up":
                 return False
@@ -309,7 +300,7 @@ class Container:
         if self._ready is None or self._ready.done():
             self._from_within |= line == ENDED_FROM_WITHIN
             return False
-        if line == program.READY:
+        if line == _RUNNER_READY:
             self.commands.by_program = True
             self._ready.set_result(None)
         elif line == b"ready":
@@ -317,7 +308,7 @@ class Container:
         elif line == NO_WORKDIR.encode():
             while self._read_stderr(self._stderr_pipe):
                 pass
-            self._ready.set_exception(SandboxError(f"its workdir cannot be made: {self.last_words()}"))
+            self._ready.set_exception(SandboxError(f"its workdir cannot be created: {self.last_words()}"))
         return True
 
     def _read_stderr(self, descriptor: int) -> bool:
@@ -327,7 +318,7 @@ class Container:
             data = b""
         if data:
             self._stderr += data
-            del self._stderr[:-_STDERR_KEPT]
+            del self._stderr[:-_STDERR_LIMIT]
             return True
         if data == b"":
             asyncio.get_running_loop().remove_reader(descriptor)
@@ -339,7 +330,14 @@ class Container:
         try:
             os.write(self._process.stdin.fileno(), b"%d\n" % number)
         except BrokenPipeError:
-            pass  # its end is seen, with its cause, on the status pipe
+            pass  # the status pipe reports the end and its cause
+
+
+@functools.cache
+def compiled_runner(machine: str) -> bytes | None:
+    """Returns the compiled runner.c for a machine; ``None`` if none was built."""
+    file = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath(f"runner-{machine}")
+    return file.read_bytes() if file.is_file() else None
 
 
 def _terminal() -> tuple[int, int]:
@@ -353,7 +351,7 @@ def _terminal() -> tuple[int, int]:
 
 
 def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None = None, settings: str = "") -> str:
-    """Returns the shell text that PID 1 sources: ``settings`` of the image, exports, and the making of ``workdir``."""
+    """Returns the shell text that PID 1 sources: ``settings`` of the image, exports, and ``mkdir`` of ``workdir``."""
     lines = [settings.rstrip("\n"), "ulimit -c 0"]
     if (descriptors := inherited()) is not None:
         lines += [f"ulimit -Sn {descriptors}"]  # only the runner needs more

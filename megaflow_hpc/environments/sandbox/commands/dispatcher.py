@@ -1,7 +1,7 @@
-"""Hands commands to the workers of one container's runner; reads what they print, times and ends them.
+"""Sends commands to the workers of one container's runner, reads their output, and ends them after a timeout.
 
-A command costs one write into the FIFO of a worker, which waits for it already, and one line back. It prints into two
-FIFOs whose reading ends were opened before; they are read when it has ended, and a little later on as it prints.
+A command costs one write to the FIFO of a waiting worker, and one line back. It prints into two FIFOs whose reading
+ends are open already. They are read when the command ends, or as it prints if it runs longer than a moment.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from contextlib import suppress
 from megaflow_hpc.environments.sandbox.commands.command import (
     FIRST_WORKERS,
     MARKER,
+    MAX_RECORD_BYTES,
     CommandWorkers,
     RunningCommand,
     Worker,
     command_text,
     make_fifo,
     one_line,
+    record,
     session_line,
 )
-from megaflow_hpc.environments.sandbox.commands.program import MAX_RECORD_BYTES, record
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPairs, read_available
 from megaflow_hpc.environments.sandbox.processes import kill_marked
 from megaflow_hpc.errors import LostError, SandboxError
@@ -33,7 +34,7 @@ from megaflow_hpc.host.process import Identity
 from megaflow_hpc.types import ExecResult
 
 MAX_WORKERS = 64
-"""Commands at once in one sandbox; more wait. Each worker is a process that stays, or two small shells."""
+"""Maximum commands at once in one sandbox; more wait. A worker is one process, or two small shells."""
 
 _SESSION = -1
 """Worker number of a session's shell."""
@@ -41,8 +42,8 @@ _SESSION = -1
 KILL_GRACE_S = 10.0
 """Seconds from the kill of a command to its end; a process in uninterruptible sleep may need them."""
 
-_GONE_S = 1.0
-"""A killed command without processes that has not ended after this many seconds has lost its worker."""
+_LOST_WORKER_S = 1.0
+"""If a killed command without processes has not ended after this many seconds, its worker is lost."""
 
 _LEFT_OVER_READS = 32
 """Maximum reads of each stream (64 KiB each) after a command's end, because a background process may print for ever."""
@@ -52,12 +53,12 @@ _MAX_ARGUMENT_BYTES = 100_000
 
 
 class CommandDispatcher:
-    """Hands commands to the workers of one container's runner.
+    """Sends commands to the workers of one container's runner.
 
     Args:
         control: the control directory on the host.
         spawn: asks the runner for worker number K.
-        why_ended: ``None`` while the container lives, else its last words.
+        why_ended: returns why the container has ended; ``None`` while it runs.
         give_up: ends the container because of its commands; called with the reason.
     """
 
@@ -72,7 +73,7 @@ class CommandDispatcher:
         self.init: Identity | None = None
         """The container's PID 1 on the host, once it is known."""
         self.by_program = False
-        """Whether the compiled program starts commands. It reads records, and the shells read lines."""
+        """True if the compiled runner starts commands. It reads records; the shells read lines."""
         self._why_ended = why_ended
         self._give_up = give_up
         self._sessions = 0
@@ -88,20 +89,22 @@ class CommandDispatcher:
         self._pairs.prepare(FIRST_WORKERS)
 
     def answered(self, worker: int, status: int | None) -> bool:
-        """Ends a worker's command; returns whether the worker had one.
+        """Ends a worker's command. Returns whether the worker had one.
 
         Args:
             status: ``None`` if the worker could not start the command and has exited.
         """
-        found = self.workers.find(worker)
-        command = found.command if found else None
+        answering = self.workers.find(worker)
+        command = answering.command if answering else None
         if command is None:
-            if found and status is None:
-                self.workers.lost(found)
+            if answering and status is None:
+                self.workers.lost(answering)
             return False
         if status is None:
             command.buffers[1].feed(b"[no process could be started: the sandbox is at its limit]\n")
-        self.finish(command, 2 if status is None else status, dead=status is None)
+            self.finish(command, 2, worker_exited=True)
+        else:
+            self.finish(command, status)
         return True
 
     def everyone_killed(self, breach: str = "") -> None:
@@ -124,8 +127,8 @@ class CommandDispatcher:
         """Makes running commands raise :class:`LostError`, because the container has ended."""
         for command in list(self._commands.values()):
             self._withdraw(command)
-            if command.listening is not None:
-                command.listening.cancel()
+            if command.read_timer is not None:
+                command.read_timer.cancel()
             command.end(LostError(why))
 
     def close(self) -> None:
@@ -164,7 +167,7 @@ class CommandDispatcher:
                 left = max(0.0, timeout_s - (time.monotonic() - started))
                 timer = asyncio.get_running_loop().call_later(left, self.kill, running)
             try:
-                status = await running.ended()
+                status = await asyncio.shield(running.done)
                 if running.killing is not None:
                     await asyncio.shield(running.killing)
             except asyncio.CancelledError:
@@ -191,7 +194,7 @@ class CommandDispatcher:
         session: Worker | None = None,
         on_output: Callable[[bytes], None] | None = None,
     ) -> RunningCommand:
-        """Hands a command to a worker; its ``done`` is set when it has ended.
+        """Sends a command to a worker. Sets the result's ``done`` when the command has ended.
 
         Args:
             session: the shell that runs it.
@@ -217,12 +220,12 @@ class CommandDispatcher:
                 self.workers.give_back(worker)
             if isinstance(error, OSError):
                 raise SandboxError(
-                    f"{self.control}: a command cannot be handed over ({error}); is scratch full?"
+                    f"{self.control}: a command cannot be sent to its worker ({error}); is scratch full?"
                 ) from error
             raise
         worker.command = self._commands[running.number] = running
         RunningCommand.under_way += 1
-        running.listening = asyncio.get_running_loop().call_later(running.unheard_s(), self._listen, running)
+        running.read_timer = asyncio.get_running_loop().call_later(running.read_delay_s(), self._read_along, running)
         return running
 
     def _line(
@@ -257,29 +260,29 @@ class CommandDispatcher:
             file.write(data)
         return f"{CONTROL_DIR}/{name}"
 
-    def _listen(self, command: RunningCommand) -> None:
+    def _read_along(self, command: RunningCommand) -> None:
         """Starts to read output while the command runs."""
-        command.listening = None
+        command.read_timer = None
         loop = asyncio.get_running_loop()
         try:
             command.pair.renew()
         except OSError:  # this process has no descriptor left; try again later
-            command.listening = loop.call_later(10 * command.unheard_s(), self._listen, command)
+            command.read_timer = loop.call_later(10 * command.read_delay_s(), self._read_along, command)
             return
-        held = [stream for stream in (0, 1) if command.pair.held[stream]]  # the pair may serve another command
-        for stream in held:
+        open_streams = [stream for stream in (0, 1) if command.pair.held[stream]]
+        for stream in open_streams:
             loop.add_reader(command.pair.descriptors[stream], self._read_output, command, stream)
-        if command.number not in self._commands:  # its holder may have closed it before it was reopened
-            self._read_what_is_left(command, *held)
+        if command.number not in self._commands:  # a background process may have closed it before it was reopened
+            self._read_rest(command, *open_streams)
 
-    def _read_what_is_left(self, command: RunningCommand, *streams: int) -> None:
+    def _read_rest(self, command: RunningCommand, *streams: int) -> None:
         for stream in streams:
             reads = 1
             while self._read_output(command, stream) and reads < _LEFT_OVER_READS:
                 reads += 1
 
     def _read_output(self, command: RunningCommand, stream: int) -> bool:
-        """Reads once; returns whether there may be more. A stream that all processes have closed loses its reader."""
+        """Reads once. Returns whether there may be more. Frees a stream that all processes have closed."""
         if not command.pair.held[stream]:
             return False
         descriptor = command.pair.descriptors[stream]
@@ -292,30 +295,26 @@ class CommandDispatcher:
             elif command.number in self._commands:
                 command.buffers[stream].feed(data)
             return True
-        if command.listening is None:
+        if command.read_timer is None:
             asyncio.get_running_loop().remove_reader(descriptor)
         command.pair.held[stream] = False
         if command.number not in self._commands:
             self._pairs.give_back(command.pair)
         return False
 
-    def finish(self, command: RunningCommand, status: int, dead: bool = False) -> None:
-        """Ends a command with its status and frees its worker and streams.
-
-        Args:
-            dead: the worker has exited.
-        """
-        self._read_what_is_left(command, 0, 1)
-        listened = command.listening is None
-        if command.listening is not None:
-            command.listening.cancel()
+    def finish(self, command: RunningCommand, status: int, worker_exited: bool = False) -> None:
+        """Ends a command with its status, and frees its worker and streams."""
+        self._read_rest(command, 0, 1)
+        timer = command.read_timer
+        if timer is not None:
+            timer.cancel()
         self._withdraw(command)
-        if not dead and command.worker.number != _SESSION:
+        if not worker_exited and command.worker.number != _SESSION:
             self.workers.give_back(command.worker)
         if not self._pairs.give_back(command.pair):  # a background process holds them
             self._pairs.leave(command.pair, asyncio.get_running_loop().remove_reader)
-            if not listened:
-                self._listen(command)
+            if timer is not None:
+                self._read_along(command)
         command.end(status)
 
     def _withdraw(self, command: RunningCommand) -> None:
@@ -336,20 +335,20 @@ class CommandDispatcher:
         return command.killing
 
     async def _kill_command(self, command: RunningCommand) -> None:
-        """Kills processes with the command's mark until it has ended. A child that just took it has no mark yet."""
+        """Kills processes that have the command's mark until it has ended. A new worker has no mark yet, so repeat."""
         if self.init is None:
             return
         marker = b"%s=%d" % (MARKER.encode(), command.number)
-        started = seen = time.monotonic()
+        started = last_kill = time.monotonic()
         while True:
             ended = command.done.done()
             now = time.monotonic()
             if await asyncio.to_thread(kill_marked, self.init.pid, marker):
-                seen = now
+                last_kill = now
             if ended:
                 return
             await asyncio.wait((command.done,), timeout=0.02)
-            if now - seen > _GONE_S or now - started > KILL_GRACE_S:
+            if now - last_kill > _LOST_WORKER_S or now - started > KILL_GRACE_S:
                 break
         if not command.done.done():
             self._give_up("a command could not be ended, so its sandbox was")

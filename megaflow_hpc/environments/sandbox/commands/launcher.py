@@ -1,8 +1,8 @@
-"""The thread that starts containers: what it starts has none of the host's keys, and not all of the kernel's calls.
+"""The thread that starts containers. Processes that it starts have no keys of the host and a filter of system calls.
 
-A filter of system calls and a session keyring belong to a thread and are inherited by what it starts. So a thread of
-its own takes the one and gives up the other, once, before Apptainer runs: a start costs nothing more, and the rest of
-the process keeps its keys (tokens of AFS and Kerberos are such). Apptainer's own ``--security seccomp:`` needs
+A filter and a session keyring belong to a thread and are inherited by the processes that it starts. So a separate
+thread installs the filter and gives up its keyring, once, before Apptainer runs. A start costs nothing more, and the
+rest of the process keeps its keys (such as tokens of AFS and Kerberos). Apptainer's own ``--security seccomp:`` needs
 libseccomp and kills programs of 32 bits.
 """
 
@@ -11,14 +11,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import queue
+import select
+import signal
 import struct
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+
+from megaflow_hpc.host.apptainer import clean_environment
+from megaflow_hpc.host.child import dies_with_parent
 
 Result = TypeVar("Result")
+
+_APPTAINER_ENVIRONMENT = {"GOMAXPROCS": "1", "GOGC": "off"}
+"""Turns off threads and garbage collection, which Apptainer does not need in its 50 ms."""
 
 _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_SET_MODE_FILTER, _SPEC_ALLOW = 1, 4
@@ -27,8 +35,9 @@ _AF_VSOCK = 40
 _X32 = 0x40000000
 _EPERM, _EAFNOSUPPORT = 1, 97
 
-# Keys are the user's, not a namespace's: other sandboxes and the host would share them. A ring of io_uring holds files
-# and memory that no descriptor shows. The others are kernel code that few programs need; Docker refuses them as well.
+# Keys belong to the user and not to a namespace, so other sandboxes and the host would share them. A ring of io_uring
+# holds files and memory that no descriptor shows. The other calls reach kernel code that few programs need; Docker
+# refuses them too.
 REFUSED = (
     "add_key",
     "request_key",
@@ -40,7 +49,7 @@ REFUSED = (
     "perf_event_open",
     "userfaultfd",
 )
-"""System calls that answer EPERM; ``socket`` of AF_VSOCK, whose addresses are the machine's, is the one more."""
+"""System calls that fail with EPERM. ``socket`` of AF_VSOCK fails too, because its addresses belong to the machine."""
 
 CALLS: dict[str, dict[int, tuple[int, ...]]] = {
     "x86_64": {
@@ -52,47 +61,41 @@ CALLS: dict[str, dict[int, tuple[int, ...]]] = {
         0x40000028: (309, 310, 311, 425, 426, 427, 386, 364, 388, 281),
     },
 }
-"""Machine → architecture of a call, as linux/audit.h names it → numbers of :data:`REFUSED` and of ``socket``."""
+"""Machine → architecture of a call (linux/audit.h) → numbers of :data:`REFUSED` and of ``socket``."""
 _SYSCALLS = {"x86_64": {"seccomp": 317, "keyctl": 250}, "aarch64": {"seccomp": 277, "keyctl": 219}}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Launcher:
-    """A daemon thread without keys that runs functions one after the other.
+    """A thread without keys that runs functions one after the other.
 
-    What it starts with a parent-death signal ends with the process, as the thread does.
+    Processes that it starts with a parent-death signal end with this process, as the thread does.
 
     Args:
-        filtered: what is started gets the filter too, and gains no rights by any program's setuid bit.
+        filtered: they get the filter too, and gain no rights from setuid bits.
     """
 
     def __init__(self, filtered: bool) -> None:
         self._filtered = filtered
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self.refuses = False
-        """Whether the filter holds: not where a machine's calls are not known here, or the kernel takes no filter."""
-        threading.Thread(target=self._run, name="sandbox launcher", daemon=True).start()
+        self._holds_filter = False
+        self._thread = ThreadPoolExecutor(1, "sandbox launcher", initializer=self._confine)
+
+    def _confine(self) -> None:
+        _leave_keys()
+        self._holds_filter = self._filtered and _install(program(os.uname().machine))
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Returns what ``function`` returned in the launcher's thread, or raises what it raised."""
-        done: Future[Result] = Future()
-        self._work.put((function, done))
-        return done.result()
+        """Calls ``function`` in the launcher's thread. Returns its result or raises its exception."""
+        return self._thread.submit(function).result()
 
-    def _run(self) -> None:
-        _leave_keys()
-        self.refuses = self._filtered and _install(program(os.uname().machine))
-        while True:
-            function, done = self._work.get()
-            try:
-                done.set_result(function())
-            except BaseException as error:
-                done.set_exception(error)
+    def holds_filter(self) -> bool:
+        """Returns whether the filter is installed. ``False`` for unknown machines and kernels without filters."""
+        return self.call(lambda: self._holds_filter)
 
 
 def launcher(filtered: bool) -> Launcher:
-    """Returns this process's launcher of one kind; it is started when it is first needed."""
+    """Returns this process's launcher of one kind; starts it at the first call."""
     return _launcher(filtered, os.getpid())
 
 
@@ -101,15 +104,68 @@ def _launcher(filtered: bool, pid: int) -> Launcher:
     return Launcher(filtered)
 
 
+def start_apptainer(
+    argv: Sequence[str], prefix: Sequence[str], temporary: str, *, stdin: int, stdout: int, stderr: int
+) -> subprocess.Popen[bytes]:
+    """Starts Apptainer in a launcher's thread.
+
+    Args:
+        prefix: words before ``argv`` that enter a user namespace. Such a namespace ignores setuid bits, so the filter
+            takes no rights from Apptainer.
+        temporary: Apptainer's own TMPDIR.
+    """
+    return launcher(filtered=bool(prefix)).call(
+        lambda: subprocess.Popen(
+            [*prefix, *dies_with_parent(), *argv],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env={**clean_environment(temporary), **_APPTAINER_ENVIRONMENT},
+            cwd="/",
+            start_new_session=True,
+        )
+    )
+
+
+class Clone:
+    """The first process of a cloned sandbox, with the interface of :class:`subprocess.Popen`.
+
+    It is a child of the template and not of this process.
+    """
+
+    def __init__(self, pidfd: int, pid: int, stdin: int, stdout: int) -> None:
+        self.pid = pid
+        self.stdin = os.fdopen(stdin, "wb", buffering=0)
+        self.stdout = os.fdopen(stdout, "rb", buffering=0)
+        self._pidfd = pidfd
+
+    def poll(self) -> int | None:
+        """Returns ``None`` while the process runs."""
+        if self._pidfd >= 0:
+            poller = select.poll()
+            poller.register(self._pidfd, select.POLLIN)
+            if not poller.poll(0):
+                return None
+            os.close(self._pidfd)
+            self._pidfd = -1
+        return 0
+
+    def kill(self) -> None:
+        """Kills every process of the sandbox."""
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
 def _leave_keys() -> None:
-    """Takes a new session keyring and revokes it: nothing is found in it, and nothing can be put there for others."""
+    """Joins a new session keyring and revokes it, so that processes can neither find nor store keys in it."""
     number = _SYSCALLS.get(os.uname().machine, {}).get("keyctl")
     if number is not None and _libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None) > 0:
         _libc.syscall(number, _KEYCTL_REVOKE, _SESSION_KEYRING)
 
 
 def program(machine: str) -> bytes:
-    """Returns the filter as classic BPF (linux/filter.h); empty where a machine's calls are not known."""
+    """Returns the filter as classic BPF (linux/filter.h); empty for a machine with unknown calls."""
     load, equal, mask, answer = 0x20, 0x15, 0x54, 0x06
     refuse, allow = 0x00050000, 0x7FFF0000
 
@@ -121,8 +177,8 @@ def program(machine: str) -> bytes:
         *refused, socket = numbers
         block = [step(load, 0)]
         if architecture == 0xC000003E:
-            block.append(step(mask, 0xFFFFFFFF ^ _X32))  # the same numbers, for programs of x32
-        block += [step(equal, number, len(refused) - place + 3) for place, number in enumerate(refused)]
+            block.append(step(mask, 0xFFFFFFFF ^ _X32))  # programs of x32 use the same numbers
+        block += [step(equal, number, len(refused) - index + 3) for index, number in enumerate(refused)]
         block += [
             step(equal, socket, 0, 2),
             step(load, 16),
@@ -136,7 +192,7 @@ def program(machine: str) -> bytes:
 
 
 def _install(steps: bytes) -> bool:
-    """Filters the calls of this thread and of all that it starts; ``False`` if the kernel does not."""
+    """Filters the calls of this thread and of the processes that it starts. Returns ``False`` if the kernel refuses."""
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
@@ -147,7 +203,7 @@ def _install(steps: bytes) -> bool:
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         return False
     wanted = Program(len(steps) // 8, steps)
-    for flags in (_SPEC_ALLOW, 0):  # without it older kernels slow down all that is filtered
+    for flags in (_SPEC_ALLOW, 0):  # without the flag, older kernels slow down filtered processes
         if _libc.syscall(number, _SECCOMP_SET_MODE_FILTER, flags, ctypes.byref(wanted)) == 0:
             return True
     return False

@@ -1,22 +1,20 @@
-# What of a sandbox is ours: PID 1 of its container, in whatever /bin/sh the image has. It leaves commands to the program
-# "runner" (runner.c) where there is one; what follows is how shells start them where there is none.
+# PID 1 of a sandbox's container, run by the image's own /bin/sh. In most sandboxes it starts the compiled runner
+# ($1/runner, runner.c), which starts commands. If none was built or it does not run, the shells below start them.
 #
-# This program is $1/runner (runner.c) in most sandboxes. The shells below replace it if none was built.
+# $1 is the control directory, which is read-only inside. Standard input names the workers to start, one number a line,
+# and ends with the owner. Worker K keeps a child waiting on the FIFO wK. The child reads one line of shell, which is one
+# command (command.py), and becomes it. The worker answers "K STATUS" and forks the next child, so the fork is over before
+# the next command arrives. Names begin with _mf_, because a sandbox's own variables are in the same shell.
 #
-# $1 is the control directory, which is read-only in here. Standard input names the workers to start, one number a line;
-# it ends when the owner is gone. Worker K keeps a child waiting on the FIFO wK. The child reads one line of shell, which
-# is one command (command.py), and becomes it. The worker answers "K STATUS" and forks the next child, so the fork is over
-# before a command comes. Names begin with _mf_: a sandbox's own variables are in the same shell.
-#
-# A command needs a process group of its own. A shell with job control gives one without starting another program, but
-# has job control only where it has a terminal: standard error is one, whose other end is the owner's. A "leader", first
-# process of a session, shares it with a worker that starts; when the leader has ended, the session has no terminal any
-# more, nor has any command. Where that does not work, the program setsid makes a session for every command.
+# A command needs a process group of its own. A shell with job control provides one without another program, but only
+# with a terminal. So standard error is a terminal, whose other end the owner holds. A "leader", the first process of a
+# session, shares it with a worker that starts. When the leader has ended, neither the session nor a command has a
+# terminal. If that does not work, the program setsid creates a session for every command.
 
 _mf_dir=$1
 
-# A shell's "read" asks the kernel for each byte of a line. dash and busybox take a line that they source in one piece;
-# others read what they source to its end, and a FIFO has none.
+# A shell's "read" makes a system call for each byte of a line. dash and busybox read a sourced line in one piece. Other
+# shells read a sourced file to its end, and a FIFO has no end.
 if [ /bin/sh -ef /bin/dash ] 2>/dev/null || [ /bin/sh -ef /bin/busybox ] 2>/dev/null; then
   _mf_take() { . "$_mf_dir/w$1"; }
 else
@@ -37,7 +35,7 @@ _mf_work() {
       (_mf_take "$1")
     fi
     echo "$1 $?"
-    # With job control a shell keeps every job until it has told of it, and each child that it forks writes to all.
+    # With job control, a shell keeps every job until it has reported it, and each forked child copies these pages.
     [ "$((_mf_told += 1))" -lt 16 ] || { _mf_told=0; jobs >&2; }
   done
 }
@@ -54,8 +52,8 @@ _mf_spawn() {
   kill -9 -1
 }
 
-# A worker without job control is the member of a pipeline, not started with "&": that would make it ignore SIGINT and
-# SIGQUIT for good, and every command with it.
+# A worker without job control is part of a pipeline and not started with "&", which would make it and every command
+# ignore SIGINT and SIGQUIT.
 _mf_nest() {
   exec 3<&0 4>&1
   { _mf_jobs= _mf_s=$_mf_setsid; _mf_work "$1" </dev/null >&4 3<&- 4>&-; } |
@@ -70,7 +68,7 @@ leader)
   case $- in *m*) ;; *) exit 1 ;; esac
   /bin/sh "$_mf_dir/runner.sh" "$_mf_dir" worker "$3" "$4" 8<&-
   [ $? -gt 128 ] || exit 1
-  kill -9 $$ # the worker has stopped itself; the kernel lets it go on when its leader has ended
+  kill -9 $$ # the worker has stopped itself; the kernel continues it when its leader has ended
   ;;
 worker)
   trap : HUP
@@ -81,8 +79,8 @@ worker)
   _mf_work "$3"
   ;;
 "")
-  # The runtime's own variables tell the host's paths, and what a process began with can be read as long as it lives:
-  # so PID 1 begins anew without them.
+  # The runtime's own variables name paths of the host, and every process can read the initial environment of PID 1. So
+  # PID 1 executes itself again without them.
   while IFS= read -r _mf_line; do
     _mf_line=${_mf_line#export }
     _mf_line=${_mf_line#declare -x }
@@ -97,10 +95,10 @@ END
 first)
   _mf_setsid=$(command -v setsid)
   . "$_mf_dir/env"
-  # The program starts commands faster. It ends by a signal or not at all: any other status says that it is not there,
-  # or does not run here.
+  # The program starts commands faster. It ends only by a signal. Any other status means that it is missing or does not
+  # run here.
   "$_mf_dir/runner" "$_mf_dir" 2>/dev/null
   [ $? -gt 128 ] || (echo ready && _mf_spawn)
-  echo gone # everything but PID 1 was killed from within; a kill from outside says nothing
+  echo gone # a command has killed every process but PID 1; a kill from outside reports nothing
   ;;
 esac

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 from megaflow_hpc.environments.sandbox.commands.command import RunningCommand, Worker, command_of
+from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.host.process import descendants, kill_each, parent
@@ -23,28 +24,28 @@ from megaflow_hpc.types import ExecResult
 _MAX_STATUS_BYTES = 16
 """Maximum length of a status line, because commands in the shell can write anything to that stream."""
 GRACE_S = 1.0
-"""Seconds for a command to end after its processes were killed. Later the shell itself is busy and is killed."""
+"""Seconds that a command gets to end after its processes were killed. Then the shell itself is killed."""
 
 
 class ShellSession:
     """A shell of a sandbox, from :meth:`ApptainerSandbox.session`; an async context manager.
 
     Args:
-        commands: returns the dispatcher of the sandbox's container, which is started if necessary.
+        container: returns the sandbox's container; starts it if necessary.
     """
 
-    def __init__(self, commands: Callable[[], Awaitable[CommandDispatcher]], workdir: str, limit: int) -> None:
-        self._find = commands
+    def __init__(self, container: Callable[[], Awaitable[Container]], workdir: str, limit: int) -> None:
+        self._container = container
         self._workdir = workdir
         self._limit = limit
         self._commands: CommandDispatcher | None = None
         self._shell: RunningCommand | None = None
         self._worker: Worker | None = None
         self._partial_line = b""
-        self._one = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def __aenter__(self) -> ShellSession:
-        async with self._one:
+        async with self._lock:
             await self._open()
         return self
 
@@ -62,7 +63,7 @@ class ShellSession:
         Raises:
             SandboxError: the sandbox is stopped or was lost.
         """
-        async with self._one:
+        async with self._lock:
             if self._shell is None or self._shell.done.done():
                 await self._open()
             assert self._commands is not None
@@ -90,13 +91,13 @@ class ShellSession:
 
     async def _open(self) -> None:
         await self._close()
-        commands = await self._find()
+        commands = (await self._container()).commands
         worker, inside = commands.session_worker()
         script = session_text(inside)
-        chosen = f"if command -v bash >/dev/null; then exec bash -c {shlex.quote(script)}; fi\n{script}"
+        command = f"if command -v bash >/dev/null; then exec bash -c {shlex.quote(script)}; fi\n{script}"
         self._partial_line = b""
         self._commands, self._worker = commands, worker
-        self._shell = commands.launch(chosen, self._workdir, {}, None, self._limit, on_output=self._answered)
+        self._shell = commands.launch(command, self._workdir, {}, None, self._limit, on_output=self._answered)
 
     def _answered(self, data: bytes) -> None:
         *lines, partial = (self._partial_line + data).split(b"\n")
@@ -138,8 +139,8 @@ def _kill_below(init: int, number: int) -> None:
 
 
 def session_text(lines: str) -> str:
-    """Returns what a session's shell runs: it evaluates each line of the FIFO ``lines`` and answers with its status."""
-    # A line's redirections end with it. Descriptors 8 and 9 are closed for the programs that it runs.
+    """Returns the program of a session's shell: it evaluates each line of the FIFO ``lines`` and prints its status."""
+    # A line's redirections end with the line. Its programs do not inherit descriptors 8 and 9.
     return (
         f"exec 8<{lines} 9>&1 >/dev/null 2>&1; _mf_n='\n'\n"
         'while IFS= read -r _mf_line <&8; do eval "$_mf_line"; echo "$?" >&9; done'

@@ -9,7 +9,7 @@ READ_SIZE = 65536
 """Capacity of a pipe."""
 
 MAX_LEFT_PAIRS = 32
-"""Maximum pairs that background processes hold in one container. Each costs the owner two descriptors."""
+"""Maximum pairs that background processes hold in one container. Each costs this process two descriptors."""
 
 
 class CappedBuffer:
@@ -45,7 +45,7 @@ class CappedBuffer:
         return self._dropped + len(self._tail) > self._tail_limit
 
     def value(self) -> bytes:
-        """Returns head and tail, with a line between them that says how many bytes are missing."""
+        """Returns head and tail. A line between them counts the missing bytes."""
         self._trim()
         if not self._dropped:
             return bytes(self._head + self._tail)
@@ -53,9 +53,9 @@ class CappedBuffer:
 
 
 class StreamPair:
-    """The two FIFOs that a command writes to. They are used again after all its processes have closed them.
+    """The two FIFOs that a command writes to. They are reused after all its processes have closed them.
 
-    A background process keeps its command's pair. Its output is read and discarded, so that a server that logs to its
+    A background process keeps its command's pair. Its output is read and discarded, so a server that logs to its
     standard output neither blocks nor dies when its command has ended.
     """
 
@@ -75,7 +75,7 @@ class StreamPair:
             self.descriptors = [self._open(path) for path in self._paths]
 
     def renew(self) -> None:
-        """Reopens the reading ends whose writers have closed them, because a poll would report that end for ever."""
+        """Reopens reading ends that earlier writers have closed, because a poll would report that end for ever."""
         if self._used:
             for stream, old in enumerate(self.descriptors):
                 if self.held[stream]:
@@ -98,7 +98,7 @@ class StreamPair:
         self.descriptors = []
 
     def remove(self) -> None:
-        """Removes the FIFOs. What their holders print later is lost."""
+        """Removes the FIFOs. Later output of background processes is lost."""
         for path in self._paths:
             os.unlink(path)
 
@@ -111,7 +111,7 @@ class StreamPairs:
         self._made = 0
         self._all: dict[StreamPair, None] = {}
         self._free: list[StreamPair] = []
-        self._left: dict[StreamPair, None] = {}
+        self._held: dict[StreamPair, None] = {}
         """Pairs that background processes hold, the oldest first."""
 
     def prepare(self, count: int) -> None:
@@ -122,7 +122,7 @@ class StreamPairs:
         self._free += pairs
 
     def take(self) -> StreamPair:
-        """Returns a free pair, a new one if all are held."""
+        """Returns a free pair; creates one if all are held."""
         if self._free:
             return self._free.pop()
         pair = StreamPair(self._directory, self._made)
@@ -134,7 +134,7 @@ class StreamPairs:
         """Frees a pair for its next command; returns ``False`` if a process inside still holds it."""
         if any(pair.held):
             return False
-        self._left.pop(pair, None)
+        self._held.pop(pair, None)
         pair.reuse()
         self._free.append(pair)
         return True
@@ -144,10 +144,10 @@ class StreamPairs:
 
         If more than :data:`MAX_LEFT_PAIRS` are held, the oldest loses its reader, and its next writer gets SIGPIPE.
         """
-        self._left[pair] = None
-        if len(self._left) > MAX_LEFT_PAIRS:
-            oldest = next(iter(self._left))
-            del self._left[oldest], self._all[oldest]
+        self._held[pair] = None
+        if len(self._held) > MAX_LEFT_PAIRS:
+            oldest = next(iter(self._held))
+            del self._held[oldest], self._all[oldest]
             _close(oldest, remove_reader)
             oldest.remove()
 
@@ -169,8 +169,7 @@ def _close(pair: StreamPair, remove_reader: Callable[[int], object]) -> None:
 
 
 def read_available(descriptor: int) -> bytes | None:
-    """Returns what there is now, at most :data:`READ_SIZE` bytes; ``None`` when there is nothing yet; ``b""`` at the
-    end."""
+    """Returns available bytes, at most :data:`READ_SIZE`; ``None`` if nothing is available yet; ``b""`` at the end."""
     try:
         return os.read(descriptor, READ_SIZE)
     except BlockingIOError:

@@ -1,9 +1,9 @@
-"""A shell on a terminal of the sandbox's own, and that terminal joined to the user's.
+"""A shell on a pseudo-terminal in a sandbox, relayed to the user's terminal.
 
-The shell is a command of the sandbox like any other, under all its limits. A helper, which brings its interpreter
-along (:mod:`..helper_python`), opens a pseudo-terminal in there, passes our end out over a Unix socket in the control
-directory, makes the other the shell's terminal, and waits for the shell. The user's own terminal is never inside: what
-runs there could push characters into its input (TIOCSTI), which the user's shell would read afterwards.
+The shell is an ordinary command of the sandbox, under all its limits. A helper (:mod:`..helper_python`) opens a
+pseudo-terminal inside and passes the controlling end out. The other end becomes the shell's terminal. The user's own
+terminal is never passed in: a process inside could push characters into its input (TIOCSTI), and the user's shell would
+read them afterwards.
 """
 
 from __future__ import annotations
@@ -14,26 +14,20 @@ import fcntl
 import os
 import select
 import signal
-import socket
 import struct
 import termios
 import tty
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from megaflow_hpc.environments.sandbox import helper_python
-from megaflow_hpc.errors import SandboxError
-from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.types import ExecResult
 
-OPEN_S = 20.0
 END_S = 10.0
-"""A shell that has let go of its terminal ends within so long, or is ended."""
-PIECE = 1 << 16
-"""Bytes that are read at once; so many wait at most for a shell that does not read."""
+"""Seconds that a shell gets to end after it has closed its terminal."""
+READ_BYTES = 1 << 16
+"""Bytes of one read. At most one read waits for a shell that does not read its input."""
 SHELL = ("/bin/sh", "-c", "if command -v bash >/dev/null; then exec bash; fi; exec /bin/sh -i")
-_NAME = "terminal"
 _TIOCGPTN = 0x80045430
 
 _PROGRAM = """
@@ -63,16 +57,12 @@ os._exit(status if status >= 0 else 128 - status)
 """
 
 
-class _Exec(Protocol):
-    async def __call__(self, command: Sequence[str], /, *, env: Mapping[str, str], output_limit: int) -> ExecResult: ...
-
-
 class Terminal:
-    """Our end of a terminal, and the shell on the other.
+    """The controlling end of a pseudo-terminal, and the shell on its other end.
 
     Args:
-        descriptor: our end, which :meth:`close` closes.
-        shell: ends with the shell.
+        descriptor: the controlling end. :meth:`close` closes it.
+        shell: the command that runs the shell.
     """
 
     def __init__(self, descriptor: int, shell: asyncio.Task[ExecResult]) -> None:
@@ -80,19 +70,19 @@ class Terminal:
         os.set_blocking(descriptor, False)
 
     async def relay(self, keyboard: int, screen: int) -> int:
-        """Joins it to a user's terminal until the shell ends or ``keyboard`` does; returns the shell's exit status.
+        """Relays the user's terminal until the shell ends or ``keyboard`` closes; returns the shell's exit status.
 
-        Every key is the shell's, Ctrl-C and Ctrl-D too; the size of ``screen`` is passed on as it changes. The
-        terminal is left as it was found.
+        The shell gets every key, Ctrl-C and Ctrl-D too, and each change of the size of ``screen``. Afterwards the
+        user's terminal has its earlier settings.
 
         Raises:
             SandboxError: the sandbox was lost.
         """
         loop = asyncio.get_running_loop()
-        found = termios.tcgetattr(keyboard)
+        earlier_settings = termios.tcgetattr(keyboard)
         self.resize(screen)
         loop.add_signal_handler(signal.SIGWINCH, self.resize, screen)
-        hung_up = loop.create_future()  # True: by the user
+        hung_up = loop.create_future()  # True if the user hung up, False if the shell closed its terminal
         tty.setraw(keyboard)
         try:
             loop.add_reader(self.descriptor, self._show, screen, hung_up)
@@ -100,31 +90,31 @@ class Terminal:
             await asyncio.wait((self.shell, hung_up), return_when=asyncio.FIRST_COMPLETED)
             if hung_up.done() and not hung_up.result():
                 await asyncio.wait((self.shell,), timeout=END_S)
-            while not hung_up.done() and self._show(screen, hung_up):  # what the shell said last
+            while not hung_up.done() and self._show(screen, hung_up):  # the shell's last output
                 pass
         finally:
             loop.remove_reader(keyboard)
             loop.remove_reader(self.descriptor)
             loop.remove_writer(self.descriptor)
             loop.remove_signal_handler(signal.SIGWINCH)
-            with contextlib.suppress(termios.error):  # it is gone itself
-                termios.tcsetattr(keyboard, termios.TCSADRAIN, found)
+            with contextlib.suppress(termios.error):  # the user's terminal is gone
+                termios.tcsetattr(keyboard, termios.TCSADRAIN, earlier_settings)
         if not self.shell.done():
             return 128 + signal.SIGHUP
         return self.shell.result().exit_code
 
     def resize(self, screen: int) -> None:
-        """Gives it the size of ``screen``."""
+        """Copies the size of ``screen`` to the pseudo-terminal."""
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, fcntl.ioctl(screen, termios.TIOCGWINSZ, bytes(8)))
 
     def _show(self, screen: int, hung_up: asyncio.Future[bool]) -> bool:
-        """Passes on what the shell prints; ``False`` if there is nothing now."""
+        """Relays output of the shell. Returns ``False`` if there is nothing to read now."""
         try:
-            data = os.read(self.descriptor, PIECE)
+            data = os.read(self.descriptor, READ_BYTES)
         except BlockingIOError:
             return False
-        except OSError:  # nobody in there has it open any more
+        except OSError:  # no process inside has it open any more
             data = b""
         if data and _write(screen, data):
             return True
@@ -134,10 +124,10 @@ class Terminal:
         return False
 
     def _type(self, keyboard: int, hung_up: asyncio.Future[bool]) -> None:
-        """Passes on what the user types, as fast as the terminal takes it: there is room where it can be written to."""
+        """Reads what the user types. Reads no more until the pseudo-terminal has taken it."""
         loop = asyncio.get_running_loop()
         try:
-            data = os.read(keyboard, PIECE)
+            data = os.read(keyboard, READ_BYTES)
         except OSError:
             data = b""
         if not data:
@@ -153,7 +143,7 @@ class Terminal:
             del typed[: os.write(self.descriptor, typed)]
         except BlockingIOError:
             return
-        except OSError:  # nobody reads there any more
+        except OSError:  # no process inside reads any more
             typed.clear()
         if not typed:
             loop = asyncio.get_running_loop()
@@ -161,18 +151,18 @@ class Terminal:
             loop.add_reader(keyboard, self._type, keyboard, hung_up)
 
     async def close(self) -> None:
-        """Ends the shell and gives the terminal back."""
+        """Ends the shell and closes the pseudo-terminal."""
         self.shell.cancel()
         await asyncio.gather(self.shell, return_exceptions=True)
         os.close(self.descriptor)
 
 
 def _write(screen: int, data: bytes) -> bool:
-    """Writes all of it; ``False`` if nobody is there any more."""
+    """Writes all of ``data``. Returns ``False`` if the screen is closed."""
     while data:
         try:
             data = data[os.write(screen, data) :]
-        except BlockingIOError:  # another program has left it so
+        except BlockingIOError:  # another program has made it non-blocking
             select.select((), (screen,), ())
         except OSError:
             return False
@@ -180,75 +170,28 @@ def _write(screen: int, data: bytes) -> bool:
 
 
 async def open_terminal(
-    run: _Exec, control: str, interpreter: Path, env: Mapping[str, str], command: Sequence[str] = SHELL
+    run: helper_python.Exec, control: str, interpreter: Path, env: Mapping[str, str], command: Sequence[str] = SHELL
 ) -> Terminal:
-    """Starts a shell on a terminal of its own in a sandbox.
+    """Starts a shell on a pseudo-terminal in a sandbox.
 
     Args:
         run: runs a command of the sandbox.
-        control: the container's control directory on the host; it gets the interpreter, and for a moment a socket.
-        interpreter: the interpreter (:func:`~megaflow_hpc.environments.sandbox.helper_python.prepare`).
-        env: added to the sandbox's environment, as ``TERM``.
-        command: the shell; its first word is a path.
+        control: the container's control directory on the host.
+        interpreter: the prepared interpreter (:func:`~megaflow_hpc.environments.sandbox.helper_python.prepare`).
+        env: variables added to the sandbox's environment, such as ``TERM``.
+        command: the shell. Its first word is a path.
 
     Raises:
-        SandboxError: no terminal can be opened in there, or no shell be started.
+        SandboxError: no terminal can be opened, or the shell does not start.
     """
-    await asyncio.to_thread(helper_python.link_into, interpreter, Path(control))
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    directory = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        server.bind(f"/proc/self/fd/{directory}/{_NAME}")  # its own path may be longer than a socket's may be
-        server.listen(1)
-        server.setblocking(False)
-        words, own = helper_python.command(CONTROL_DIR, _PROGRAM)
-        argv = [*words, f"{CONTROL_DIR}/{_NAME}", *command]
-        shell = asyncio.ensure_future(run(argv, env={**env, **own}, output_limit=4096))
-        try:
-            descriptor = await _received(server, shell)
-        except BaseException:
-            shell.cancel()
-            await asyncio.gather(shell, return_exceptions=True)
-            raise
-    finally:
-        server.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(_NAME, dir_fd=directory)
-        os.close(directory)
+    descriptor, shell = await helper_python.run_and_receive(
+        run, control, interpreter, _PROGRAM, command, is_wanted=_is_terminal, what="terminal", env=env
+    )
     return Terminal(descriptor, shell)
 
 
-async def _received(server: socket.socket, shell: asyncio.Task[ExecResult]) -> int:
-    """Our end of the terminal, which the helper passes."""
-    accepting = asyncio.ensure_future(asyncio.get_running_loop().sock_accept(server))
-    try:
-        await asyncio.wait((accepting, shell), timeout=OPEN_S, return_when=asyncio.FIRST_COMPLETED)
-        if not accepting.done():
-            said = shell.result().stderr.strip().splitlines() if shell.done() else []
-            raise SandboxError(f"no terminal in the sandbox: {said[-1] if said else 'no answer'}")
-        connection, _ = accepting.result()
-    finally:
-        accepting.cancel()
-    with connection:
-        connection.settimeout(OPEN_S)
-        try:
-            _, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, connection, 1, 4)
-        except TimeoutError:
-            descriptors = []
-    found = [descriptor for descriptor in descriptors if _is_ours(descriptor)]
-    for descriptor in descriptors:
-        if descriptor not in found[:1]:
-            os.close(descriptor)
-    if not found:
-        await asyncio.wait((shell,), timeout=1.0)
-        said = shell.result().stderr.strip().splitlines() if shell.done() else []
-        raise SandboxError(f"no terminal in the sandbox: {said[-1] if said else 'none was passed'}")
-    os.set_inheritable(found[0], False)
-    return found[0]
-
-
-def _is_ours(descriptor: int) -> bool:
-    """Whether this is the controlling end of a pseudo-terminal."""
+def _is_terminal(descriptor: int) -> bool:
+    """Returns whether a descriptor is the controlling end of a pseudo-terminal."""
     try:
         fcntl.ioctl(descriptor, _TIOCGPTN, struct.pack("I", 0))
     except OSError:

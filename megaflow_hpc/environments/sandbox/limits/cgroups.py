@@ -1,14 +1,13 @@
-"""Control groups, version 2, where the site delegates one to its users: the kernel then stops what the watchdog would
-only see a moment later.
+"""Uses control groups (version 2) if the site delegates one, so that the kernel enforces limits without delay.
 
 ::
 
-    GROUP/                     delegated: this process may write it, and memory is among its controllers
-      megaflow-worker/         the processes that were in GROUP: only a group without processes may bound others
+    GROUP/                     delegated: this process may write to it, and it has the memory controller
+      megaflow-worker/         the processes that were in GROUP, because only a group without processes may limit others
       megaflow-<pid>-<n>/      one sandbox
 
-Slurm delegates none to the job's user; a systemd scope with ``Delegate=yes`` is one. Bounds lie a little above those of
-the watchdog, which can say whose fault it was.
+Slurm delegates no group to the job's user. A systemd scope with ``Delegate=yes`` does. The kernel's limits are a little
+above the watchdog's, because the watchdog can name the command that is to blame.
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 ROOT = Path("/sys/fs/cgroup")
 WORKER = "megaflow-worker"
 WANTED = ("memory", "pids", "cpu")
-ABOVE = 1.1
+MARGIN = 1.1
+"""Factor of the kernel's limits over those of the spec."""
 PERIOD_US = 100_000
 """Period of ``cpu.max`` in microseconds: the kernel's own default."""
 REMOVE_S = 2.0
 
 
-def delegated(root: Path = ROOT, needed: str = "memory") -> Path | None:
-    """Returns the group in which this process may make groups for sandboxes; ``None`` where the site delegates none."""
+def delegated() -> Path | None:
+    """Returns the group in which this process may create groups; ``None`` if the site delegates none."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -37,7 +37,7 @@ def delegated(root: Path = ROOT, needed: str = "memory") -> Path | None:
     path = next((line[3:] for line in lines if line.startswith("0::")), None)
     if path is None:
         return None
-    group = root / path.strip("/")
+    group = ROOT / path.strip("/")
     if group.name == WORKER:
         group = group.parent
     try:
@@ -45,11 +45,12 @@ def delegated(root: Path = ROOT, needed: str = "memory") -> Path | None:
     except OSError:
         return None
     files = (group, group / "cgroup.procs", group / "cgroup.subtree_control")
-    return group if (not needed or needed in offered) and all(os.access(file, os.W_OK) for file in files) else None
+    is_writable = all(os.access(file, os.W_OK) for file in files)
+    return group if "memory" in offered and is_writable else None
 
 
 def prepare(group: Path) -> bool:
-    """Makes a delegated group one that can bound others; ``False`` if the kernel does not let it."""
+    """Prepares a delegated group for groups of sandboxes. Returns ``False`` if the kernel refuses it."""
     worker = group / WORKER
     try:
         worker.mkdir(exist_ok=True)
@@ -77,10 +78,10 @@ class Cgroup:
         self.path.mkdir()
         self._ooms = 0
         if spec.memory_mb:
-            self._set("memory.max", int(spec.memory_mb * 1e6 * ABOVE))
+            self._set("memory.max", int(spec.memory_mb * 1e6 * MARGIN))
             self._set("memory.swap.max", 0)
         if spec.processes:
-            self._set("pids.max", int(spec.processes * ABOVE))
+            self._set("pids.max", int(spec.processes * MARGIN))
         if spec.cpus:
             self._set("cpu.max", f"{int(spec.cpus * PERIOD_US)} {PERIOD_US}")
 
@@ -88,17 +89,17 @@ class Cgroup:
         try:
             (self.path / name).write_text(str(value))
         except OSError:
-            pass  # that controller is not delegated: the watchdog holds the limit
+            pass  # that controller is not delegated, so only the watchdog enforces the limit
 
     def add(self, pid: int) -> None:
-        """Moves a process in; what it starts from then on is in as well."""
+        """Moves a process into the group. Processes that it starts later are in the group too."""
         try:
             (self.path / "cgroup.procs").write_text(str(pid))
         except OSError:
-            pass  # it has ended, or came from outside of what was delegated
+            pass  # it has ended, or is outside of the delegated group
 
     def cpu_s(self) -> float | None:
-        """Returns the CPU seconds of all that was ever in it; ``None`` if the kernel does not say."""
+        """Returns the CPU seconds of all processes that were ever in it; ``None`` if the kernel does not count them."""
         try:
             lines = (self.path / "cpu.stat").read_text().splitlines()
         except OSError:
@@ -116,7 +117,7 @@ class Cgroup:
         return new
 
     def remove(self) -> None:
-        """Kills whatever is in the group, and removes it."""
+        """Kills every process in the group, and removes it."""
         self._set("cgroup.kill", 1)
         deadline = time.monotonic() + REMOVE_S
         while True:

@@ -1,7 +1,7 @@
-"""Measures what the processes of a sandbox hold by open descriptors alone.
+"""Measures memory and disk space that the processes of a sandbox hold only through open descriptors.
 
-Neither resident pages nor the file tree show these bytes. Without this count a sandbox of 300 MB takes 1.2 GB of a node
-by one memfd, or by 4,000 pairs of sockets.
+Neither resident pages nor the file tree show these bytes. Without this count, a sandbox of 300 MB can take 1.2 GB of a
+node with one memfd, or with 4,000 pairs of sockets.
 
 =================  =========  ==========================================================================================
 what               counts as  how it is measured
@@ -60,7 +60,7 @@ class Held:
     count_of: Counter[int] = field(default_factory=Counter)
     """Process → descriptors."""
     memory_of: Counter[int] = field(default_factory=Counter)
-    """Process → bytes of memory. What several processes hold counts for each."""
+    """Process → bytes of memory. A file that several processes hold counts for each."""
 
 
 def measure(init: int, pids: Iterable[int]) -> Held:
@@ -69,21 +69,21 @@ def measure(init: int, pids: Iterable[int]) -> Held:
     Args:
         init: the container's first process.
     """
-    found = Held()
+    held = Held()
     listed: dict[int, list[str]] = {}
     for pid in pids:
         try:
             listed[pid] = os.listdir(f"/proc/{pid}/fd")
         except OSError:
             continue
-        found.count_of[pid] = len(listed[pid])
-        found.count += len(listed[pid])
-    if found.count <= MAX_DESCRIPTORS:
-        _measure_each(found, listed, set(usage.memory_devices(init)))
-    return found
+        held.count_of[pid] = len(listed[pid])
+        held.count += len(listed[pid])
+    if held.count <= MAX_DESCRIPTORS:
+        _measure_each(held, listed, set(usage.memory_devices(init)))
+    return held
 
 
-def _measure_each(found: Held, listed: Mapping[int, Sequence[str]], counted_devices: set[int]) -> None:
+def _measure_each(held: Held, listed: Mapping[int, Sequence[str]], counted_devices: set[int]) -> None:
     """Measures every open file once.
 
     Args:
@@ -102,27 +102,27 @@ def _measure_each(found: Held, listed: Mapping[int, Sequence[str]], counted_devi
                     continue
                 key = (status.st_dev, status.st_ino)
                 if key not in memory_of_file:
-                    memory_of_file[key] = _add(found, status, pidfd, int(name))
-                found.memory_of[pid] += memory_of_file[key]
+                    memory_of_file[key] = _add(held, status, pidfd, int(name))
+                held.memory_of[pid] += memory_of_file[key]
         finally:
             if pidfd >= 0:
                 os.close(pidfd)
 
 
-def _add(found: Held, status: os.stat_result, pidfd: int, number: int) -> int:
+def _add(held: Held, status: os.stat_result, pidfd: int, number: int) -> int:
     """Adds an open file; returns the bytes of memory that it holds."""
     if stat.S_ISREG(status.st_mode):
         size = status.st_blocks * 512
         if status.st_dev != _memfd_device():
-            found.deleted_files += size
+            held.deleted_files += size
             return 0
-        found.memfds += size
+        held.memfds += size
         return size
     is_socket = stat.S_ISSOCK(status.st_mode)
     if not is_socket and not stat.S_ISFIFO(status.st_mode):
         return 0
     buffered = _buffered(pidfd, number, is_socket)
-    found.buffers += buffered
+    held.buffers += buffered
     return buffered
 
 

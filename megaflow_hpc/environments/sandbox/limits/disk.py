@@ -1,6 +1,6 @@
-"""What a sandbox has on disk: its writable layer and further directories of its own, measured by ``du``.
+"""Measures a sandbox's writable layer and its other directories with ``du``.
 
-Every file counts as at least a block, so that empty ones count too: they take the file system's inodes.
+Every file counts as one block or more, because empty files take the file system's inodes.
 """
 
 from __future__ import annotations
@@ -15,80 +15,88 @@ from contextlib import suppress
 from typing import NamedTuple
 
 BLOCK = 4096
-"""Bytes that a file counts as at least: file systems have an inode for every 4 to 16 KB."""
+"""Minimum bytes that a file counts as. File systems have an inode for every 4 to 16 KB."""
 
-MEASURE_SHARE = 30
-"""``du`` runs at most a thirtieth of the time."""
-MEASURE_S = 2.0
-"""Seconds between two measurements at least, unless much was written."""
-QUIET_S = 30.0
-"""Seconds between two where nothing was written, by the kernel's count or by what the file system lost."""
-WRITTEN_BY_NOTHING = 100_000
-"""Bytes that commands print and the runner answers with."""
+MAX_SHARE_OF_TIME = 1 / 30
+"""Share of the time that ``du`` may run."""
+MIN_INTERVAL_S = 2.0
+"""Minimum seconds between two measurements, unless much was written."""
+QUIET_INTERVAL_S = 30.0
+"""Seconds between two measurements of a sandbox that writes nothing."""
+QUIET_BYTES = 100_000
+"""Bytes that commands and the runner print without writing to disk."""
 MANY_FILES = 1000
-"""Files are counted where the file system has lost so many, and every :data:`QUIET_S`: that takes as long again."""
+"""If the file system lost this many inodes, files are counted too. Counting takes as long as measuring bytes."""
 
 _WITH_FILES = 'du -s -x -c --block-size=1 -- "$@" | tail -n 1; du -s -x -c --inodes -- "$@" | tail -n 1'
 
-
-LITTLE = 1_000_000
-"""Bytes that may be written in a layer that somebody has filled: tests that judge it leave their logs."""
+TOLERATED_BYTES = 1_000_000
+"""Bytes that later commands may write to a layer that was full before, because a verifier leaves its logs there."""
 
 
 class Free(NamedTuple):
-    """What a file system has left."""
+    """Free space of a file system."""
 
     bytes: int
-    """Blocks promised to delayed writes are not free."""
+    """Blocks reserved for delayed writes are not free."""
     inodes: int | None
-    """``None`` where it makes them as they are needed."""
+    """``None`` if the file system creates inodes as they are needed."""
 
     def lost(self, later: Free) -> int:
-        """Returns the bytes that are gone, a file as a block; what makes its inodes of blocks shows them as bytes."""
-        gone = self.bytes - later.bytes
-        return max(gone, BLOCK * (self.files(later) - max(gone, 0) // 512))
+        """Returns the bytes that were used since, with each new file as one block or more."""
+        used = self.bytes - later.bytes
+        return max(used, BLOCK * (self.files(later) - max(used, 0) // 512))
 
     def files(self, later: Free) -> int:
-        """Returns how many files were made in between; those of a file system that does not count them by its bytes."""
+        """Returns how many files were created since. Estimates them from bytes if inodes are not counted."""
         if self.inodes is None or later.inodes is None:
             return max(0, self.bytes - later.bytes) // 512
         return self.inodes - later.inodes
 
 
 def free_disk(path: str) -> Free:
-    """Returns what is left on the file system of ``path``."""
+    """Returns the free space of the file system of ``path``."""
     try:
-        found = os.statvfs(path)
+        status = os.statvfs(path)
     except OSError:
         return Free(0, None)
-    return Free(found.f_bfree * found.f_frsize, found.f_ffree if found.f_files else None)
+    return Free(status.f_bfree * status.f_frsize, status.f_ffree if status.f_files else None)
 
 
 class DiskUse:
-    """What one sandbox has on disk, as of the last measurement."""
+    """The disk space of one sandbox, as of the last measurement.
 
-    def __init__(self) -> None:
+    Args:
+        layer: the writable layer.
+    """
+
+    def __init__(self, layer: str) -> None:
+        self.directories = [layer]
+        """The layer, and other directories that the sandbox may write to."""
+        self.occupied = 0
+        """Bytes in them that the sandbox did not write: a copy of the image, files for its verifier."""
         self.bytes = 0
         self.peak: int | None = None
-        """The most that was measured; ``None`` before the first measurement."""
+        """The largest measured size; ``None`` before the first measurement."""
         self._du: subprocess.Popen[bytes] | None = None
-        self._files = 0
-        self._began = self._due = self._cost = self._counted = 0.0
+        self._began = self._due = self._cost_s = 0.0
         self._written = 0
         self._free = Free(0, 0)
-        self._free_counted: Free | None = None
-        self._begun_anew = False
-        """A measurement that began before that says nothing of those who run now."""
-        self._bearable: float = 0
-        """Bytes that count against nobody who runs now, were they more than is allowed: what stood there, and a
-        little. Infinite until a measurement has said what stands there."""
+        self._files = 0
+        self._files_counted = 0.0
+        self._free_at_count: Free | None = None
+        self._excuse_requested = False
+        self._tolerated: float = 0
+        """Bytes that are no breach even above the limit, because earlier processes wrote them. Infinite until a
+        measurement that began after :meth:`excuse` has ended."""
 
     def excuse(self) -> None:
-        """Begins anew: what is there now was written by others than those who run from now on. From any thread."""
-        self._begun_anew = True
+        """Does not blame later processes for the present files. May be called from any thread."""
+        self._excuse_requested = True
 
     def wanted(self, allowed: int, free: Free) -> bool:
-        """Whether to look now: a measurement has ended, or the node lost half of what the sandbox may still take."""
+        """Returns whether to look now: a measurement has ended, or the node lost half of the sandbox's remaining
+        bytes."""
         if self._du is not None:
             return self._du.poll() is not None
         return self._is_much(self._free.lost(free), allowed)
@@ -96,81 +104,91 @@ class DiskUse:
     def _is_much(self, lost: int, allowed: int) -> bool:
         return lost > max((allowed - self.bytes) / 2, 1e6)
 
-    def grows_over(
-        self,
-        allowed: int,
-        directories: Sequence[str],
-        occupied: int,
-        init: int,
-        written: int,
-        deleted: Callable[[], int],
-        now: float,
-        free: Free,
+    def exceeds(
+        self, allowed: int, init: int, written: int, deleted: Callable[[], int], now: float, free: Free
     ) -> bool:
-        """Measures beside the caller's other work; returns whether those who run now wrote more than is allowed.
+        """Measures in the background. Returns whether running processes wrote more than is allowed.
 
         Args:
-            occupied: bytes that were there at the start.
+            init: the container's first process.
             written: bytes that the sandbox's processes passed to ``write``.
-            deleted: asks for the bytes of deleted files that are open.
+            deleted: returns the bytes of deleted files that are open.
         """
-        if self._free_counted is None:
-            self._free_counted, self._counted = free, now
-        if self._begun_anew:
-            self._begun_anew, self._bearable = False, math.inf
+        if self._free_at_count is None:
+            self._free_at_count, self._files_counted = free, now
+        if self._excuse_requested:
+            self._excuse_requested = False
+            self._tolerated = math.inf
             self.end()
             self._due = self._began = -math.inf
         if self._du is None:
-            lost = max(written - self._written, self._free.lost(free))
-            quiet = lost < WRITTEN_BY_NOTHING and now < self._began + QUIET_S
-            if (now >= self._due and not quiet) or (
-                self._is_much(lost, allowed) and now >= self._began + 4 * self._cost
-            ):
-                counts_files = now > self._counted + QUIET_S or self._free_counted.files(free) > MANY_FILES
-                self._du, self._began = _start(directories, init, counts_files), now
-                self._written, self._free = written, free
-                if counts_files:
-                    self._free_counted, self._counted = free, now
+            if self._should_start(allowed, written, now, free):
+                self._start(init, written, now, free)
             return False
         if self._du.poll() is None:
             return False
-        found, self._du = _measured(self._du), None
-        self._cost = max(0.05, now - self._began)
-        self._due = now + max(MEASURE_S, MEASURE_SHARE * self._cost)
-        if found is None:
+        return self._finish(allowed, deleted, now)
+
+    def _should_start(self, allowed: int, written: int, now: float, free: Free) -> bool:
+        lost = max(written - self._written, self._free.lost(free))
+        if self._is_much(lost, allowed) and now >= self._began + 4 * self._cost_s:
+            return True
+        is_quiet = lost < QUIET_BYTES and now < self._began + QUIET_INTERVAL_S
+        return now >= self._due and not is_quiet
+
+    def _start(self, init: int, written: int, now: float, free: Free) -> None:
+        assert self._free_at_count is not None
+        count_files = now > self._files_counted + QUIET_INTERVAL_S or self._free_at_count.files(free) > MANY_FILES
+        self._du, self._began = _start_du(self.directories, init, count_files), now
+        self._written, self._free = written, free
+        if count_files:
+            self._free_at_count, self._files_counted = free, now
+
+    def _finish(self, allowed: int, deleted: Callable[[], int], now: float) -> bool:
+        assert self._du is not None
+        totals, self._du = _totals(self._du), None
+        self._cost_s = max(0.05, now - self._began)
+        self._due = now + max(MIN_INTERVAL_S, self._cost_s / MAX_SHARE_OF_TIME)
+        if totals is None:
             return False
-        self._files = found[1] or self._files
-        self.bytes = max(0, max(found[0], BLOCK * self._files) - occupied) + deleted()
+        size, files = totals
+        self._files = files or self._files
+        self.bytes = max(0, max(size, BLOCK * self._files) - self.occupied) + deleted()
         self.peak = max(self.peak or 0, self.bytes)
-        self._bearable = min(self._bearable, self.bytes + LITTLE)
+        self._tolerated = min(self._tolerated, self.bytes + TOLERATED_BYTES)
         if self.bytes > allowed:
-            self._due = now + 4 * self._cost
-        if self.bytes <= max(allowed, self._bearable):
+            self._due = now + 4 * self._cost_s
+        if self.bytes <= max(allowed, self._tolerated):
             return False
-        self._bearable = math.inf  # who is ended now writes on until then
+        self._tolerated = math.inf  # the killed processes write until they have ended
         return True
 
     def end(self) -> None:
-        """Gives up a measurement under way."""
+        """Cancels a running measurement."""
         du, self._du = self._du, None
         if du is not None:
             with suppress(ProcessLookupError):
                 os.killpg(du.pid, signal.SIGKILL)
             du.wait()
-            _measured(du)
+            _totals(du)
 
 
-def _start(directories: Sequence[str], init: int, files: bool) -> subprocess.Popen[bytes] | None:
-    """``du``, if it can be run, in the container's user namespace, where the caller is root over its own files: a
-    directory without any right (``chmod 000``) hides nothing. It walks trees deeper than any path may be long."""
+def _start_du(directories: Sequence[str], init: int, count_files: bool) -> subprocess.Popen[bytes] | None:
+    """Starts ``du`` in the container's user namespace; ``None`` if it cannot run.
+
+    There the caller is root over its own files, so a directory without any right (``chmod 000``) hides nothing. ``du``
+    also walks trees that are deeper than the longest path.
+    """
     nsenter, du = shutil.which("nsenter"), shutil.which("du")
     if du is None:
         return None
     inside = [nsenter, "--preserve-credentials", "-U", "-t", str(init), "--"] if nsenter and os.geteuid() else []
-    counting = ["/bin/sh", "-c", _WITH_FILES, "sh"] if files else [du, "-s", "-x", "-c", "--block-size=1", "--"]
+    measuring = [du, "-s", "-x", "-c", "--block-size=1", "--"]
+    if count_files:
+        measuring = ["/bin/sh", "-c", _WITH_FILES, "sh"]
     try:
         return subprocess.Popen(
-            [*inside, *counting, *directories],
+            [*inside, *measuring, *directories],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -181,8 +199,8 @@ def _start(directories: Sequence[str], init: int, files: bool) -> subprocess.Pop
         return None
 
 
-def _measured(process: subprocess.Popen[bytes]) -> tuple[int, int] | None:
-    """The bytes that a finished measurement found, and the files if it counted them, else 0; ``None`` if it failed."""
+def _totals(process: subprocess.Popen[bytes]) -> tuple[int, int] | None:
+    """Returns bytes and files of a finished measurement; ``None`` if it failed. Files are 0 if not counted."""
     assert process.stdout is not None
     with process.stdout as output:
         totals = [line.split()[0] for line in output.read(65536).splitlines() if line.endswith(b"\ttotal")]

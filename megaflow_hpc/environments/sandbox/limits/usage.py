@@ -1,8 +1,12 @@
-"""What the processes of a sandbox use, read from ``/proc`` by the user who owns them. No rights, no agent inside.
+"""Reads from ``/proc`` how much memory and CPU time the processes of a sandbox use. Needs no rights.
 
-Reading is split by price. One look at a process (``stat`` and its children, some 30 µs) gives its threads, resident
-set and CPU time; the resident sets of a sandbox add up to at least what it really occupies, so most looks end there.
-Proportional set sizes (``smaps_rollup``, which walks page tables) are read only where that sum is over a limit.
+A cheap look at a process (``stat`` and its children, some 30 µs) gives its threads, resident set and CPU time. The sum
+of the resident sets is an upper bound of a sandbox's memory. Proportional set sizes (``smaps_rollup``, which walks page
+tables) are read only if this sum is over a limit.
+
+The kernel adds the CPU time of an ended process to the process that waits for it. If the parent ignores SIGCHLD, the
+time is lost: the process is gone at the next look, and its parent's time has not grown by the same amount.
+:class:`CpuTime` counts it all the same. If the sandbox has a control group, the kernel counts.
 """
 
 from __future__ import annotations
@@ -10,10 +14,12 @@ from __future__ import annotations
 import functools
 import os
 import resource
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megaflow_hpc.environments.sandbox.limits.cgroups import Cgroup
 from megaflow_hpc.host.process import children, parent, read_proc, stat_fields
 
 PAGE = resource.getpagesize()
@@ -24,7 +30,7 @@ PEAK_GROWTH = 1.05
 PEAK_SLACK_BYTES = 1_000_000
 
 _IN_MEMORY = ("dev", "dev/shm")
-"""Directories of a container that are memory: what is written there is held by no process."""
+"""Directories of a container whose files are in memory and belong to no process."""
 
 
 class Process(NamedTuple):
@@ -40,21 +46,27 @@ class Process(NamedTuple):
 
 @dataclass
 class Look:
-    """One cheap look at every process below a container's first: sums, and CPU time of children already reaped."""
+    """Sums of one cheap look at every process of a container."""
 
     pids: list[int] = field(default_factory=list)
     threads: int = 0
     resident: int = 0
-    """Bytes; pages that several processes share are counted in each."""
+    """Bytes. Pages that several processes share count in each."""
     cpu_s: float = 0.0
+    """CPU seconds, also of children that a process has waited for."""
     written: int = 0
     """Bytes passed to ``write`` since the container started, as far as the kernel counts them (``/proc/PID/io``)."""
     processes: dict[int, Process] = field(default_factory=dict)
 
 
 def look(init: int, written: bool = False) -> Look:
-    """Reads every process of the container whose first process is ``init``; ``written``: also what they wrote."""
-    found = Look()
+    """Looks at every process of a container.
+
+    Args:
+        init: its first process.
+        written: also read what they wrote.
+    """
+    result = Look()
     waiting = [init]
     while waiting:
         pid = waiting.pop()
@@ -62,21 +74,20 @@ def look(init: int, written: bool = False) -> Look:
         if not fields:
             continue
         threads = int(fields[17])
-        found.pids.append(pid)
-        found.threads += threads
-        found.resident += max(0, int(fields[21])) * PAGE
+        result.pids.append(pid)
+        result.threads += threads
+        result.resident += max(0, int(fields[21])) * PAGE
         own, waited = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
-        found.cpu_s += (own + waited) / TICKS
-        found.processes[pid] = Process(int(fields[19]), int(fields[1]), fields[0], own, waited)
+        result.cpu_s += (own + waited) / TICKS
+        result.processes[pid] = Process(int(fields[19]), int(fields[1]), fields[0], own, waited)
         if written:
-            found.written += written_by(pid)
+            result.written += written_by(pid)
         waiting += children(pid, threads)
-    return found
+    return result
 
 
 def runtime_threads(init: int) -> int:
-    """Returns how many threads the kernel counts with a container's without being in it: the runtime's, in its user
-    namespace."""
+    """Returns Apptainer's threads in a container's user namespace, which the kernel counts with the container's."""
     try:
         runtime = parent(init)
         if os.readlink(f"/proc/{runtime}/ns/user") == os.readlink(f"/proc/{init}/ns/user"):
@@ -95,40 +106,39 @@ def written_by(pid: int) -> int:
 
 
 def proportional(pid: int) -> tuple[int, int]:
-    """Returns the bytes of a process that cannot be dropped, shares divided: (anonymous, swapped out included; shared
-    memory).
+    """Returns a process's proportional bytes: anonymous memory with swap, and shared memory.
 
-    Pages of mapped files are left out: the kernel takes them back when it needs them.
+    Pages of mapped files do not count, because the kernel can drop them.
     """
-    anonymous = shared = whole = 0
-    split = False
+    anonymous = shared = total = 0
+    is_split = False  # before Linux 5.4 there is only a total
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             for line in file:
                 name, _, rest = line.partition(b":")
                 if name == b"Pss":
-                    whole = int(rest.split()[0]) * 1024
+                    total = int(rest.split()[0]) * 1024
                 elif name in (b"Pss_Anon", b"SwapPss"):
                     anonymous += int(rest.split()[0]) * 1024
-                    split = split or name == b"Pss_Anon"
+                    is_split = is_split or name == b"Pss_Anon"
                 elif name == b"Pss_Shmem":
                     shared = int(rest.split()[0]) * 1024
     except (OSError, ValueError):
         return 0, 0
-    return (anonymous, shared) if split else (whole, 0)  # the split is there from Linux 5.4 on
+    return (anonymous, shared) if is_split else (total, 0)
 
 
 def memory_of(init: int, pids: Iterable[int], files: int) -> int:
-    """Returns the bytes a container occupies: its processes' share, and files in memory that nobody has mapped.
+    """Returns the bytes of memory of a container: its processes, and files in memory that no process has mapped.
 
     Args:
-        files: bytes of them that are in no file system of the container (memfds).
+        files: bytes of memfds, which are in no file system of the container.
     """
     anonymous = shared = 0
     for pid in pids:
-        own, common = proportional(pid)
-        anonymous += own
-        shared += common
+        own_anonymous, own_shared = proportional(pid)
+        anonymous += own_anonymous
+        shared += own_shared
     return anonymous + max(shared, memory_files(init) + files)
 
 
@@ -136,12 +146,12 @@ def memory_devices(init: int) -> dict[int, str]:
     """Returns the container's own memory file systems (``/dev/shm`` and ``/dev``): device → path on the host."""
     root = f"/proc/{init}/root"
     try:
-        own = os.stat(root).st_dev
-        found = {os.stat(f"{root}/{name}").st_dev: f"{root}/{name}" for name in _IN_MEMORY}
+        root_device = os.stat(root).st_dev
+        devices = {os.stat(f"{root}/{name}").st_dev: f"{root}/{name}" for name in _IN_MEMORY}
     except OSError:
         return {}
-    found.pop(own, None)
-    return found
+    devices.pop(root_device, None)
+    return devices
 
 
 def memory_files(init: int) -> int:
@@ -149,10 +159,10 @@ def memory_files(init: int) -> int:
     total = 0
     for path in memory_devices(init).values():
         try:
-            found = os.statvfs(path)
+            status = os.statvfs(path)
         except OSError:
             continue
-        total += (found.f_blocks - found.f_bfree) * found.f_frsize
+        total += (status.f_blocks - status.f_bfree) * status.f_frsize
     return total
 
 
@@ -165,11 +175,11 @@ def _swap() -> bool:
 
 
 SWAP = _swap()
-"""Memory may be swapped out, which resident sets do not show."""
+"""True if memory may be swapped out, which resident sets do not show."""
 
 
 def open_files() -> int:
-    """Returns how many files are open on this node; more than its kernel allows, and nobody opens any."""
+    """Returns how many files are open on this node."""
     try:
         return int(_read("/proc/sys/fs/file-nr").split()[0])
     except (OSError, ValueError, IndexError):
@@ -177,7 +187,7 @@ def open_files() -> int:
 
 
 def available_memory() -> int:
-    """Returns the bytes of memory this node could give out now (``MemAvailable``)."""
+    """Returns the bytes of memory that are available on this node (``MemAvailable``)."""
     try:
         return int(_read("/proc/meminfo").partition(b"MemAvailable:")[2].split(maxsplit=1)[0]) * 1024
     except (OSError, ValueError, IndexError):
@@ -185,7 +195,7 @@ def available_memory() -> int:
 
 
 def _read(path: str) -> bytes:
-    """The beginning of a file of the node's that is asked for twenty times a second, and stays open for that."""
+    """Reads a file of ``/proc`` that stays open, because it is read twenty times a second."""
     return os.pread(_opened(path), 4096, 0)
 
 
@@ -194,8 +204,106 @@ def _opened(path: str) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
+def lost_ticks(
+    before: Mapping[int, Process], now: Mapping[int, Process], init: int, ticks: float, processors: int
+) -> float:
+    """Returns the CPU time, in clock ticks, of processes that ended between two looks and that no process waited for.
+
+    A process that is new at one look and gone at the next represents others like it. It is charged the time between
+    the looks.
+
+    Args:
+        init: the first process, which waits for orphans.
+        ticks: time between the looks.
+        processors: maximum number of processes that run at the same time.
+    """
+    if before.keys() <= now.keys():
+        return 0.0
+    owed: Counter[int] = Counter()
+    short_lived: Counter[int] = Counter()
+    for pid, old in before.items():
+        if _is_alive(pid, old, now):
+            continue
+        ancestor = old.parent
+        while ancestor in before and not _is_alive(ancestor, before[ancestor], now):
+            ancestor = before[ancestor].parent
+        owed[ancestor] += old.own + old.waited
+        if old.state == "R" and old.own <= ticks:
+            short_lived[ancestor] += 1
+    unpaid = estimate = from_orphans = 0.0
+    if init in before and init in now:
+        from_orphans = max(0, now[init].waited - before[init].waited - owed.pop(init, 0))
+    for pid, debt in owed.items():
+        grown = 0
+        if pid in before and pid in now:
+            grown = now[pid].waited - before[pid].waited
+        if debt > grown:
+            unpaid += debt - grown
+            estimate += short_lived[pid] * ticks
+    unpaid -= from_orphans
+    if unpaid <= 0:
+        return 0.0
+    return max(unpaid, min(estimate, processors * ticks))
+
+
+def _is_alive(pid: int, old: Process, now: Mapping[int, Process]) -> bool:
+    return pid in now and now[pid].start == old.start
+
+
+class CpuTime:
+    """The CPU time of one sandbox, over all its containers."""
+
+    def __init__(self) -> None:
+        self.leaks = False
+        """True if processes ended and no process waited for them."""
+        self._until_renewal = 0.0
+        self._ended_containers = self._container = self._lost = 0.0
+        self._group_at_renewal = 0.0
+        self._processes: Mapping[int, Process] = {}
+        self._last_look = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """CPU seconds since the last :meth:`renew`, at the last look."""
+        return self._ended_containers + self._container
+
+    @property
+    def total(self) -> float:
+        """CPU seconds since the start, at the last look."""
+        return self._until_renewal + self.seconds
+
+    def renew(self, group: Cgroup | None) -> None:
+        """Counts from zero again."""
+        self._until_renewal = self.total
+        self._ended_containers = self._container = self._lost = 0.0
+        self._group_at_renewal = group.cpu_s() or 0.0 if group else 0.0
+        self._processes = {}
+
+    def end(self) -> None:
+        """Keeps the time of a container that ends."""
+        self._ended_containers += self._container
+        self._container = self._lost = 0.0
+        self._processes = {}
+        self.leaks = False
+
+    def look(self, init: int, seen: Look, group: Cgroup | None, processors: int, now: float) -> float:
+        """Adds a look. Returns the CPU seconds since the last one."""
+        last = self._container
+        kernel = group.cpu_s() if group is not None else None
+        if kernel is not None:
+            self._ended_containers, self._container = 0.0, kernel - self._group_at_renewal
+            return self._container - last
+        if self._processes:
+            gone = lost_ticks(self._processes, seen.processes, init, (now - self._last_look) * TICKS, processors)
+            self._lost += gone / TICKS
+            self.leaks = self.leaks or gone > 0
+        self._processes, self._last_look = seen.processes, now
+        self._container = seen.cpu_s + self._lost
+        return self._container - last
+
+
 class Consumption(NamedTuple):
-    """Use of a sandbox so far, over all its containers, for the record of its rollout. MB are 10^6 bytes."""
+    """Resources that a sandbox has used so far in all its containers. MB are 10^6 bytes."""
 
     cpu_s: float
     """CPU time of its processes, ended ones included."""
@@ -216,11 +324,11 @@ class MemoryPeak:
         self._bound = 0
 
     def look(self, bound: int, exact: Callable[[], int]) -> None:
-        """Takes in a look.
+        """Adds a look.
 
         Args:
-            bound: an upper bound of what is held, in bytes.
-            exact: measures what is held.
+            bound: an upper bound of the memory in bytes.
+            exact: measures the memory.
         """
         is_no_peak = bound <= self.bytes * PEAK_GROWTH + PEAK_SLACK_BYTES
         is_unchanged = self._bound / PEAK_GROWTH <= bound <= self._bound * PEAK_GROWTH

@@ -1,16 +1,16 @@
-"""The watchdog holds sandboxes to their limits, without root: one thread for all sandboxes of a process.
+"""The watchdog enforces the limits of sandboxes without root, in one thread for all sandboxes of a process.
 
 The thread polls the node 20 times a second for three cheap figures: available memory, free space of scratch, and open
 files. It looks at one sandbox (:class:`SandboxWatch`) twice a second while that works and every two seconds while it
-idles. It looks at once if the node has lost a good part of what the sandbox may still take. So the cost depends on what
-happens and not on the number of sandboxes, and a hog is seen within one poll.
+idles. It looks at once if the node has lost a good part of what the sandbox may still take. So the cost depends on
+activity and not on the number of sandboxes, and a hog is seen within one poll.
 
 A breach of memory, processes, disk or descriptors ends the command that uses most. It ends the whole container if no
 command can be named, because a process wiped its environment. A breach of CPU or wall time ends the sandbox. If the
-site delegates a cgroup, the kernel holds memory, processes and CPU shares as well (cgroups.py).
+site delegates a cgroup, the kernel also limits memory, processes and CPU shares (cgroups.py).
 
 Some limits are set once at the start and need no rights: RLIMIT_NPROC (per user namespace), RLIMIT_FSIZE, an affinity
-of ``cpus`` processors, and the first place in the queue of the kernel's out-of-memory killer.
+to ``cpus`` processors, and the score by which the kernel's out-of-memory killer chooses a sandbox first.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megaflow_hpc.environments.sandbox.commands.command import MARKER, command_of
 from megaflow_hpc.environments.sandbox.limits import cgroups, usage
-from megaflow_hpc.environments.sandbox.limits.cputime import CpuTime
 from megaflow_hpc.environments.sandbox.limits.descriptors import (
     MAX_DESCRIPTORS,
     MAX_DESCRIPTORS_OF_PROCESS,
@@ -35,7 +34,7 @@ from megaflow_hpc.environments.sandbox.limits.descriptors import (
     Held,
 )
 from megaflow_hpc.environments.sandbox.limits.disk import DiskUse, Free, free_disk
-from megaflow_hpc.environments.sandbox.limits.usage import Consumption, MemoryPeak
+from megaflow_hpc.environments.sandbox.limits.usage import Consumption, CpuTime, MemoryPeak
 from megaflow_hpc.environments.sandbox.processes import kill_marked, limit_processes
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.host.process import Identity, descendants
@@ -49,6 +48,8 @@ MB = 1_000_000
 _ALL = os.cpu_count() or 1
 FULL = 0.95
 """Share of the process limit that counts as reached."""
+MAX_COMMAND_KILLS = 2
+"""After this many kills of commands in a row, a breach that continues ends the container."""
 KILL_ROUNDS = 5
 OOM_FIRST = "900"
 """``oom_score_adj`` of a sandbox. If memory runs out before the watchdog looks, the kernel kills a sandbox first."""
@@ -71,8 +72,8 @@ class Breach:
 
 
 OnBreach = Callable[[Breach, int | None, bool], None]
-"""Called in the watchdog's thread before a kill: the breach, the number of the command to kill, and whether the whole
-container is killed. With neither, nothing is left that could be killed."""
+"""Called in the watchdog's thread before a kill, with the breach, the number of the command to kill, and whether the
+whole container is killed. With neither, no process is left to kill."""
 
 
 class Node(NamedTuple):
@@ -86,41 +87,50 @@ class Node(NamedTuple):
     """Open files."""
 
 
+@dataclass
+class ContainerState:
+    """State of a sandbox's current container."""
+
+    init: Identity
+    runtime_threads: int = 0
+    """Threads of Apptainer, which the kernel counts with the container's."""
+    descriptors: Descriptors = field(default_factory=Descriptors)
+    memory: int = 0
+    """Bytes at the last look; an upper bound unless it exceeds the limit."""
+    looks_at_process_limit: int = 0
+    command_kills: int = 0
+    """Kills of commands in a row that did not end a breach."""
+
+
 class SandboxWatch:
     """One sandbox under watch.
 
     Call ``attach`` and ``detach`` as its containers start and end, and ``renew`` to count CPU and wall time from zero.
+
+    Args:
+        layer: the writable layer.
+        layer_in_memory: scratch is memory, so the layer counts as memory.
     """
 
     def __init__(self, spec: SandboxSpec, layer: str, on_breach: OnBreach, *, layer_in_memory: bool = False) -> None:
         self.spec = spec
-        self.directories = [layer]
-        """Directories that ``disk_mb`` bounds: the writable layer first, then others that the sandbox may write."""
-        self.on_breach = on_breach
-        self.layer_in_memory = layer_in_memory
-        """True if scratch is memory, so that the layer counts as memory."""
-        self.occupied = 0
-        """Bytes in them that the sandbox did not write: a copy of the image, files for its verifier."""
-        self.init: Identity | None = None
+        self.disk = DiskUse(layer)
         self.group: cgroups.Cgroup | None = None
         self.cpus: frozenset[int] = frozenset()
-        self.due = 0.0
+        self.container: ContainerState | None = None
+        self.next_look = 0.0
+        """Monotonic time of the next look; 0 for a new container."""
+        self._on_breach = on_breach
+        self._layer_in_memory = layer_in_memory
         self._poked = False
-        self._looked = 0.0
+        self._last_look = 0.0
+        self._last_node = Node(0, Free(0, 0), 0)
+        self._renewed = time.monotonic()
         self._cpu = CpuTime()
-        self._descriptors = Descriptors()
-        self._disk = DiskUse()
+        self._cpu_lock = threading.Lock()
+        """The watchdog's thread counts CPU time, and so does the thread that ends a container."""
         self._memory_peak = MemoryPeak()
-        self._counting = threading.Lock()
-        """Held while the watchdog's thread or the thread that ends a container counts CPU time."""
-        self._began = time.monotonic()
-        self._full = 0
-        self._beside = 0
-        self._repeated = 0
-        self._unblamed = 0
-        self._memory = 0
-        self._available = 0
-        self._opened = 0
+        self._unblamed_disk_breaches = 0
 
     def poke(self) -> None:
         """Asks for a look soon, because a command starts."""
@@ -133,186 +143,199 @@ class SandboxWatch:
 
     def attach(self, init: Identity) -> None:
         """Begins to watch a container that has started, and sets the limits of the kernel on its first processes."""
-        spec = self.spec
         for pid in (init.pid, *descendants(init.pid)):
             try:
-                if spec.disk_mb:
-                    size = spec.disk_mb * MB
-                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
-                soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-                most = min(MAX_DESCRIPTORS_OF_PROCESS, hard)
-                resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(soft, most), most))
-                if self.cpus:
-                    os.sched_setaffinity(pid, self.cpus)
-                with open(f"/proc/{pid}/oom_score_adj", "w") as file:
-                    file.write(OOM_FIRST)
+                self._set_limits(pid)
             except OSError:
-                continue  # it ended, or the site forbids it; the watchdog still looks
-        if spec.processes and os.geteuid() != 0:
-            limit_processes(init.pid, spec.processes)
-        self._full = self._repeated = 0
-        self._beside = usage.runtime_threads(init.pid)
-        self._descriptors = Descriptors()
-        self.due = 0.0
-        self.init = init
+                continue  # it has ended, or the site forbids it; the watchdog still looks
+        if self.spec.processes and os.geteuid() != 0:
+            limit_processes(init.pid, self.spec.processes)
+        self.next_look = 0.0
+        self.container = ContainerState(init, usage.runtime_threads(init.pid))
+
+    def _set_limits(self, pid: int) -> None:
+        if self.spec.disk_mb:
+            size = self.spec.disk_mb * MB
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        most = min(MAX_DESCRIPTORS_OF_PROCESS, hard)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(soft, most), most))
+        if self.cpus:
+            os.sched_setaffinity(pid, self.cpus)
+        with open(f"/proc/{pid}/oom_score_adj", "w") as file:
+            file.write(OOM_FIRST)
 
     def detach(self) -> None:
         """Ends the watch of a container after a last look at its CPU time. Times continue to count."""
-        with self._counting:
+        with self._cpu_lock:
             self._count_cpu()
-            self.init = None
+            self.container = None
             self._cpu.end()
 
     def consumption(self) -> Consumption:
-        """Returns what was used so far."""
-        with self._counting:
+        """Returns the resources used so far."""
+        with self._cpu_lock:
             self._count_cpu()
-        disk = self._disk.peak
+        disk = self.disk.peak
         return Consumption(self._cpu.total, self._memory_peak.bytes / MB, None if disk is None else disk / MB)
 
     def _count_cpu(self) -> None:
-        init = self.init
-        if init is None or not init.alive():
+        if self.container is None or not self.container.init.alive():
             return
-        seen = usage.look(init.pid)
+        pid = self.container.init.pid
+        seen = usage.look(pid)
         if seen.pids:
-            self._cpu.look(init.pid, seen, self.group, self._processors, time.monotonic())
+            self._cpu.look(pid, seen, self.group, self._processors, time.monotonic())
 
     def renew(self) -> None:
-        """Counts CPU and wall time from zero. Commands from now on are not blamed for a layer that is full already."""
+        """Counts CPU and wall time from zero. Later commands are not blamed for a layer that is full already."""
         self._cpu.renew(self.group)
-        self._disk.excuse()
-        self._began = time.monotonic()
-
-    def end(self) -> None:
-        """Cancels a measurement under way, after the watch has ended."""
-        self._disk.end()
+        self.disk.excuse()
+        self._renewed = time.monotonic()
 
     # --- in the watchdog's thread -------------------------------------------------------------------------------
 
     def wanted(self, now: float, node: Node) -> bool:
         """Returns whether to look now: it is time, or the node lost half of what the sandbox may still take."""
-        if self.init is None:
+        container = self.container
+        if container is None:
             return False
-        if now >= self.due or (self._poked and now >= self._looked + BUSY_POLL_INTERVAL_S) or self._node_loses(node):
+        if now >= self.next_look or (self._poked and now >= self._last_look + BUSY_POLL_INTERVAL_S):
             return True
-        return bool(self.spec.disk_mb and self._disk.wanted(self.spec.disk_mb * MB, node.free))
+        if self._node_loses(container, node):
+            return True
+        return bool(self.spec.disk_mb and self.disk.wanted(self.spec.disk_mb * MB, node.free))
 
-    def _node_loses(self, node: Node) -> bool:
+    def _node_loses(self, container: ContainerState, node: Node) -> bool:
         """Returns whether the node loses memory or descriptors as fast as a hog takes them."""
-        if node.opened - self._opened > (MAX_DESCRIPTORS - self._descriptors.held.count) / 2:
+        opened = node.opened - self._last_node.opened
+        if opened > (MAX_DESCRIPTORS - container.descriptors.held.count) / 2:
             return True
-        allowed = (self.spec.memory_mb or 0) * MB
-        return bool(allowed and self._available - node.available > (allowed - self._memory) / 2)
+        if not self.spec.memory_mb:
+            return False
+        taken = self._last_node.available - node.available
+        return taken > (self.spec.memory_mb * MB - container.memory) / 2
 
     def check(self, now: float, node: Node) -> None:
-        """Looks once, and ends what exceeds a limit."""
-        init = self.init
-        if init is None or not init.alive():
+        """Looks once, and ends processes that exceed a limit."""
+        container = self.container
+        if container is None or not container.init.alive():
             return
-        spec = self.spec
-        poked, early = self._poked, now < self._looked + BUSY_POLL_INTERVAL_S
-        self._poked, self._looked = False, now
-        seen = usage.look(init.pid, written=bool(spec.disk_mb))
-        with self._counting:
-            if self.init is not init:
+        init = container.init
+        is_early = now < self._last_look + BUSY_POLL_INTERVAL_S
+        is_first = not self.next_look
+        poked, self._poked = self._poked, False
+        self._last_look = now
+        seen = usage.look(init.pid, written=bool(self.spec.disk_mb))
+        with self._cpu_lock:
+            if self.container is not container:
                 return
-            used = self._cpu.look(init.pid, seen, self.group, self._processors, now)
+            cpu_s = self._cpu.look(init.pid, seen, self.group, self._processors, now)
+        urgent = self._node_loses(container, node)
+        self._last_node = node
+        container.descriptors.poll(init.pid, seen, now, urgent)
         # A command that has just started may only begin to work.
-        worked = used > 0.02 or len(seen.pids) > 8 or poked or early or not self.due
-        urgent = self._node_loses(node)
-        self._available, self._opened = node.available, node.opened
-        self._descriptors.poll(init.pid, seen, now, urgent)
-        self.due = now + (BUSY_POLL_INTERVAL_S if worked else IDLE_POLL_INTERVAL_S)
-        if self.group is not None and self.group.new_ooms():  # the kernel was first
-            most = float(spec.memory_mb or 0)
-            self.on_breach(Breach("memory", most, most), None, False)
-        breach = self._times(now) or self._processes(seen, now) or self._memory_over(init, seen)
-        if breach is None and (count := self._descriptors.held.count) > MAX_DESCRIPTORS:
-            breach = Breach("descriptors", count, MAX_DESCRIPTORS)
-        if breach is None and spec.disk_mb:
-            breach = self._disk_over(init, seen, now, node.free)
+        is_busy = cpu_s > 0.02 or len(seen.pids) > 8 or poked or is_early or is_first
+        self.next_look = now + (BUSY_POLL_INTERVAL_S if is_busy else IDLE_POLL_INTERVAL_S)
+        if self.group is not None and self.group.new_ooms():  # the kernel has killed a process
+            allowed = float(self.spec.memory_mb or 0)
+            self._on_breach(Breach("memory", allowed, allowed), None, False)
+        breach = (
+            self._time_breach(now)
+            or self._process_breach(container, seen, now)
+            or self._memory_breach(container, seen)
+            or self._descriptor_breach(container)
+            or self._disk_breach(container, seen, now, node.free)
+        )
         if breach is None:
-            self._repeated = 0
+            container.command_kills = 0
             return
-        self.due = now + NODE_POLL_INTERVAL_S
-        self._end(init, seen, breach)
+        self.next_look = now + NODE_POLL_INTERVAL_S
+        self._end(container, seen, breach)
 
-    def _times(self, now: float) -> Breach | None:
+    def _time_breach(self, now: float) -> Breach | None:
         spec = self.spec
-        used = self._cpu.seconds
-        if spec.cpu_s and used > spec.cpu_s:
-            return Breach("cpu time", used, spec.cpu_s, final=True)
-        if spec.cpu_s:  # one second of wall time adds at most one CPU second for each processor
-            self.due = min(self.due, now + max(NODE_POLL_INTERVAL_S, (spec.cpu_s - used) / self._processors))
+        cpu_s, wall_s = self._cpu.seconds, now - self._renewed
+        if spec.cpu_s:
+            if cpu_s > spec.cpu_s:
+                return Breach("cpu time", cpu_s, spec.cpu_s, final=True)
+            # One second of wall time adds at most one CPU second for each processor.
+            left_s = (spec.cpu_s - cpu_s) / self._processors
+            self.next_look = min(self.next_look, now + max(NODE_POLL_INTERVAL_S, left_s))
             if self._cpu.leaks:
-                self.due = now
+                self.next_look = now
         if spec.wall_s:
-            if now - self._began > spec.wall_s:
-                return Breach("wall time", now - self._began, spec.wall_s, final=True)
-            self.due = min(self.due, self._began + spec.wall_s + NODE_POLL_INTERVAL_S)
+            if wall_s > spec.wall_s:
+                return Breach("wall time", wall_s, spec.wall_s, final=True)
+            self.next_look = min(self.next_look, self._renewed + spec.wall_s + NODE_POLL_INTERVAL_S)
         return None
 
     @property
     def _processors(self) -> int:
         return len(self.cpus) or _ALL
 
-    def _processes(self, seen: usage.Look, now: float) -> Breach | None:
+    def _process_breach(self, container: ContainerState, seen: usage.Look, now: float) -> Breach | None:
         """Reports a breach only after two looks in a row near the limit, so short spikes survive and fork bombs do not.
 
         At the limit, processes end because a fork failed as fast as others start. So nearly full counts as full.
         """
         allowed = self.spec.processes
-        if not allowed or seen.threads + self._beside < FULL * allowed:
-            self._full = 0
+        threads = seen.threads + container.runtime_threads
+        if not allowed or threads < FULL * allowed:
+            container.looks_at_process_limit = 0
             return None
-        self._full += 1
-        self.due = now + 2 * NODE_POLL_INTERVAL_S
-        return Breach("processes", seen.threads + self._beside, allowed) if self._full > 1 else None
+        container.looks_at_process_limit += 1
+        self.next_look = now + 2 * NODE_POLL_INTERVAL_S
+        return Breach("processes", threads, allowed) if container.looks_at_process_limit > 1 else None
 
-    def _memory_over(self, init: Identity, seen: usage.Look) -> Breach | None:
-        held = self._descriptors.held
-        beside = held.buffers + (self._disk.bytes if self.layer_in_memory else 0)
+    def _memory_breach(self, container: ContainerState, seen: usage.Look) -> Breach | None:
+        pid, held = container.init.pid, container.descriptors.held
+        outside = held.buffers + (self.disk.bytes if self._layer_in_memory else 0)
 
         def exact() -> int:
-            return usage.memory_of(init.pid, seen.pids, held.memfds) + beside
+            return usage.memory_of(pid, seen.pids, held.memfds) + outside
 
-        self._memory = seen.resident + usage.memory_files(init.pid) + held.memfds + beside
-        self._memory_peak.look(self._memory, exact)
+        container.memory = seen.resident + usage.memory_files(pid) + held.memfds + outside
+        self._memory_peak.look(container.memory, exact)
         allowed = self.spec.memory_mb
-        if not allowed or (self._memory <= allowed * MB and not usage.SWAP):
+        if not allowed or (container.memory <= allowed * MB and not usage.SWAP):
             return None
-        self._memory = exact()
-        return Breach("memory", self._memory / MB, allowed) if self._memory > allowed * MB else None
+        container.memory = exact()
+        return Breach("memory", container.memory / MB, allowed) if container.memory > allowed * MB else None
 
-    def _disk_over(self, init: Identity, seen: usage.Look, now: float, free: Free) -> Breach | None:
-        assert self.spec.disk_mb is not None
+    def _descriptor_breach(self, container: ContainerState) -> Breach | None:
+        count = container.descriptors.held.count
+        return Breach("descriptors", count, MAX_DESCRIPTORS) if count > MAX_DESCRIPTORS else None
+
+    def _disk_breach(self, container: ContainerState, seen: usage.Look, now: float, free: Free) -> Breach | None:
+        allowed = self.spec.disk_mb
+        if not allowed:
+            return None
+        pid, descriptors = container.init.pid, container.descriptors
 
         def deleted() -> int:
-            self._descriptors.poll(init.pid, seen, now, True)
-            return self._descriptors.held.deleted_files
+            descriptors.poll(pid, seen, now, True)
+            return descriptors.held.deleted_files
 
-        if self._disk.grows_over(
-            self.spec.disk_mb * MB, self.directories, self.occupied, init.pid, seen.written, deleted, now, free
-        ):
-            return Breach("disk", self._disk.bytes / MB, self.spec.disk_mb)
+        if self.disk.exceeds(allowed * MB, pid, seen.written, deleted, now, free):
+            return Breach("disk", self.disk.bytes / MB, allowed)
         return None
 
-    def _end(self, init: Identity, seen: usage.Look, breach: Breach) -> None:
+    def _end(self, container: ContainerState, seen: usage.Look, breach: Breach) -> None:
         """Ends the command that uses most. Ends the container if that did not help or no command can be named."""
         number = None
-        if not breach.final and self._repeated < 2:
-            number = blame(seen.pids, breach.limit, self._descriptors.held)
-        self._repeated += 1
+        if not breach.final and container.command_kills < MAX_COMMAND_KILLS:
+            number = blame(seen.pids, breach.limit, container.descriptors.held)
+        container.command_kills += 1
         whole = number is None
-        if whole and breach.limit == "disk":  # the writer may have ended; twice in a row means it hides
-            self._unblamed += 1
-            whole = self._unblamed > 1
-        self.on_breach(breach, number, whole)
+        if whole and breach.limit == "disk":  # the writer may have ended; the second time it is hiding
+            self._unblamed_disk_breaches += 1
+            whole = self._unblamed_disk_breaches > 1
+        self._on_breach(breach, number, whole)
         if number is not None:
-            kill_marked(init.pid, b"%s=%d" % (MARKER.encode(), number), KILL_ROUNDS)
+            kill_marked(container.init.pid, b"%s=%d" % (MARKER.encode(), number), KILL_ROUNDS)
         elif whole:
-            init.kill()
+            container.init.kill()
 
 
 def blame(pids: list[int], limit: str, held: Held) -> int | None:
@@ -328,7 +351,7 @@ def blame(pids: list[int], limit: str, held: Held) -> int | None:
             amount = held.count_of[pid]
         used[command_of(pid)] += amount
     if limit == "disk":
-        del used[None]  # the runner counts what processes wrote that it has reaped
+        del used[None]  # the kernel counts the writes of reaped processes for the runner
     return max(used, key=lambda number: used[number]) if used else None
 
 
@@ -369,7 +392,7 @@ class Watchdog:
             if watch in self._watches:
                 self._watches.remove(watch)
                 self._pinned.subtract(watch.cpus)
-        watch.end()
+        watch.disk.end()
         if watch.group is not None:
             watch.group.remove()
 
@@ -379,13 +402,6 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
 
-    def cpu_s(self) -> float:
-        """Returns the CPU seconds the watchdog has taken so far."""
-        thread = self._thread
-        if thread is None or thread.ident is None or not thread.is_alive():
-            return 0.0
-        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-
     def _choose_cpus(self, wanted: float | None) -> frozenset[int]:
         """Returns the least used processors, as many as wanted; empty to set no affinity."""
         ours = sorted(os.sched_getaffinity(0))
@@ -393,8 +409,8 @@ class Watchdog:
             return frozenset()
         # Other processes of the node do not know these choices, so each process starts at a different processor.
         first = os.getpid() % len(ours)
-        turned = ours[first:] + ours[:first]
-        chosen = sorted(turned, key=lambda cpu: self._pinned[cpu])[: math.ceil(wanted)]
+        rotated = ours[first:] + ours[:first]
+        chosen = sorted(rotated, key=lambda cpu: self._pinned[cpu])[: math.ceil(wanted)]
         self._pinned.update(chosen)
         return frozenset(chosen)
 
@@ -411,4 +427,4 @@ class Watchdog:
                     if watch.wanted(now, node):
                         watch.check(now, node)
                 except (OSError, ValueError, IndexError):
-                    continue  # a process that ended while it was read
+                    continue  # a process ended while it was read

@@ -1,20 +1,20 @@
-"""A writable root where there is no overlay: a copy of the image, and what in it differs from the image.
+"""Writable root file systems without an overlay: copies of the image.
 
 ::
 
-    LAYER/root    the image's files and the sandbox's, as one tree that a container writes to
-    LAYER/upper   the sandbox's files alone, in the form of an overlay's upper directory
+    LAYER/root    the files of the image and of the sandbox, as one tree that a container writes to
+    LAYER/upper   only the files of the sandbox, in the form of an overlay's upper directory
 
-One of the two is there at a time: ``lay_out`` makes ``root`` of the image and ``upper``, ``gather`` the reverse. So
-all that is done with a layer while nothing runs (the verifier's restoring of programs, snapshots) is done on ``upper``
-and need not know how the sandbox writes. A deleted name is marked by an empty file ``.wh.NAME`` there: devices and
-extended attributes, the kernel's marks, cannot be had on every file system.
+One of the two exists at a time. ``lay_out`` creates ``root`` from the image and ``upper``; ``gather`` does the reverse.
+So everything that is done with a layer between two containers (restoring programs for the verifier, snapshots) is done
+on ``upper``, however the sandbox writes. An empty file ``.wh.NAME`` marks a deleted name, because not every file system
+has the kernel's marks: devices and extended attributes.
 
-What differs is found by comparing contents, not times, which an agent may set. Blocks are shared where the file system
-can (reflinks), never hard links: what a sandbox writes into must not be the image.
+Files are compared by contents and not by times, which an agent may set. Blocks are shared if the file system supports
+reflinks, but never by hard links, because a sandbox must not write to the image.
 
-A process of its own runs it (``lay_out|gather IMAGE LAYER``), as uid 0 of a user namespace where that can be had: there
-it may read the owner's files whatever their modes say. It imports little, so that it starts fast.
+A separate process runs this module (``lay_out|gather IMAGE LAYER``). If possible it is uid 0 of a user namespace, so
+that it may read the owner's files whatever their modes are. It imports little, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megaflow_hpc.host.files import remove_tree
 
 _BLOCK = 1 << 20
 _COUNTED = 4096
-"""Bytes as which every file counts at least, as where the layer is measured (limits/disk.py)."""
+"""Minimum bytes that a file counts as, as in limits/disk.py."""
 
 
 def lay_out(image: str, layer: str) -> int:
-    """Copies the image to ``LAYER/root`` and puts ``LAYER/upper`` over it, which is gone then.
+    """Copies the image to ``LAYER/root``, merges ``LAYER/upper`` into it, and removes ``upper``.
 
     Returns:
-        Bytes on disk that the copy takes by itself.
+        Bytes on disk of the image's copy.
     """
     root, upper, partial = (os.path.join(layer, name) for name in ("root", "upper", "root.partial"))
     remove_tree(partial)
@@ -58,9 +58,11 @@ def _du(option: str, path: str) -> int:
 
 
 def gather(image: str, layer: str) -> None:
-    """Moves what differs from the image from ``LAYER/root`` to ``LAYER/upper``; ``root`` is gone then."""
+    """Moves files that differ from the image from ``LAYER/root`` to ``LAYER/upper``, and removes ``root``."""
     root, upper, partial = (os.path.join(layer, name) for name in ("root", "upper", "upper.partial"))
-    if os.path.isdir(partial):  # of a gathering that was killed: what it had moved cannot be told from the image's
+    if os.path.isdir(
+        partial
+    ):  # from a killed process; the files that it moved cannot be distinguished from deleted ones
         raise OSError(f"{partial}: the layer was left half gathered")
     os.mkdir(partial, 0o755)
     _take_changes(os.path.realpath(image), root, partial)
@@ -69,27 +71,27 @@ def gather(image: str, layer: str) -> None:
 
 
 def _take_changes(image: str, root: str, upper: str) -> bool:
-    """Returns whether anything differs. What an agent made to look like a mark of ours is left behind."""
+    """Moves differing files of one directory. Returns whether any differs. Drops an agent's own ``.wh.`` files."""
     mode = open_to_owner(root)
     before = set(os.listdir(image))
     with os.scandir(root) as entries:
         now = list(entries)
     differs = mode != stat.S_IMODE(os.lstat(image).st_mode)
     for entry in now:
-        below, place = os.path.join(image, entry.name), os.path.join(upper, entry.name)
+        original, target = os.path.join(image, entry.name), os.path.join(upper, entry.name)
         if entry.name.startswith(DELETED):
             continue
         if entry.name not in before:
-            move(entry.path, place)
-        elif entry.is_dir(follow_symlinks=False) and os.path.isdir(below) and not os.path.islink(below):
-            os.mkdir(place, 0o755)
-            if not _take_changes(below, entry.path, place):
-                os.rmdir(place)
+            move(entry.path, target)
+        elif entry.is_dir(follow_symlinks=False) and os.path.isdir(original) and not os.path.islink(original):
+            os.mkdir(target, 0o755)
+            if not _take_changes(original, entry.path, target):
+                os.rmdir(target)
                 continue
-        elif same(entry.path, below):
+        elif same(entry.path, original):
             continue
         else:
-            move(entry.path, place)
+            move(entry.path, target)
         differs = True
     for name in before - {entry.name for entry in now}:
         os.close(os.open(os.path.join(upper, DELETED + name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -101,7 +103,7 @@ def _take_changes(image: str, root: str, upper: str) -> bool:
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two entries that are not both directories agree in type, mode, time and contents."""
+    """Returns whether two entries that are not both directories agree in type, mode, time and contents."""
     first, second = os.lstat(one), os.lstat(other)
     if first.st_mode != second.st_mode:
         return False
@@ -124,7 +126,7 @@ def same(one: str, other: str) -> bool:
 
 
 def main() -> None:
-    """Entry point of the process that lays a copy out, or gathers one."""
+    """Entry point of the process."""
     try:
         if sys.argv[1] == "gather":
             gather(*sys.argv[2:])

@@ -52,18 +52,17 @@ class KeepRules:
         """Returns whether programs load code or settings from ``path``."""
         parts = path.split("/")
         hidden = f"{self.home}/." if self.home else "."
-        return parts[0] in SYSTEM or path.startswith(hidden) or any(_at_or_below(path, place) for place in self._places)
-
-    @property
-    def _places(self) -> list[str]:
-        above = [os.path.dirname(place) for place in self.programs if os.path.basename(place) in ("bin", "sbin")]
-        return [place for place in (*self.programs, *self.loaded, *above) if place]
+        if parts[0] in SYSTEM or path.startswith(hidden):
+            return True
+        prefixes = [os.path.dirname(name) for name in self.programs if os.path.basename(name) in ("bin", "sbin")]
+        return any(_at_or_below(path, name) for name in (*self.programs, *self.loaded, *prefixes) if name)
 
     def within(self, image: LayerView) -> KeepRules:
         """Returns the rules extended by the targets of their paths, with the image's symbolic links resolved."""
 
         def both(paths: Sequence[str]) -> list[str]:
-            return sorted({*paths, *(place for path in paths if (place := _resolved(image, path)))})
+            targets = [_resolved(image, path) for path in paths]
+            return sorted({*paths, *filter(None, targets)})
 
         home = _resolved(image, self.home)
         kept, programs, loaded = both(self.kept), both(self.programs), both(self.loaded)
@@ -72,7 +71,7 @@ class KeepRules:
     def leads(self, path: str) -> bool:
         """Returns whether the rules name a path at or below ``path``. If so, its entries are sorted one by one."""
         borders = (*self.programs, *self.loaded, self.home)
-        return path in borders or any(place.startswith(f"{path}/") for place in (*self.kept, *borders))
+        return path in borders or any(name.startswith(f"{path}/") for name in (*self.kept, *borders))
 
 
 @dataclass
@@ -85,10 +84,16 @@ class Sifted:
     """Dropped paths that could mislead tests: files of the image in system directories that the agent changed or
     deleted, and new programs that shadow a program of the image."""
 
+    def drop(self, path: str, *, misleads: bool) -> None:
+        """Adds a dropped path."""
+        self.dropped.append(path)
+        if misleads:
+            self.false.append(path)
+
 
 def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
     """Sorts the paths of a layer."""
-    found = Sifted()
+    sifted = Sifted()
     rules = rules.within(image)
     names: set[str] | None = None
     waiting = [""]
@@ -100,33 +105,37 @@ def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
             path = f"{here}/{name.removeprefix(DELETED)}".lstrip("/")
             if name == OPAQUE_MARK or entry in rules.kept:
                 continue
-            real, system = _is_directory(upper / entry), rules.is_system(path)
-            known = image.entry(path)
-            remade = real and system and is_opaque(str(upper / entry))
-            if rules.leads(path) and real and (known is None or known.is_directory):
+            original = image.entry(path)
+            is_directory, is_system = _is_directory(upper / entry), rules.is_system(path)
+            is_remade = is_directory and is_system and is_opaque(str(upper / entry))
+            if rules.leads(path):
+                if is_directory and (original is None or original.is_directory):
+                    waiting.append(entry)
+                    if original and is_remade:
+                        sifted.false.append(path)
+                else:
+                    sifted.drop(path, misleads=bool(original and is_system))
+            elif rules.everywhere and not is_system:
+                sifted.kept.append(entry)
+            elif original and original.is_directory and is_directory and not is_remade:
                 waiting.append(entry)
-                found.false += [path] if known and remade else []
-            elif rules.leads(path):
-                found.dropped.append(path)
-                found.false += [path] if known and system else []
-            elif rules.everywhere and not system:
-                found.kept.append(entry)
-            elif known and known.is_directory and real and not remade:
-                waiting.append(entry)
-            elif known or entry != path:
-                found.dropped.append(path)
-                found.false += [path] if known and system else []
-            elif rules.additions and not system:
-                found.kept.append(entry)
-            elif here in rules.programs and not real:
+            elif original or entry != path:
+                sifted.drop(path, misleads=bool(original and is_system))
+            elif rules.additions and not is_system:
+                sifted.kept.append(entry)
+            elif here in rules.programs and not is_directory:
                 if names is None:
-                    names = {program for place in rules.programs for program in image.names(_resolved(image, place))}
-                found.false += [path] if name in names else []
-                (found.kept if rules.additions and name not in names else found.dropped).append(path)
+                    names = _program_names(image, rules)
+                if name in names:
+                    sifted.drop(path, misleads=True)
+                elif rules.additions:
+                    sifted.kept.append(path)
+                else:
+                    sifted.dropped.append(path)
             else:
-                found.dropped.append(path)
-    found.kept = [*(path for path in rules.kept if not os.path.islink(upper / path)), *found.kept]
-    return found
+                sifted.dropped.append(path)
+    sifted.kept = [*(path for path in rules.kept if not os.path.islink(upper / path)), *sifted.kept]
+    return sifted
 
 
 def keep_only(upper: Path, aside: Path, paths: Iterable[str], image: LayerView | None = None) -> list[str]:
@@ -167,58 +176,48 @@ def restore(upper: Path, image: LayerView, kept: Sequence[str]) -> None:
 def mend(upper: Path, image: LayerView, workdir: str | None) -> None:
     """Restores the image's system directories, so that a container starts even if the agent broke them."""
     broken = upper.with_name("broken")
-    place = (workdir or "/").strip("/")
-    rules = KeepRules([place] if place else [], everywhere=not place)
-    keep = [path for path in sift(upper, image, rules).kept if path != place or _is_directory(upper / path)]
+    work = (workdir or "/").strip("/")
+    rules = KeepRules([work] if work else [], everywhere=not work)
+    keep = [path for path in sift(upper, image, rules).kept if path != work or _is_directory(upper / path)]
     keep_only(upper, broken, keep, image)
     remove_tree(broken)
-    if place and _is_directory(upper / place):
-        open_to_owner(upper / place)
+    if work and _is_directory(upper / work):
+        open_to_owner(upper / work)
 
 
 def revert(upper: Path, path: str) -> bool:
     """Removes the layer's change at ``path``, which is relative to the root. Returns whether there was one."""
-    *parents, name = PurePosixPath(path).parts
-    place = upper
-    for part in parents:
-        place /= part
-        if not _is_directory(place):
-            return False
-    return _remove(place / name)
+    target = _reachable(upper, path)
+    return target is not None and _remove(target)
 
 
 def make_way(upper: Path, path: str) -> None:
     """Prepares ``path`` for a bind mount: makes its parents real directories of the layer or of the image."""
     parts = PurePosixPath(path).parts
     for depth in range(1, len(parts)):
-        place = upper.joinpath(*parts[:depth])
-        if _is_directory(place):
-            open_to_owner(place)
+        parent = upper.joinpath(*parts[:depth])
+        if _is_directory(parent):
+            open_to_owner(parent)
         else:
-            _remove(place)
+            _remove(parent)
     revert(upper, path)
 
 
 def set_aside(upper: Path, path: str, aside: Path) -> bool:
-    """Moves what the layer has at ``path`` to ``aside``, so that the image's own shows; ``False`` if it has nothing."""
-    *parents, name = PurePosixPath(path.strip("/")).parts
-    place = upper
-    for part in parents:
-        place /= part
-        if not _is_directory(place):
-            return False
-    if not os.path.lexists(place / name):
+    """Moves the layer's files at ``path`` to ``aside``, so the image's files show. Returns ``False`` if it has none."""
+    target = _reachable(upper, path.strip("/"))
+    if target is None or not os.path.lexists(target):
         return False
-    os.rename(place / name, aside)
+    os.rename(target, aside)
     return True
 
 
 def replace(upper: Path, path: str, aside: Path) -> None:
-    """Undoes :func:`set_aside`: whatever the layer has at ``path`` now is gone, and what leads there is directories."""
+    """Undoes :func:`set_aside`. Replaces the layer's files at ``path``, and makes its parents real directories."""
     make_way(upper, path.strip("/"))
-    place = upper / path.strip("/")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    os.rename(aside, place)
+    target = upper / path.strip("/")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(aside, target)
 
 
 def _move(source: Path, target: Path, parts: Sequence[str], image: LayerView | None = None) -> bool:
@@ -240,6 +239,10 @@ def _move(source: Path, target: Path, parts: Sequence[str], image: LayerView | N
     return True
 
 
+def _program_names(image: LayerView, rules: KeepRules) -> set[str]:
+    return {name for directory in rules.programs for name in image.names(_resolved(image, directory))}
+
+
 def _resolved(image: LayerView, directory: str) -> str:
     try:
         return image.resolve(directory)
@@ -247,8 +250,18 @@ def _resolved(image: LayerView, directory: str) -> str:
         return directory
 
 
-def _at_or_below(path: str, place: str) -> bool:
-    return path == place or path.startswith(f"{place}/")
+def _at_or_below(path: str, parent: str) -> bool:
+    return path == parent or path.startswith(f"{parent}/")
+
+
+def _reachable(upper: Path, path: str) -> Path | None:
+    """Returns the path in a layer; ``None`` if a parent is missing or a link."""
+    *parents, name = PurePosixPath(path).parts
+    for part in parents:
+        upper /= part
+        if not _is_directory(upper):
+            return None
+    return upper / name
 
 
 def _is_directory(path: Path) -> bool:
@@ -259,8 +272,8 @@ def _is_directory(path: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Removes what is there, and what marks it as deleted; whether there was either."""
-    found = [place for place in (path, path.with_name(DELETED + path.name)) if os.path.lexists(place)]
-    for place in found:
-        remove_tree(place)
-    return bool(found)
+    """Removes a path and its deletion mark. Returns whether either existed."""
+    existing = [each for each in (path, path.with_name(DELETED + path.name)) if os.path.lexists(each)]
+    for each in existing:
+        remove_tree(each)
+    return bool(existing)

@@ -1,12 +1,12 @@
-"""The writable layer of one sandbox: its files on scratch, and how they meet the image's.
+"""The writable layer of one sandbox, on scratch.
 
 ::
 
-    LAYER/upper  LAYER/work   with an overlay: what the sandbox changed, and the kernel's workroom
-    LAYER/root                without one: a copy of the image that is written to (copies.py)
+    LAYER/upper  LAYER/work   with an overlay: what the sandbox changed, and the kernel's working directory
+    LAYER/root                without one: a copy of the image that the sandbox writes to (copies.py)
 
-Between two containers the host may change a layer. It does so on ``upper``, whatever kind of layer it is: a copy is
-taken apart for that and laid out anew.
+Between two containers the host may change a layer. It always works on ``upper``. So what differs in a copy is moved to
+``upper`` first, and the next container gets a new copy.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from megaflow_hpc.environments.images.layers.merging import DELETED
 from megaflow_hpc.environments.images.layers.view import LayerView
 from megaflow_hpc.environments.sandbox import snapshot
 from megaflow_hpc.environments.sandbox.rootfs import copies
-from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host import child
@@ -34,70 +34,66 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class LayerPaths:
-    """Where a sandbox's files are on the host."""
+    """A sandbox's files on the host."""
 
     upper: Path
-    """The overlay's upper directory: what the sandbox changed."""
+    """The overlay's upper directory, which holds what the sandbox changed."""
     image: LayerView
-    """The image below it."""
 
 
 class WritableLayer:
-    """A layer at ``path``, over the image that ``access`` holds."""
+    """A layer at ``path`` over the image of ``rootfs``."""
 
-    def __init__(self, path: str, access: Access) -> None:
+    def __init__(self, path: str, rootfs: Rootfs) -> None:
         self.path = path
-        self._access = access
+        self._rootfs = rootfs
         self.occupied = 0
-        """Bytes below ``path`` that are a copy of the image and not the sandbox's work."""
+        """Bytes below ``path`` that the copy of the image takes."""
 
     def make(self) -> None:
-        """Makes the layer's directory, unless it exists."""
+        """Creates the layer's directory if it is missing."""
         os.makedirs(self.path, mode=0o700, exist_ok=True)
 
     async def ready(self) -> None:
-        """Returns when a container may start on the layer; raises :class:`SandboxError` if the image cannot be
-        copied."""
-        if self._access.copies and not os.path.isdir(os.path.join(self.path, "root")):
-            self.occupied = int(await self._take("lay_out") or 0)
+        """Prepares the layer for a container; raises :class:`SandboxError` if the image cannot be copied."""
+        if self._rootfs.copies and not os.path.isdir(os.path.join(self.path, "root")):
+            self.occupied = int(await self._run_copies("lay_out") or 0)
 
     async def change(self, work: Callable[[LayerPaths], None]) -> None:
-        """Lets the host change what the sandbox has written, while nothing runs."""
-        if self._access.copies and os.path.isdir(os.path.join(self.path, "root")):
-            await self._take("gather")
-        await asyncio.to_thread(work, LayerPaths(Path(self.path, "upper"), self._access.image))
+        """Lets the host change what the sandbox has written, while no container runs."""
+        if self._rootfs.copies and os.path.isdir(os.path.join(self.path, "root")):
+            await self._run_copies("gather")
+        await asyncio.to_thread(work, LayerPaths(Path(self.path, "upper"), self._rootfs.image))
 
     async def take(self, target: Path) -> None:
-        """Moves what the sandbox changed to ``target``, in the form of an overlay's upper directory, after the last
-        container."""
-        if self._access.copies:
-            await self._take("gather")
+        """Moves what the sandbox changed to ``target``, as an overlay's upper directory. No container may start
+        again."""
+        if self._rootfs.copies:
+            await self._run_copies("gather")
         await asyncio.to_thread(os.rename, os.path.join(self.path, "upper"), target)
 
     def read(self, path: str, limit: int) -> tuple[bool, bytes | None]:
-        """Reads a file as a container would see it, while nothing runs.
+        """Reads a file as a container would see it, while no container runs.
 
         Returns:
-            Whether it can be told without one, and then the file's first ``limit`` bytes, or ``None`` if there is no
-            regular file. It cannot where a link is in the way, or where the image has something at ``path``.
+            Whether the host can tell what is there, and the file's first ``limit`` bytes, or ``None`` if there is no
+            regular file. The host cannot tell if a link is in the path or if the image has something there.
         """
         parts = [part for part in path.split("/") if part not in ("", ".")]
-        top = os.path.join(self.path, "root" if self._access.copies else "upper")
+        top = os.path.join(self.path, "root" if self._rootfs.copies else "upper")
         if not parts or ".." in parts or not os.path.isdir(top):
             return False, None
-        place = os.open(top, _DIRECTORY)
         try:
-            for part in parts[:-1]:
-                below = os.open(part, _DIRECTORY, dir_fd=place)
-                os.close(place)
-                place = below
-            file = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
+            directory = _open_below(top, parts[:-1])
+            try:
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                file = os.open(parts[-1], flags, dir_fd=directory)
+            finally:
+                os.close(directory)
         except FileNotFoundError:
-            return self._access.copies or not leads(self._access.image, parts), None
-        except OSError:  # a link, or what its maker may read and we may not
+            return self._rootfs.copies or not _may_exist(self._rootfs.image, parts), None
+        except OSError:  # a link, or a file that this user must not read
             return False, None
-        finally:
-            os.close(place)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 return True, None
@@ -107,7 +103,7 @@ class WritableLayer:
             os.close(file)
 
     async def empty(self) -> None:
-        """Empties the layer: it is as new."""
+        """Empties the layer."""
         old = f"{self.path}.old"
         os.rename(self.path, old)
         os.mkdir(self.path, 0o700)
@@ -116,48 +112,85 @@ class WritableLayer:
     # --- snapshots ----------------------------------------------------------------------------------------------
 
     def restore(self, kept: Snapshot) -> None:
-        """Lays a snapshot into the layer; only before the first container."""
+        """Copies a snapshot into the layer. No container may have started."""
         self.make()
-        snapshot.lay(kept, Path(self.path), whiteouts=not self._access.copies)
+        snapshot.restore(kept, Path(self.path), whiteouts=not self._rootfs.copies)
 
     async def snapshot(self, target: Path, image: str) -> Snapshot:
-        """Copies the layer while nobody writes to it.
+        """Copies the layer while no process writes to it.
 
         Raises:
-            SandboxError: there is something at ``target``, or the copy failed.
+            SandboxError: something is at ``target`` already, or the copy failed.
         """
-        if not self._access.copies:
+        if not self._rootfs.copies:
             return await asyncio.to_thread(snapshot.take, Path(self.path, "upper"), target, image)
-        twin = WritableLayer(f"{self.path}.kept", self._access)
+        twin = WritableLayer(f"{self.path}.kept", self._rootfs)
         twin.make()
         try:
             await asyncio.to_thread(snapshot.copy, Path(self.path, "root"), Path(twin.path, "root"))
-            await twin._take("gather")
+            await twin._run_copies("gather")
             return await asyncio.to_thread(snapshot.take, Path(twin.path, "upper"), target, image, DELETED)
         finally:
             await asyncio.to_thread(remove_tree, twin.path)
 
-    async def _take(self, verb: str) -> str:
-        """Runs :mod:`.copies`, whose reading and writing would hold up everything else in this process."""
-        image = self._access.rootfs
-        enter = self._access.namespace
-        inside = (unshare() if os.geteuid() else ()) if enter is None else enter
-        status, said, errors = await child.run([*inside, *child.argv_of(copies), verb, image, self.path])
+    async def _run_copies(self, verb: str) -> str:
+        """Runs :mod:`.copies` in a process of its own and returns its output."""
+        image = self._rootfs.base
+        enter = self._rootfs.namespace
+        if enter is None:
+            enter = unshare() if os.geteuid() else ()
+        status, output, errors = await child.run([*enter, *child.argv_of(copies), verb, image, self.path])
         if status:
-            why = errors.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"status {status}"]
+            lines = errors.decode("utf-8", "replace").strip().splitlines()
+            reason = lines[-1] if lines else f"status {status}"
             raise SandboxError(
-                f"{image}: cannot be copied for a sandbox at {self.path}: {why[0]}; every sandbox takes as much room "
-                "on scratch as its image here (megaflow-hpc doctor)"
+                f"{image}: cannot be copied for a sandbox at {self.path}: {reason}; every "
+                "sandbox takes as much room on scratch as its image here (megaflow-hpc doctor)"
             )
-        return said.decode().strip()
+        return output.decode().strip()
 
 
-def leads(image: LayerView, parts: Sequence[str]) -> bool:
-    """Whether a path leads, or a link in it may lead, to something in an image."""
+def has_nothing_at(paths: LayerPaths, path: str) -> bool:
+    """Returns whether nothing is at the absolute ``path``, or an empty directory that only the layer has.
+
+    Also ``False`` if a link or a deletion is in the path, or if the image has something there. No process may run in
+    the sandbox. No link of the layer is followed.
+    """
+    parts = PurePosixPath(path).parts[1:]
+    if ".." in parts or _may_exist(paths.image, parts):
+        return False
+    try:
+        directory = _open_below(str(paths.upper), parts)
+    except FileNotFoundError:
+        return os.path.isdir(paths.upper)
+    except OSError:
+        return False
+    try:
+        return not os.listdir(directory)
+    except OSError:
+        return False
+    finally:
+        os.close(directory)
+
+
+def _open_below(top: str, parts: Sequence[str]) -> int:
+    """Opens a directory below ``top`` without following a link."""
+    directory = os.open(top, _DIRECTORY)
+    for part in parts:
+        try:
+            below = os.open(part, _DIRECTORY, dir_fd=directory)
+        finally:
+            os.close(directory)
+        directory = below
+    return directory
+
+
+def _may_exist(image: LayerView, parts: Sequence[str]) -> bool:
+    """Returns whether an image has something at a path. A link in the path may lead to something."""
     for depth in range(1, len(parts) + 1):
-        found = image.entry("/".join(parts[:depth]))
-        if found is None:
+        entry = image.entry("/".join(parts[:depth]))
+        if entry is None:
             return False
-        if found.is_link:
+        if entry.is_link:
             return True
     return True

@@ -1,9 +1,9 @@
 """The scripted engine's HTTP application, from messages to text with token ids.
 
-It serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health`` as engines do, and vLLM's
-``/sleep``, ``/wake_up`` and ``/is_sleeping``: asleep it fails what asks for an answer; :mod:`.scale_out` adds vLLM's
-render, generate and derender. It runs in the same server as any engine, so a campaign can be driven to a
-known end without weights.
+It serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health``, and vLLM's ``/sleep``,
+``/wake_up`` and ``/is_sleeping``. While it sleeps, it answers requests for completions with an error.
+:class:`SplitEngine` adds vLLM's render, generate and derender. The engine runs in the same server as any other, so a
+campaign can be run to a known end without weights.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,20 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from megaflow_hpc.model.api import CHAT, COMPLETIONS
+from megaflow_hpc.model.api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
-from megaflow_hpc.model.engines.scripted.tokens import END, OTHER, answer_text, logprob, render
+from megaflow_hpc.model.engines.scripted.tokens import (
+    END,
+    OTHER,
+    answer_text,
+    logprob,
+    parse_prompt,
+    render,
+    text_of_tokens,
+)
 
-SLEEPS = frozenset({"weights", "kv_cache"})
-"""What vLLM wakes by these tags."""
+SLEEP_TAGS = frozenset({"weights", "kv_cache"})
+"""Parts of the engine that vLLM wakes separately."""
 
 
 class ScriptedEngine:
@@ -33,8 +42,8 @@ class ScriptedEngine:
     Args:
         script: The answers.
         model_name: Name under which it serves.
-        max_model_len: Longest sequence in tokens; longer requests are refused as by vLLM.
-        slots: Answers given at once; 0 is unlimited.
+        max_model_len: Longest sequence in tokens. Longer requests are refused as by vLLM.
+        slots: Concurrent answers; 0: unlimited.
     """
 
     def __init__(self, script: Script, model_name: str, max_model_len: int = 1_000_000, slots: int = 0) -> None:
@@ -44,7 +53,7 @@ class ScriptedEngine:
 
     def application(self) -> web.Application:
         """Returns the aiohttp application with all endpoints."""
-        app = web.Application(client_max_size=256 * 2**20, middlewares=[_refuse_what_is_no_request])
+        app = web.Application(client_max_size=256 * 2**20, middlewares=[_refuse_malformed])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post(CHAT, self._chat)
@@ -64,11 +73,11 @@ class ScriptedEngine:
     async def _sleep(self, request: web.Request) -> web.Response:
         if (level := request.query.get("level", "1")) not in ("0", "1", "2"):
             return error(422, f"level {level}: expected 0, 1 or 2")
-        self._asleep |= SLEEPS if level != "0" else set()
+        self._asleep |= SLEEP_TAGS if level != "0" else set()
         return web.json_response({"status": "sleeping", "level": int(level)})
 
     async def _wake_up(self, request: web.Request) -> web.Response:
-        self._asleep -= set(request.query.getall("tags", list(SLEEPS)))
+        self._asleep -= set(request.query.getall("tags", list(SLEEP_TAGS)))
         return web.json_response({"status": "sleeping" if self._asleep else "awake"})
 
     async def _is_sleeping(self, _: web.Request) -> web.Response:
@@ -76,10 +85,7 @@ class ScriptedEngine:
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = await body_of(request)
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-            return error(400, "messages: expected a list of at least one message")
-        tools = body.get("tools") or []
+        messages, tools = _messages_of(body), body.get("tools") or []
         prompt = render(messages, tools)
         answer = self.script.answer(messages, [tool["function"]["name"] for tool in tools])
         return await self._reply(body, answer, prompt, chat=True)
@@ -106,25 +112,24 @@ class ScriptedEngine:
         finish = "tool_calls" if answer.calls else "stop"
         if len(sampled) > limit:
             sampled, finish = sampled[:limit], "length"
-            text = bytes(t % OTHER for t in sampled if t != END).decode("utf-8", "replace")
-            message = {"role": "assistant", "content": text}
+            message = {"role": "assistant", "content": text_of_tokens(sampled)}
         self.on_sampled(prompt, sampled)
         return web.json_response(_response(body, self.model_name, prompt, sampled, message, finish, chat=chat))
 
     def sample(self, text: str, prompt: Sequence[int]) -> list[int]:
-        """Returns the token ids of an answer's text; overridden where sampling drifts."""
+        """Returns the token ids of an answer's text. Overridden by engines whose sampling drifts."""
         return [*text.encode("utf-8", "replace"), END]
 
     def on_sampled(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """Called with each answer that is given; overridden where answers are logged."""
+        """Called with each answer. Overridden by engines that log their answers."""
 
     async def refusal(self, answer: ScriptedAnswer, prompt: int, wanted: int) -> web.Response | None:
-        """Waits as long as the answer takes, then returns an error to give instead of it, or ``None``.
+        """Waits as long as the answer takes. Then returns an error to send instead of the answer, or ``None``.
 
         Args:
             answer: The scripted answer, which may be an error itself.
-            prompt: Tokens of the prompt.
-            wanted: Tokens requested for the answer.
+            prompt: Number of tokens of the prompt.
+            wanted: Number of tokens requested for the answer.
         """
         async with self._slots:
             await asyncio.sleep(answer.delay_s)
@@ -142,20 +147,107 @@ class ScriptedEngine:
         )
 
 
+class SplitEngine(ScriptedEngine):
+    """A scripted engine with vLLM's render, generate and derender (``--enable-scale-out``).
+
+    With ``drift``, the text of an answer encodes to other ids than were sampled, as with real tokenizers.
+
+    Args:
+        drift: Share of an answer's bytes, 0 to 1, that are sampled as other ids of the same byte
+            (:data:`~megaflow_hpc.model.engines.scripted.tokens.OTHER` and above).
+        seed: Seed for the choice of these bytes.
+    """
+
+    def __init__(self, *args: Any, drift: float = 0.0, seed: int = 0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.drift, self._random = drift, random.Random(seed)
+        self.log: list[tuple[list[int], list[int]]] = []
+        """Prompt and sampled ids of each answer, for tests."""
+        self._answers: dict[str, tuple[dict[str, Any], str]] = {}
+
+    def application(self) -> web.Application:
+        app = super().application()
+        app.router.add_post(RENDER, self._render)
+        app.router.add_post(GENERATE, self._generate)
+        app.router.add_post(DERENDER, self._derender)
+        app.router.add_post(TEXTS, self._texts)
+        return app
+
+    def sample(self, text: str, prompt: Sequence[int]) -> list[int]:
+        written = [b + OTHER if self._random.random() < self.drift else b for b in text.encode()]
+        return [*written, END]
+
+    def on_sampled(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        self.log.append((list(prompt), list(tokens)))
+
+    async def _render(self, request: web.Request) -> web.Response:
+        body = await body_of(request)
+        tokens = render(_messages_of(body), body.get("tools") or [])
+        room = self.max_model_len - len(tokens)
+        wanted = body.get("max_completion_tokens") or body.get("max_tokens") or room
+        return web.json_response({"token_ids": tokens, "sampling_params": {"max_tokens": wanted}, "features": None})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await body_of(request)
+        prompt, limit = body["token_ids"], body["sampling_params"]["max_tokens"]
+        messages, tools = parse_prompt(prompt)
+        answer: ScriptedAnswer = self.script.answer(messages, tools)
+        if refused := await self.refusal(answer, len(prompt), limit):
+            return refused
+        message = message_of(answer)
+        tokens, finish = self.sample(answer_text(message), prompt), "stop"
+        if len(tokens) > limit:
+            tokens, finish = tokens[:limit], "length"
+            message = {"role": "assistant", "content": text_of_tokens(tokens)}
+        self.on_sampled(prompt, tokens)
+        name = f"gen-{uuid.uuid4().hex}"
+        self._answers[name] = message, "tool_calls" if finish == "stop" and answer.calls else finish
+        scores = [{"logprob": logprob(t, len(prompt) + n)} for n, t in enumerate(tokens)]
+        choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": scores}, "finish_reason": finish}
+        return web.json_response({"request_id": name, "choices": [choice]})
+
+    async def _derender(self, request: web.Request) -> web.Response:
+        body = await body_of(request)
+        generated: Mapping[str, Any] = body["generate_response"]
+        message, finish = self._answers.pop(generated["request_id"])
+        prompt, tokens = len(body["prompt_token_ids"]), len(generated["choices"][0]["token_ids"])
+        usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
+        head = {"id": generated["request_id"], "object": "chat.completion", "created": 0, "model": self.model_name}
+        return web.json_response({**head, "choices": [choice], "usage": usage})
+
+    async def _texts(self, request: web.Request) -> web.Response:
+        body = await body_of(request)
+        tokens = [response["choices"][0]["token_ids"] for response in body["generate_responses"]]
+        choices = [{"index": n, "text": text_of_tokens(ids)} for n, ids in enumerate(tokens)]
+        return web.json_response({"object": "text_completion", "choices": choices})
+
+
 async def body_of(request: web.Request) -> dict[str, Any]:
-    """Returns a request's JSON object; raises the answer 400 if it has none."""
+    """Returns a request's JSON object. Raises HTTPBadRequest if the body is something else."""
     try:
         body = await request.json()
     except (ValueError, RecursionError, web.RequestPayloadError):
         body = None
     if isinstance(body, dict):
         return body
-    raise web.HTTPBadRequest(body=error(400, "the body: expected a JSON object").body, content_type="application/json")
+    raise _bad_request("the body: expected a JSON object")
+
+
+def _messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise _bad_request("messages: expected a list of at least one message")
+    return messages
+
+
+def _bad_request(message: str) -> web.HTTPBadRequest:
+    return web.HTTPBadRequest(body=error(400, message).body, content_type="application/json")
 
 
 @web.middleware
-async def _refuse_what_is_no_request(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 400, as engines do, where a body's values are of other kinds than they should be."""
+async def _refuse_malformed(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers 400 to a body with values of wrong types, as engines do."""
     try:
         return await handler(request)
     except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as mistake:

@@ -6,15 +6,15 @@ A script is YAML or JSON::
       - when: "text of the task"         # a part of the conversation; or  pattern: a regular expression
         answers:                         # the n-th answers a conversation with n assistant messages; the last repeats
           - "THOUGHT: … ```mswea_bash_command …```"
-          - {file: fix.txt}              # text from a file beside the script
+          - {file: fix.txt}              # text from a file, relative to the script
           - {text: "…", delay_s: 2.0}    # seconds before answering
           - {status: 500}                # this answer is an HTTP error
           - {tool: bash, arguments: {command: ls}, text: "I look.", reasoning: "Where am I?"}
           - {tools: [{tool: bash, arguments: {}}, {tool: read, arguments: {}}]}
-    default: ["…"]                       # where no task matches
+    default: ["…"]                       # if no task matches
 
-A task whose answers call a tool matches only conversations that offer it: the small requests that agents make beside
-their work (a title, a summary) get the default.
+A task whose answers call a tool matches only conversations that offer it. Small requests that agents make in addition
+to their work, such as for a title or a summary, get the default.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ScriptedTask:
 
 @dataclass(frozen=True)
 class Script:
-    """The answers of a scripted engine; ``default`` where no task matches."""
+    """The answers of a scripted engine; ``default`` if no task matches."""
 
     tasks: tuple[ScriptedTask, ...] = ()
     default: tuple[ScriptedAnswer, ...] = (ScriptedAnswer(DEFAULT),)
@@ -86,7 +86,7 @@ def load(path: Path) -> Script:
     """Reads a script.
 
     Raises:
-        ConfigError: The file cannot be read or is wrong; names the place.
+        ConfigError: The file cannot be read or is invalid. The message names the entry.
     """
     try:
         data = yaml.safe_load(path.read_text())
@@ -134,29 +134,6 @@ def _call(value: Any, where: str) -> ToolCall:
     if not isinstance(arguments, dict) or not isinstance(value.get("tool"), str):
         raise ConfigError(f"{where}: a call is {{tool: NAME, arguments: {{…}}}}, found {value!r}")
     return ToolCall(value["tool"], arguments)
-
-
-def script_from_patch(instruction_snippet: str, patch: str) -> dict[str, Any]:
-    """Returns an entry of a script's ``tasks`` by which mini-swe-agent's text form solves a task with a known patch.
-
-    Args:
-        instruction_snippet: A text that only this task's conversation contains.
-        patch: A unified diff that applies with ``-p1`` from the sandbox's work directory, by git or patch.
-    """
-    mark = "END_OF_PATCH"
-    while f"\n{mark}\n" in f"\n{patch}\n":
-        mark += "_"
-    apply = (
-        f"cat > /tmp/fix.patch <<'{mark}'\n{patch.rstrip(chr(10))}\n{mark}\n"
-        "if command -v git >/dev/null; then git apply -p1 -v /tmp/fix.patch; else patch -p1 -i /tmp/fix.patch; fi"
-    )
-    steps = [
-        ("I look at the source tree first.", "pwd && ls -a"),
-        ("The defect is clear; I apply the repair.", apply),
-        ("The repair is in place, so I submit.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
-    ]
-    answers = [f"THOUGHT: {thought}\n\n```mswea_bash_command\n{command}\n```" for thought, command in steps]
-    return {"when": instruction_snippet, "answers": answers}
 
 
 def text_of(message: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """The scripted engine's tokenizer and chat template.
 
-Tokens are UTF-8 bytes (ids 0 to 255), 256 ends a turn and 257 starts one; log-probabilities are a function of id and
-position. Reasoning and tool calls are text between marks, as models write them. So a conversation's prompt extends the
-one before, as the recording requires.
+Tokens are UTF-8 bytes (ids 0 to 255); 256 ends a turn and 257 starts one. Log-probabilities are a function of id and
+position. Reasoning and tool calls are text in tags, as models write them. So a conversation's prompt extends the
+previous one, and the recording has one sequence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from megaflow_hpc.model.engines.scripted.script import text_of
 
 END, START, OTHER = 256, 257, 512
-"""Ids from :data:`OTHER` on are bytes too; only :mod:`.scale_out` samples them."""
+"""Ids from :data:`OTHER` on are bytes too. Only an engine whose sampling drifts samples them."""
 
 
 def answer_text(message: Mapping[str, Any]) -> str:
@@ -30,7 +30,7 @@ def answer_text(message: Mapping[str, Any]) -> str:
 def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
     """Returns a conversation's prompt: per message ``START role NEWLINE content END NEWLINE``, then the answer's head.
 
-    Tools come first, as in most chat templates: a list that changes makes another prompt.
+    Tools come first, as in most chat templates, so a changed list gives a different prompt.
     """
     tokens: list[int] = [START, *f"tools\n{json.dumps(tools)}".encode(), END, 10] if tools else []
     for message in messages:
@@ -40,7 +40,7 @@ def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> 
 
 
 def logprob(token: int, position: int) -> float:
-    """Returns a made-up log-probability in (-2, 0)."""
+    """Returns an invented log-probability in (-2, 0)."""
     return -(1 + (token * 31 + position * 17) % 199) / 100
 
 

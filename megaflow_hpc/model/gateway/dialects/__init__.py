@@ -5,9 +5,9 @@ Engines are asked for chat completions (or plain ones) only, so recording and ro
     agent's request ── request() ──► chat request ──► engine ──► chat answer ── answer() ──► agent's answer
                                                                               └─ events() ──► the same as a stream
 
-All functions are pure. Earlier answers that an agent hands back are recognised afterwards, in
-:meth:`~megaflow_hpc.model.gateway.recorder.Recorder.restore`, so a conversion may lose how an answer was written
-(spaces in a tool call's arguments, reasoning that the API does not carry) but never its meaning.
+All functions are pure. :meth:`~megaflow_hpc.model.gateway.recorder.Recorder.restore` recognises earlier answers that
+an agent sends back. So a conversion may change the form of an answer (spaces in a tool call's arguments, reasoning that
+the API does not carry), but never its meaning.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["DIALECTS", "TABLES", "BadRequest", "Dialect", "Event", "dialect_of",
 
 
 class Dialect(Protocol):
-    """The functions that each module of this package has, documented here."""
+    """The functions of each dialect's module."""
 
     def request(self, body: Mapping[str, Any], /) -> dict[str, Any]:
         """Returns the equivalent chat request.
 
         Raises:
-            BadRequest: There is none.
+            BadRequest: The request cannot be converted.
         """
 
     def answer(self, reply: Mapping[str, Any], body: Mapping[str, Any], /) -> dict[str, Any]:

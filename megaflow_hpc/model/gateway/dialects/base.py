@@ -43,30 +43,30 @@ def of(kind: Any) -> Check:
     return check
 
 
-_PLACE = re.compile(r" - at `\$(.*)`\Z", re.DOTALL)
+_PATH = re.compile(r" - at `\$(.*)`\Z", re.DOTALL)
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def _explained(error: msgspec.ValidationError, value: Any, kind: Any, field: str) -> str:
     """Returns msgspec's error as a sentence that starts with the field."""
-    place = _PLACE.search(str(error))
-    path = place[1] if place else ""
+    match = _PATH.search(str(error))
+    path = match[1] if match else ""
     where = field + path
-    if error.__cause__ is not None:  # raised by a struct of ours, whose sentence starts with one of its fields
+    if error.__cause__ is not None:  # raised by a struct of this package; the sentence starts with a field
         return f"{where}.{error.__cause__}"
-    cause = _PLACE.sub("", str(error))
+    cause = _PATH.sub("", str(error))
     if missing := _MISSING.fullmatch(cause):
         return f"{where}.{missing[1]}: expected a value, found nothing"
     if ", got" in cause or "[...]" in path:  # msgspec does not say which value of a map
         return f"{where}: {_lower(cause).replace(', got', ', found')}"
-    found, choices = _followed(value, kind, path)
+    wrong, choices = _value_at(value, kind, path)
     if choices:
         cause = f"expected one of {', '.join(choices)}"
-    return f"{where}: {_lower(cause)}" + ("" if isinstance(found, dict | list) else f", found {shown(found)}")
+    return f"{where}: {_lower(cause)}" + ("" if isinstance(wrong, dict | list) else f", found {shown(wrong)}")
 
 
-def _followed(value: Any, kind: Any, path: str) -> tuple[Any, list[str]]:
+def _value_at(value: Any, kind: Any, path: str) -> tuple[Any, list[str]]:
     """Returns the value at a path, and the words that its type allows there: literals, or tags of structs."""
     kinds = _members(inspect.type_info(kind))
     for name, number in _STEP.findall(path):
@@ -98,7 +98,7 @@ def _lower(sentence: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value for a message, not longer than a line; a large one by its type."""
+    """Returns a value for a message, at most a line long. A large value is shown by its type."""
     if isinstance(value, str | bool | float) or value is None:
         return repr(value[:100] if isinstance(value, str) else value)
     if isinstance(value, int) and abs(value) < 2**70:
@@ -139,8 +139,3 @@ def function_tool(name: str, description: str | None, parameters: Mapping[str, A
     if description:
         function["description"] = description
     return {"type": "function", "function": function}
-
-
-def reasoning_of(message: Mapping[str, Any]) -> str:
-    """Returns a message's reasoning, which engines put into a field of either of two names."""
-    return message.get("reasoning") or message.get("reasoning_content") or ""

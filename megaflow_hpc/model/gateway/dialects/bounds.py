@@ -33,7 +33,7 @@ def bounded(value: Any, field: str, max_bytes: int) -> None:
     """Raises :class:`BadRequest` if ``value`` as JSON is longer than ``max_bytes`` or too deep."""
     shallow(value, field)
     values, characters = _weight(value, max_bytes // 2, max_bytes)
-    if 2 * values + characters <= max_bytes:  # otherwise it is too long in any encoding
+    if 2 * values + characters <= max_bytes:  # otherwise every encoding is too long
         try:
             encoded = orjson.dumps(value)
         except TypeError:  # half a surrogate pair
@@ -94,4 +94,4 @@ def _decodes_deep(encoded: str) -> bool:
     except RecursionError:
         return True
     except ValueError:
-        return False  # an engine's decoder stops at the mistake too
+        return False  # an engine's decoder also stops at the mistake

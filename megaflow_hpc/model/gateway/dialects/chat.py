@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and plain completions, which engines speak too: only streams are made here.
+"""OpenAI's chat completions and plain completions. Engines use them too, so only streams are converted.
 
 A chat answer becomes a chunk with the role, one with the message (content, reasoning, tool calls), one with the finish
 reason, one with the usage if requested, and ``[DONE]``.
@@ -29,16 +29,21 @@ def error_event(status: int, message: str, kind: str) -> Event:
 
 
 def events(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[Event]:
-    for chunk in chunks(answer, bool((body.get("stream_options") or {}).get("include_usage"))):
+    for chunk in _chunks(answer):
         yield "", chunk
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield "", {**_head(answer), "choices": [], "usage": answer.get("usage")}
     yield "", "[DONE]"
 
 
-def chunks(answer: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Any]]:
-    """Yields an answer as the chunks of a stream; the last has the usage if ``usage``."""
+def _head(answer: Mapping[str, Any]) -> dict[str, Any]:
     chat = answer.get("object") == "chat.completion"
     head = {k: answer.get(k) for k in ("id", "created", "model")}
-    head["object"] = "chat.completion.chunk" if chat else "text_completion"
+    return {**head, "object": "chat.completion.chunk" if chat else "text_completion"}
+
+
+def _chunks(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    chat, head = answer.get("object") == "chat.completion", _head(answer)
     for choice in answer["choices"]:
         index, logprobs = choice["index"], choice.get("logprobs")
         end = {"index": index, "logprobs": None, "finish_reason": choice.get("finish_reason")}
@@ -54,5 +59,3 @@ def chunks(answer: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Any]]:
             text = choice.get("text", "")
             yield {**head, "choices": [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}]}
             yield {**head, "choices": [{**end, "text": ""}]}
-    if usage:
-        yield {**head, "choices": [], "usage": answer.get("usage")}

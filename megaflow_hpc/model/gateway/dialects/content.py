@@ -23,7 +23,7 @@ MAX_TOOLS_BYTES = 2**21
 """Largest list of tools, as JSON."""
 _DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 _REMOTE = re.compile(r"https?://([A-Za-z0-9.-]+)(?::\d{1,5})?(?:[/?][A-Za-z0-9._~:/?@!$&'()*+,;=%-]*)?")
-"""A URL that all parsers read alike: no user, no backslash, no number in brackets."""
+"""Matches a URL that all parsers read in the same way: without user, backslash and number in brackets."""
 FunctionName = Annotated[str, Meta(max_length=256)]
 
 
@@ -87,11 +87,11 @@ class SystemMessage(ChatMessage, tag="system"):
 
 
 class DeveloperMessage(ChatMessage, tag="developer"):
-    """A system message by its newer name, which chat templates do not know."""
+    """A system message by its newer name, which chat templates do not support."""
 
 
 class UserMessage(ChatMessage, tag="user"):
-    """The agent's words, or the task's."""
+    """Text of the agent or of the task."""
 
 
 class AssistantMessage(ChatMessage, tag="assistant"):

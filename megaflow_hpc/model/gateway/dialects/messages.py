@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from megaflow_hpc.model.gateway.canonical import arguments_of, raw_reasoning_of
 from megaflow_hpc.model.gateway.dialects.base import (
     BadRequest,
     Event,
@@ -27,7 +28,6 @@ from megaflow_hpc.model.gateway.dialects.base import (
     image_part,
     new_id,
     of,
-    reasoning_of,
     text_of,
     text_part,
 )
@@ -42,7 +42,6 @@ from megaflow_hpc.model.gateway.dialects.options import (
     dropped,
     integer,
 )
-from megaflow_hpc.model.gateway.meaning import arguments_of
 
 BILLING = "x-anthropic-billing-header"
 """First words of a system block in which Claude Code hashes the request, which would make every prompt differ."""
@@ -228,7 +227,7 @@ def _user(blocks: list[Part | ToolResult]) -> Iterator[dict[str, Any]]:
             continue
         content = block.content or ""
         results = [text_part(content)] if isinstance(content, str) else [_part(part) for part in content]
-        # A tool message is text by the API; an image that a tool returned follows it as the user's.
+        # The API allows only text in a tool message. An image that a tool returned follows it in a user message.
         parts += [result for result in results if result["type"] != "text"]
         yield {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": text_of(results, "\n")}
     if parts:
@@ -304,7 +303,7 @@ def answer(reply: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
     message, usage = choice["message"], reply.get("usage") or {}
     calls = message.get("tool_calls") or ()
     blocks: list[dict[str, Any]] = []
-    if thought := reasoning_of(message):
+    if thought := raw_reasoning_of(message):
         blocks.append({"type": "thinking", "thinking": thought, "signature": new_id("sig")})
     if message.get("content") or not (calls or blocks):
         blocks.append({"type": "text", "text": message.get("content") or ""})
@@ -374,10 +373,10 @@ def _event(name: str, **data: Any) -> Event:
 
 
 def error(status: int, message: str, kind: str) -> dict[str, Any]:
-    """Returns an error body; the status decides the type, which clients know, and ``kind`` precedes the message."""
-    known = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    text = message if kind in ("invalid_request_error", known) else f"{kind}: {message}"
-    return {"type": "error", "error": {"type": known, "message": text}}
+    """Returns an error body. The status decides its type, which clients evaluate; ``kind`` precedes the message."""
+    name = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    text = message if kind in ("invalid_request_error", name) else f"{kind}: {message}"
+    return {"type": "error", "error": {"type": name, "message": text}}
 
 
 def error_event(status: int, message: str, kind: str) -> Event:

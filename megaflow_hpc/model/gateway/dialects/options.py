@@ -29,8 +29,8 @@ from megaflow_hpc.model.gateway.dialects.base import BadRequest, Check, of, show
 from megaflow_hpc.model.gateway.dialects.schemas import response_format, structured_outputs
 
 COUNT = 2**31 - 1
-ALTERNATIVES = 16
-"""Answers to one request: each is recorded with the whole prompt."""
+MAX_ANSWERS = 16
+"""Answers to one request. Each is recorded with the whole prompt."""
 MAX_PROMPTS = 16
 """Prompts of one request for completions."""
 
@@ -150,7 +150,7 @@ _RECORDED = "is not served: the call could not be recorded"
 SAMPLING: Mapping[str, Option] = {
     "model": Option(text(512)),
     "max_tokens": Option(integer(1, COUNT)),
-    "n": Option(integer(1, ALTERNATIVES)),
+    "n": Option(integer(1, MAX_ANSWERS)),
     "seed": Option(integer(-(2**63), 2**63 - 1)),
     "stop": Option(of(Stop)),
     "temperature": Option(number(0, 2), constrains=DIFFERS),
@@ -227,21 +227,21 @@ def allowed(table: Mapping[str, Option], body: Mapping[str, Any]) -> dict[str, A
     Raises:
         BadRequest: One is refused, or has a value that is not allowed.
     """
-    found: dict[str, Any] = {}
+    passed: dict[str, Any] = {}
     for name, value in body.items():
         option = table.get(name)
         if option is None or value is None:
             continue
         if isinstance(value, float) and value.is_integer():
-            value = int(value)  # JSON does not tell 5.0 from 5
+            value = int(value)  # JSON does not distinguish 5.0 from 5
         if option.refused:
             if value and value != option.harmless:
                 raise BadRequest(f"{name}: {option.refused}")
         elif option.check is not None:
             value = option.check(value, name)
             if option.passed:
-                found[name] = value
-    return found
+                passed[name] = value
+    return passed
 
 
 def engine_request(request: Mapping[str, Any], chat: bool, domains: Collection[str] = ()) -> dict[str, Any]:
@@ -258,46 +258,41 @@ def engine_request(request: Mapping[str, Any], chat: bool, domains: Collection[s
     table = CHAT if chat else COMPLETIONS
     if chat and domains:
         table = {**CHAT, "messages": Option(partial(content.messages, domains=domains))}
-    found = allowed(table, request)
-    needed = "messages" if chat else "prompt"
-    if needed not in found:
-        raise BadRequest(f"{needed}: expected {'a list of at least one message' if chat else 'a text'}, found nothing")
-    if not found.get("tools", True):
-        del found["tools"]  # engines refuse an empty list
+    passed = allowed(table, request)
+    required, kind = ("messages", "a list of at least one message") if chat else ("prompt", "a text")
+    if required not in passed:
+        raise BadRequest(f"{required}: expected {kind}, found nothing")
+    if not passed.get("tools", True):
+        del passed["tools"]  # engines refuse an empty list
     if chat:
-        content.compiled_tools(found)
-    elif isinstance(found["prompt"], list) and not isinstance(found["prompt"][0], int):
-        answers = len(found["prompt"]) * found.get("n", 1)
-        if answers > ALTERNATIVES:
-            raise BadRequest(f"n: {answers} answers for all prompts; {ALTERNATIVES} are allowed")
-    return found
+        content.compiled_tools(passed)
+    elif isinstance(passed["prompt"], list) and not isinstance(passed["prompt"][0], int):
+        answers = len(passed["prompt"]) * passed.get("n", 1)
+        if answers > MAX_ANSWERS:
+            raise BadRequest(f"n: {answers} answers for all prompts; {MAX_ANSWERS} are allowed")
+    return passed
 
 
-Constraint = tuple[str, Any, str]
-"""An option, its value, and the value that a free call has instead."""
-
-
-def constraints(request: Mapping[str, Any], settings: Mapping[str, float]) -> list[Constraint]:
-    """Returns the options of an engine's request that constrain the policy's choice of tokens.
+def is_constrained(request: Mapping[str, Any], settings: Mapping[str, float]) -> bool:
+    """Returns whether an option of an engine's request constrains the policy's choice of tokens.
 
     Args:
         request: The result of :func:`engine_request`.
         settings: The policy's sampling settings.
     """
-    found: list[Constraint] = []
     for name, value in request.items():
         if name in settings:
-            off = name == "top_k" and value in (0, -1)
-            if (-1 if off else value) != settings[name]:
-                found.append((name, value, f"{settings[name]:g}"))
-        elif name in CAUSES and CAUSES[name](value):
-            found.append((name, value, "none"))
-    if request.get("tool_choice") == "none":  # the model sees the tools, but the engine enforces none
-        found = [constraint for constraint in found if constraint[0] != "tools"]
-    return found
+            is_off = name == "top_k" and value in (0, -1)
+            if (-1 if is_off else value) != settings[name]:
+                return True
+        elif name == "tools" and request.get("tool_choice") == "none":
+            continue  # the model sees the tools, but the engine enforces none
+        elif name in CONSTRAINING and CONSTRAINING[name](value):
+            return True
+    return False
 
 
-CAUSES: Mapping[str, Callable[[Any], bool]] = {
+CONSTRAINING: Mapping[str, Callable[[Any], bool]] = {
     "logit_bias": bool,
     "response_format": lambda value: value["type"] != "text",
     "structured_outputs": lambda value: True,

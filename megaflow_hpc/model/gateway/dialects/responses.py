@@ -8,8 +8,8 @@ function_call_output                           a tool message; images in it foll
 function tools                                 functions; ``namespace`` tools are flattened to ``namespace__name``
 custom tools (free text)                       functions with the one argument ``input``
 tools that run at OpenAI (web search)          not offered to the model
-reasoning effort, include, store, metadata     ignored: how a model thinks is the campaign's matter; nothing is stored
-previous_response_id, conversation, background refused: the whole input is to be sent with every request
+reasoning effort, include, store, metadata     ignored: the campaign decides how a model thinks; nothing is stored
+previous_response_id, conversation, background refused: every request must contain the whole input
 =============================================  =====================================================================
 """
 
@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from megaflow_hpc.model.gateway.canonical import RAW_ARGUMENT, arguments_of, raw_reasoning_of
 from megaflow_hpc.model.gateway.dialects.base import (
     BadRequest,
     Event,
@@ -29,7 +30,6 @@ from megaflow_hpc.model.gateway.dialects.base import (
     image_part,
     new_id,
     of,
-    reasoning_of,
     text_of,
     text_part,
     typed,
@@ -48,7 +48,6 @@ from megaflow_hpc.model.gateway.dialects.options import (
     integer,
     refused,
 )
-from megaflow_hpc.model.gateway.meaning import RAW_ARGUMENT, arguments_of
 
 __all__ = ["answer", "error", "error_event", "events", "request"]
 FREE_TEXT = {"type": "object", "properties": {RAW_ARGUMENT: {"type": "string"}}, "required": [RAW_ARGUMENT]}
@@ -363,7 +362,7 @@ def answer(reply: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _output(message: Mapping[str, Any], body: Mapping[str, Any], status: str) -> Iterator[dict[str, Any]]:
     calls = message.get("tool_calls") or ()
-    if thought := reasoning_of(message):
+    if thought := raw_reasoning_of(message):
         content = [{"type": "reasoning_text", "text": thought}]
         yield {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": content, "status": status}
     if message.get("content") or not (calls or thought):
@@ -393,11 +392,11 @@ def _free_text(arguments: str) -> str:
 
 def events(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[Event]:
     begun = {**answer, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    found: list[tuple[str, dict[str, Any]]] = [("created", {"response": begun}), ("in_progress", {"response": begun})]
+    stream: list[tuple[str, dict[str, Any]]] = [("created", {"response": begun}), ("in_progress", {"response": begun})]
     for index, item in enumerate(answer["output"]):
-        found += _item_events(item, index)
-    found.append((answer["status"], {"response": dict(answer)}))
-    for number, (name, data) in enumerate(found):
+        stream += _item_events(item, index)
+    stream.append((answer["status"], {"response": dict(answer)}))
+    for number, (name, data) in enumerate(stream):
         yield f"response.{name}", {"type": f"response.{name}", "sequence_number": number, **data}
 
 

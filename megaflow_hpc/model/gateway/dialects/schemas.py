@@ -1,4 +1,4 @@
-"""JSON schemas and formats that an answer is held to, which engines compile to a grammar.
+"""JSON schemas and formats that constrain an answer. Engines compile them to a grammar.
 
 A schema's size, depth, counts and expressions are bounded. References that form a cycle without describing a part of
 the value are refused. An example is ``{"$ref": "#"}``. Engines compile it to a grammar that allows no token, and answer
@@ -19,7 +19,7 @@ from megaflow_hpc.model.gateway.dialects.base import BadRequest, of, shown, type
 from megaflow_hpc.model.gateway.dialects.bounds import bounded
 
 MAX_SCHEMA_BYTES = 2**16
-"""Largest schema that an answer is held to, as JSON."""
+"""Largest schema of an answer, as JSON."""
 MAX_SCHEMA_COUNT = 100_000
 """Largest ``maxLength``, ``minItems`` and the like."""
 MAX_PATTERN_LENGTH = 512
@@ -28,11 +28,11 @@ MAX_PATTERN_COUNT = 1000
 """Largest ``{count}`` in a regular expression."""
 MAX_PATTERN_GROUPS = 100
 """Largest product of the counts of groups in a regular expression."""
-HERE = ("not", "if", "then", "else")
+SAME_VALUE = ("not", "if", "then", "else")
 """Keywords with one schema that applies to the same value, like ``$ref``."""
-HERE_EACH = ("allOf", "anyOf", "oneOf", "dependentSchemas", "dependencies")
+SAME_VALUE_LISTS = ("allOf", "anyOf", "oneOf", "dependentSchemas", "dependencies")
 """Keywords with a list or map of schemas that apply to the same value."""
-MOVING = ("$dynamicRef", "$recursiveRef")
+DYNAMIC_REFS = ("$dynamicRef", "$recursiveRef")
 """References whose target depends on the context. Engines ignore them."""
 _COUNTS = frozenset(f"{end}{of}" for end in ("min", "max") for of in ("Items", "Length", "Properties", "Contains"))
 _UNKNOWN = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
@@ -45,7 +45,7 @@ _COUNTED = re.compile(r"(\)?)\{(\d*)(?:,(\d*))?\}")
 _count = of(Annotated[int, Meta(ge=0, le=MAX_SCHEMA_COUNT)])
 
 
-# --- options that hold an answer to a schema -------------------------------------------------------------------------
+# --- options that constrain an answer --------------------------------------------------------------------------------
 
 
 class TextFormat(msgspec.Struct, tag="text"):
@@ -82,7 +82,7 @@ def response_format(value: Any, field: str) -> dict[str, Any]:
 
 
 class StructuredOutputs(msgspec.Struct, omit_defaults=True):
-    """vLLM's constraints, of which one is given. Regular expressions and grammars are not for agents to give."""
+    """vLLM's constraints, of which a request has one. Agents may not send regular expressions and grammars."""
 
     json: dict[str, Any] | None = None
     json_object: bool | None = None
@@ -94,8 +94,8 @@ def structured_outputs(value: Any, field: str) -> dict[str, Any]:
     options = typed(value, dict[str, Any], field)
     chosen = {name: given for name, given in options.items() if given not in (None, False)}
     if len(chosen) != 1 or not chosen.keys() <= {"json", "json_object", "choice"}:
-        found = ", ".join(chosen) or "nothing"
-        raise BadRequest(f"{field}: expected one of json, json_object and choice, found {found:.200}")
+        given_names = ", ".join(chosen) or "nothing"
+        raise BadRequest(f"{field}: expected one of json, json_object and choice, found {given_names:.200}")
     given = typed(chosen, StructuredOutputs, field)
     if given.json is not None:
         compiled_schema(given.json, f"{field}.json")
@@ -176,14 +176,14 @@ def check_progress(schema: Mapping[str, Any], field: str, compiled: bool) -> Non
         field: Its name.
         compiled: The engine compiles it to a grammar, so dangling references are refused too.
     """
-    left: set[int] = set()
+    checked: set[int] = set()
     """Ids of the schemas that are fully checked."""
     for start in _schemas(schema):
         path: list[tuple[int, Iterator[Any]]] = []
         on_path: set[int] = set()
         enter: Any = start
         while True:
-            if isinstance(enter, Mapping) and id(enter) not in left:
+            if isinstance(enter, Mapping) and id(enter) not in checked:
                 if id(enter) in on_path:
                     raise BadRequest(
                         f"{field}: $ref {_reference(schema, enter)} leads back to itself and describes nothing; give "
@@ -194,7 +194,7 @@ def check_progress(schema: Mapping[str, Any], field: str, compiled: bool) -> Non
             while path and (enter := next(path[-1][1], None)) is None:
                 done, _ = path.pop()
                 on_path.discard(done)
-                left.add(done)
+                checked.add(done)
             if not path:
                 break
 
@@ -216,26 +216,26 @@ def _applied(schema: Mapping[str, Any], inner: Mapping[str, Any], field: str, co
     for name, value in inner.items():
         if name == "$ref":
             yield _target(schema, value, field, compiled)
-        elif compiled and name in MOVING and isinstance(value, str):
+        elif compiled and name in DYNAMIC_REFS and isinstance(value, str):
             raise BadRequest(f"{field}: {name} is not served; give $ref")
-        elif name in HERE:
+        elif name in SAME_VALUE:
             yield value
-        elif name in HERE_EACH:
+        elif name in SAME_VALUE_LISTS:
             yield from value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
 
 
 def _target(schema: Mapping[str, Any], reference: Any, field: str, compiled: bool) -> Any:
     """Returns the target of a reference. If it is missing and ``compiled`` is false, returns an empty schema."""
-    found: Any = schema
+    target: Any = schema
     if isinstance(reference, Mapping):
         return reference  # a property of that name
     start, *steps = str(reference).split("/")
     try:
         for step in steps:
             name = step.replace("~1", "/").replace("~0", "~")
-            found = found[int(name)] if isinstance(found, list) else found[name]
-        if start == "#" and isinstance(found, Mapping | bool):
-            return found
+            target = target[int(name)] if isinstance(target, list) else target[name]
+        if start == "#" and isinstance(target, Mapping | bool):
+            return target
     except (KeyError, ValueError, IndexError, TypeError):
         pass
     if compiled:

@@ -25,7 +25,7 @@ REFUSED = {
 """Case → what is said while the file is read, of what BuildKit builds."""
 
 LATER = {
-    "add tar absolute link": r"Dockerfile:2: \d\.archive: cannot be unpacked .*l/n",
+    "add tar absolute link": r"Dockerfile:2: \d\.archive: cannot be unpacked: .*l/n.* is below a link",
     "chown unknown group": "Dockerfile:2: group 'strangers': the image has no such group",
     "chown unknown name": "Dockerfile:2: --chown=stranger: the image has no user 'stranger'",
     "whiteout names": r"/base/\.wh\.full: a name that begins with \.wh\. marks what is gone in a layer",

@@ -1,6 +1,6 @@
 """A random tree of conversations: agents, their sub-agents, forks, titles, windows, compactions, edits and hang-ups.
 
-What an agent does depends on the tree's seed and on its own place in the tree only, not on when it comes to do it.
+An agent's actions depend only on the tree's seed and the agent's position in the tree, not on timing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESULTS = ("ok", "ok", "")
 FOLLOW_UPS = ("Go on.", "Why?")
 REFUSALS = (openai.BadRequestError, anthropic.BadRequestError)
 LATE_S = 0.03
-"""Seconds that an answer takes whose client leaves before it has come."""
+"""Delay in seconds of an answer whose client leaves before it arrives."""
 
 
 @dataclass
@@ -55,9 +55,9 @@ class Tree:
     engine: Engine
     exchanges: list[Exchange] = field(default_factory=list)
     did: Counter[str] = field(default_factory=Counter)
-    """What happened in it, counted."""
+    """Counts of what happened in the tree."""
     left: int = 12
-    """Calls that it may still make."""
+    """Number of calls that it may still make."""
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
@@ -65,7 +65,7 @@ class Tree:
         self._aside: list[asyncio.Task[Any]] = []
 
     async def grow(self, number: int) -> Trajectory:
-        """Runs one or two steps of a task; the second goes on with the conversations of the first."""
+        """Runs one or two steps of a task. The second step continues the conversations of the first."""
         rollout = Rollout("tree", self.policy, number, "random")
         try:
             return await self._steps(rollout)
@@ -108,7 +108,7 @@ class Tree:
         self.clients.connect(await self.gateway.open(rollout.id, self.policy, recorded=recorded))
 
     async def _resume(self, rollout: Rollout) -> None:
-        """Goes on in another allocation."""
+        """Continues in another allocation."""
         self.gateway.suspend(rollout.id, now=False)
         try:
             await self.clients.ask(("openai", "chat"), Request(self.policy, 1, [Said("user", "last")]))
@@ -148,7 +148,7 @@ class Agent:
 
     def __post_init__(self) -> None:
         self.thinks = self.kind != ("litellm", "chat") and self.draw.random() < 0.4
-        """It hands thoughts back."""
+        """Whether the client sends thoughts back."""
 
     def chance(self, share: float, what: str = "") -> bool:
         happens = self.draw.random() < share
@@ -183,7 +183,7 @@ class Agent:
         return last
 
     async def ask(self, request: Request) -> list[Said] | None:
-        """Makes one call, and returns its answers unless it was left or refused."""
+        """Makes one call. Returns its answers, or ``None`` if the client left or was refused."""
         tree = self.tree
         if tree.left <= 0:
             return None
@@ -230,7 +230,7 @@ class Agent:
     # --- what becomes of an answer ---------------------------------------------------------------------------------
 
     def _take(self, answer: Said, agent: Agent) -> None:
-        """Appends an answer in the form in which this client hands it back."""
+        """Appends an answer in the form in which this client sends it back."""
         calls = answer.calls
         if self.chance(0.3, "arguments encoded anew"):
             calls = tuple(replace(c, arguments=json.dumps(c.values, sort_keys=True, indent=1)) for c in calls)
@@ -272,7 +272,7 @@ class Agent:
     # --- what becomes of the history -------------------------------------------------------------------------------
 
     def _change(self) -> None:
-        """Does to the history what agents do that keep to a context length, or that are told to mend something."""
+        """Changes the history like agents that limit their context or are asked to correct something."""
         head = [self.history[0]] if self.history[0].role == "system" else []
         rest = self.history[len(head) :]
         if len(rest) < 3:

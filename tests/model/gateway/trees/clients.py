@@ -1,7 +1,7 @@
-"""The clients of OpenAI, Anthropic and LiteLLM, each in the APIs that it speaks, behind one function.
+"""The clients of OpenAI, Anthropic and LiteLLM, each with its APIs, behind one function.
 
-A conversation is written in each API's form, with the freedom that clients take: texts as parts, arguments of a tool
-call encoded anew, thoughts handed back or not.
+A conversation is written in each API's form, with the freedom that clients have: texts as parts, arguments of a tool
+call encoded again, thoughts sent back or not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = {
     "native": (("openai", "chat"), ("openai", "responses"), ("anthropic", "messages")),
     "litellm": (("litellm", "chat"), ("litellm", "messages"), ("litellm", "responses")),
 }
-"""Makers of clients, each with the APIs that it speaks."""
+"""Makers of clients → the APIs of each."""
 TOOLS = {
     name: {"type": "object", "properties": {key: {} for key in keys}}
     for name, keys in (("bash", sorted(ARGUMENTS[1])), ("task", ["prompt"]))
@@ -84,7 +84,7 @@ class Clients:
     endpoint: ModelEndpoint | None = None
 
     def connect(self, endpoint: ModelEndpoint) -> None:
-        """Goes on with another rollout."""
+        """Connects the clients to another rollout."""
         base = endpoint.base_url
         self.endpoint = endpoint
         self.openai = self.openai.copy(base_url=base, api_key=endpoint.api_key)
@@ -94,7 +94,7 @@ class Clients:
         """Returns the answers to a request, as its client sees them.
 
         Raises:
-            Left: The client hung up, as was asked for.
+            Left: The client hung up as requested.
         """
         maker, api = kind
         options = WRITE[api](request)
@@ -147,7 +147,7 @@ class Clients:
 
 @contextlib.asynccontextmanager
 async def native_clients() -> AsyncIterator[tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic]]:
-    """Gives clients that are connected to nothing yet."""
+    """Yields clients that are not yet connected."""
     options: Any = {"api_key": "k", "base_url": "http://x", "max_retries": 0, "timeout": 60}
     async with openai.AsyncOpenAI(**options) as ai, anthropic.AsyncAnthropic(**options) as an:
         yield ai, an

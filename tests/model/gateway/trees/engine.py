@@ -1,11 +1,11 @@
-"""An engine that remembers: every request as it came in, and every answer with its tokens.
+"""An engine that remembers every request as it arrived, and every answer with its tokens.
 
-It speaks HTTP as vLLM does, and shares no code with what it tests. An answer is a function of the seed and of the
-request's ``max_tokens``, which each call of a tree has to itself, so a tree can be repeated. Words, thoughts, ids of
-tool calls and arguments come from small pools: many answers are equal in all but one of them.
+It provides vLLM's HTTP API and shares no code with the package. An answer is a function of the seed and of the
+request's ``max_tokens``, which is unique for each call of a tree, so a tree can be repeated. Words, thoughts, ids of
+tool calls and arguments come from small pools, so many answers differ in one of them only.
 
-The log-probabilities of an answer are numbers that no other answer of the tree has. So are its token ids at the models
-``split`` and ``other``; at ``plain`` they are bytes, so that a prompt extends the sequence before it.
+The log-probabilities of an answer are unique in the tree. So are its token ids at the models ``split`` and ``other``.
+At ``plain`` they are bytes, so that a prompt extends the previous sequence.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from typing import Any
 from aiohttp import web
 
 from megaflow_hpc.model.gateway.server import ModelGateway
+from tests.support.serving import listening
 
 MODELS = {"plain": "plain", "split": "split", "other": "plain", "text": "text", "mute": "plain"}
-"""Model, which is also the name of its policy → the gateway's protocol for it. ``mute`` leaves out all tokens."""
+"""Model, which is also the name of its policy → the gateway's protocol for it. ``mute`` reports no tokens."""
 END, START, UNIQUE = 256, 257, 1024
-"""Ids of marks, and the first that is some answer's alone."""
+"""Ids of markers, and the first id that is unique to an answer."""
 TEXTS = ("Done.", "OK.", "")
 THOUGHTS = ("Hm.", "Let me see.")
 ARGUMENTS: tuple[dict[str, Any], ...] = ({"command": "ls"}, {"command": "ls", "flags": ["-l", None]}, {})
 PROMPTS = ("Find the fault.", "Read the log.")
-"""What sub-agents are told."""
+"""Prompts of sub-agents."""
 
 
 @dataclass(frozen=True)
-class GpuGrant:
+class EngineAnswer:
     """One answer."""
 
     call: int
@@ -42,20 +43,20 @@ class GpuGrant:
     choice: int
     model: str
     asked: list[dict[str, Any]]
-    """The messages as they came in."""
+    """The messages as they arrived."""
     message: dict[str, Any]
     prompt: list[int]
-    """What it was sampled from."""
+    """Token ids of the prompt."""
     tokens: list[int]
     logprobs: list[float]
     finish_reason: str
     id: str
     number: int
-    """Counts all answers; unique ids of its tokens are ``UNIQUE + number * 256 + byte``."""
+    """Number of the answer. Its unique token ids are ``UNIQUE + number * 256 + byte``."""
 
     @property
     def tells_tokens(self) -> bool:
-        """Whether the gateway is told its tokens."""
+        """Whether the gateway learns its tokens."""
         return self.model not in ("text", "mute")
 
 
@@ -64,13 +65,13 @@ class Engine:
     """All models at one address."""
 
     seed: str = ""
-    given: list[GpuGrant] = field(default_factory=list)
+    given: list[EngineAnswer] = field(default_factory=list)
     delays: dict[int, float] = field(default_factory=dict)
-    """Seconds that an answer takes, by its call."""
+    """Call → delay of its answer in seconds."""
     working: int = 0
     _count: int = 0
     _rendered: dict[str, tuple[dict[str, Any], list[int]]] = field(default_factory=dict)
-    _sampled: dict[str, GpuGrant] = field(default_factory=dict)
+    _sampled: dict[str, EngineAnswer] = field(default_factory=dict)
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=2**26)
@@ -106,13 +107,13 @@ class Engine:
 
     # --- the answers -----------------------------------------------------------------------------------------------
 
-    async def _sample(self, body: Mapping[str, Any], prompt: list[int]) -> list[GpuGrant]:
+    async def _sample(self, body: Mapping[str, Any], prompt: list[int]) -> list[EngineAnswer]:
         call = body.get("max_completion_tokens") or body["max_tokens"]
         await asyncio.sleep(self.delays.get(call, 0.0))
         choices = range(body.get("n") or 1)
         return [self._draw(call, choice, body, prompt) for choice in choices]
 
-    def _draw(self, call: int, choice: int, body: Mapping[str, Any], prompt: list[int]) -> GpuGrant:
+    def _draw(self, call: int, choice: int, body: Mapping[str, Any], prompt: list[int]) -> EngineAnswer:
         draw, model = random.Random(f"{self.seed}/{call}/{choice}"), body["model"]
         number = self._count
         self._count += 1
@@ -135,7 +136,7 @@ class Engine:
             tokens = [UNIQUE + number * 256 + token if token < 256 else token for token in tokens]
         logprobs = [-(len(self.given) * 2**11 + place + 1) / 2**20 for place in range(len(tokens))]
         assert len(tokens) < 2**11
-        found = GpuGrant(
+        found = EngineAnswer(
             *(call, choice, model, body["messages"], message, prompt, tokens, logprobs, finish),
             id=f"answer-{call}",
             number=number,
@@ -185,17 +186,11 @@ class Engine:
 
 @contextlib.asynccontextmanager
 async def served() -> AsyncIterator[tuple[ModelGateway, Engine]]:
-    """Gives a gateway and the engine that it asks."""
+    """Yields a gateway and its engine."""
     engine = Engine()
-    runner = web.AppRunner(engine.application(), access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        async with ModelGateway(wait_s=30, policies=list(MODELS)) as gateway:
-            gateway.update_endpoints(engine.records(f"http://127.0.0.1:{runner.addresses[0][1]}"))
-            yield gateway, engine
-    finally:
-        await runner.cleanup()
+    async with listening(engine.application()) as port, ModelGateway(wait_s=30, policies=list(MODELS)) as gateway:
+        gateway.update_endpoints(engine.records(f"http://127.0.0.1:{port}"))
+        yield gateway, engine
 
 
 def _call(draw: random.Random, names: Sequence[str], number: int, unique: str) -> dict[str, Any]:
@@ -208,7 +203,7 @@ def _call(draw: random.Random, names: Sequence[str], number: int, unique: str) -
     return {"id": key, "type": "function", "function": {"name": name, "arguments": written}}
 
 
-def _scores(answer: GpuGrant) -> list[dict[str, Any]]:
+def _scores(answer: EngineAnswer) -> list[dict[str, Any]]:
     return [{"token": "?", "logprob": score, "top_logprobs": []} for score in answer.logprobs]
 
 

@@ -1,4 +1,4 @@
-"""A call as a text by which it is found again in any format."""
+"""Represents a call as a text that identifies it in any format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tests.model.gateway.trees.clients import Said
-from tests.model.gateway.trees.engine import GpuGrant
+from tests.model.gateway.trees.engine import EngineAnswer
 
 Key = str
 
@@ -19,7 +19,7 @@ def packed(*parts: Any) -> Key:
     return json.dumps(parts, sort_keys=True, ensure_ascii=False)
 
 
-def key_of(one: GpuGrant) -> Key:
+def key_of(one: EngineAnswer) -> Key:
     told = one.tells_tokens
     columns = brief(one.prompt, one.tokens, one.logprobs) if told else brief([], [], [])
     return packed(asked_form(one.asked), exact(one.message), *columns, one.finish_reason, one.model)
@@ -57,11 +57,11 @@ def asked_form(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plain_id(name: str) -> str:
-    """Returns the id of a tool call in the letters that Anthropic allows, in which LiteLLM hands it back."""
+    """Returns the id of a tool call in the characters that Anthropic allows, as LiteLLM sends it back."""
     return re.sub(r"[^a-zA-Z0-9_-]", "_", name)
 
 
-def atif_key(one: GpuGrant) -> Key:
+def atif_key(one: EngineAnswer) -> Key:
     steps: list[Any] = []
     for message in one.asked:
         if message["role"] != "tool":
@@ -109,5 +109,5 @@ def named(message: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
 
 
 def meant(said: Said) -> Any:
-    """Returns what a message says, without what clients change on the way."""
+    """Returns the meaning of a message, without what clients change."""
     return said.role, said.text.strip(), [(c.id, c.name) for c in said.calls], said.result_of

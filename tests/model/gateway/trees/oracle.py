@@ -1,7 +1,7 @@
-"""Compares what is stored of a tree, in every format, with what its engine was asked and gave.
+"""Compares every stored format of a tree with the requests and answers of its engine.
 
-From each format the calls are read as keys: the messages asked, the answer, and what is known of its tokens. The keys
-of all answers that a client got must be there, each once, and no others but those whose client hung up.
+Calls are read from each format as keys: the messages asked, the answer, and what is known of its tokens. The keys of
+all answers that a client got must occur exactly once. Other keys may only be those of clients that hung up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectory import Trajectory, linked
 from tests.model.gateway.trees.agents import Exchange
 from tests.model.gateway.trees.clients import Said
-from tests.model.gateway.trees.engine import MODELS, START, UNIQUE, GpuGrant
+from tests.model.gateway.trees.engine import MODELS, START, UNIQUE, EngineAnswer
 from tests.model.gateway.trees.keys import (
     Key,
     atif_key,
@@ -42,7 +42,7 @@ from tests.model.gateway.trees.keys import (
 
 
 class Wrong(AssertionError):
-    """What is stored is not what happened."""
+    """The stored data differ from what happened."""
 
 
 def expect(good: bool, *said: Any) -> None:
@@ -51,33 +51,33 @@ def expect(good: bool, *said: Any) -> None:
 
 
 class Oracle:
-    """What a tree's engine and clients know.
+    """The facts that a tree's engine and clients know.
 
     Args:
         given: The engine's answers.
         exchanges: The clients' calls.
-        policy: The rollout's own.
+        policy: The rollout's own policy.
     """
 
-    def __init__(self, given: Sequence[GpuGrant], exchanges: Sequence[Exchange], policy: str) -> None:
+    def __init__(self, given: Sequence[EngineAnswer], exchanges: Sequence[Exchange], policy: str) -> None:
         self.policy = policy
         self.exchanges = {exchange.request.call: exchange for exchange in exchanges}
         self.given = [
             one for one in given if one.call in self.exchanges
         ]  # another's may come late: its client has left
-        self._known: dict[Callable[[GpuGrant], Key], list[Key]] = {}
+        self._known: dict[Callable[[EngineAnswer], Key], list[Key]] = {}
         self.answers = {(one.call, one.choice): one for one in self.given}
         twice = [one for one in self.given if self.answers[one.call, one.choice] is not one]
         expect(not twice, "a call was made twice:", *twice[:1], *(self.exchanges[one.call] for one in twice[:1]))
 
-    def got(self, one: GpuGrant) -> bool:
+    def got(self, one: EngineAnswer) -> bool:
         """Whether the client got the answer."""
         return self.exchanges[one.call].replies is not None
 
     # --- between client and engine ---------------------------------------------------------------------------------
 
     def check_calls(self) -> None:
-        """The engine was asked what the clients said, and the clients were told what it answered."""
+        """Checks that the engine got what the clients sent, and the clients got what it answered."""
         for one in self.given:
             exchange = self.exchanges[one.call]
             model = exchange.request.model
@@ -89,7 +89,7 @@ class Oracle:
                 expect(said.thought == thought_of(told), "thought", said, told)
                 expect([(c.id, c.name, c.values) for c in said.calls] == calls_of(told), "calls", said, told)
 
-    def _check_asked(self, one: GpuGrant, said: Sequence[Said]) -> None:
+    def _check_asked(self, one: EngineAnswer, said: Sequence[Said]) -> None:
         where = f"call {one.call}"
         expect(len(one.asked) == len(said), where, "messages", one.asked, said)
         for place, (asked, sent) in enumerate(zip(one.asked, said, strict=True)):
@@ -111,11 +111,12 @@ class Oracle:
             expect(thought_of(asked) in thoughts, at, "the thought", thought_of(asked), "is none of", thoughts, sent)
         self._check_prompt(one)
 
-    def _meant_by(self, said: Sequence[Said], place: int, origin: GpuGrant | None) -> list[GpuGrant]:
-        """Returns the answers that a message may be: its own, or if nobody can tell, all that say the same there."""
+    def _meant_by(self, said: Sequence[Said], place: int, origin: EngineAnswer | None) -> list[EngineAnswer]:
+        """Returns the answers that a message may be: its own, or if that is ambiguous, all with the same meaning
+        there."""
         before = [meant(each) for each in said[:place]]
 
-        def here(one: GpuGrant) -> bool:
+        def here(one: EngineAnswer) -> bool:
             earlier = self.exchanges[one.call].request.messages
             return len(earlier) == place and [meant(each) for each in earlier] == before
 
@@ -125,8 +126,8 @@ class Oracle:
         same = [one for one in self.given if text_of(one.message).strip() == said[place].text.strip() and here(one)]
         return same if origin is None else [origin, *same]
 
-    def _check_prompt(self, one: GpuGrant) -> None:
-        """Sampled ids in a prompt are of an answer that says what the engine was asked at that place."""
+    def _check_prompt(self, one: EngineAnswer) -> None:
+        """Checks that sampled ids in a prompt are of an answer that the engine was asked about at that position."""
         numbers, place = {each.number: each for each in self.given}, -1
         for token in one.prompt:
             place += token == START
@@ -152,7 +153,7 @@ class Oracle:
         self._check_atif(json.loads(json.dumps(atif.document(row, "trees"), allow_nan=False)))
         self._check_report(row)
 
-    def _compare(self, name: str, found: Iterable[Key], key: Callable[[GpuGrant], Key]) -> None:
+    def _compare(self, name: str, found: Iterable[Key], key: Callable[[EngineAnswer], Key]) -> None:
         """Compares the calls of a format with the engine's, both as keys."""
         kept = Counter(found)
         must = Counter(known for known, one in zip(self._keys(key), self.given, strict=True) if self.got(one))
@@ -161,14 +162,14 @@ class Oracle:
         expect(not lost, f"{name}: {len(lost)} calls are missing:", *list(lost)[:1], "\nwrong:", *list(wrong)[:1])
         expect(not wrong, f"{name}: {len(wrong)} calls that were not made so:", *list(wrong)[:1])
 
-    def _keys(self, key: Callable[[GpuGrant], Key]) -> list[Key]:
+    def _keys(self, key: Callable[[EngineAnswer], Key]) -> list[Key]:
         """Returns the keys of the engine's answers."""
         if key not in self._known:
             self._known[key] = [key(one) for one in self.given]
         return self._known[key]
 
     def _check_columns(self, row: Row) -> None:
-        """Scores and versions are exactly where a token was sampled."""
+        """Checks that exactly the sampled tokens have log-probabilities and versions."""
         sampled = [array("B", bytes(len(view.tokens))) for view in row.sequences]
         for turn in row.turns:
             if turn.sequence >= 0:
@@ -182,9 +183,9 @@ class Oracle:
                 expect(masked == mine, "loss_mask")
                 expect(math.isfinite(score) == mine and version == (3 if mine else -1), score, version)
 
-    def _check_rows(self, row: Row) -> list[GpuGrant]:
-        """HDF5 by the reader; returns the engine's answer of each turn."""
-        keys, found, left = [], [], defaultdict[Key, list[GpuGrant]](list)
+    def _check_rows(self, row: Row) -> list[EngineAnswer]:
+        """Checks HDF5 rows as the reader returns them. Returns the engine's answer of each turn."""
+        keys, found, left = [], [], defaultdict[Key, list[EngineAnswer]](list)
         for known, one in zip(self._keys(key_of), self.given, strict=True):
             left[known].append(one)
         same = {known: {one.id for one in alike} for known, alike in left.items()}
@@ -208,7 +209,7 @@ class Oracle:
         return found
 
     def _check_conversations(self, row: Row, calls: Sequence[ConversationCall]) -> None:
-        """Each call is in a conversation in which the messages before it are those that were asked."""
+        """Checks that the messages before a call in its conversation are those that were asked."""
         own = Counter[int]()
         for one in row.conversations:
             for place, number in enumerate(one.turns):
@@ -221,7 +222,7 @@ class Oracle:
         expect(own == Counter(range(len(calls))), "calls in conversations:", own)
 
     def _check_tree(self, name: str, record: Mapping[str, Any], versions: str) -> None:
-        """A record in JSON: its tree, its turns, and its list of conversations."""
+        """Checks the tree, the turns and the list of conversations of a JSON record."""
         tree = record.get("tree") or record
         messages = tree["messages"]
         parents = tree.get("parents") or list(range(-1, len(messages) - 1))
@@ -244,8 +245,8 @@ class Oracle:
             for node, call in zip(one["messages"], one["turns"], strict=True):
                 expect(call is None or record["turns"][call]["message"] == node, name, "a call at another's message")
 
-    def _check_show(self, row: Row, turns: Sequence[GpuGrant]) -> None:
-        """The text of ``show --full``: under the heading of each call, its answer."""
+    def _check_show(self, row: Row, turns: Sequence[EngineAnswer]) -> None:
+        """Checks that ``show --full`` has each call's answer below its heading."""
         blocks: dict[int, list[str]] = {}
         block: list[str] = []
         for text, _ in show._lines(row, full=True):
@@ -296,7 +297,7 @@ class Oracle:
 
 
 def _same(name: str, read: Trajectory, made: Trajectory) -> None:
-    """A trajectory came back as it was stored."""
+    """Checks that a trajectory was read as it was stored."""
     one, other = read.to_record(), made.to_record()
     for turn in other["turns"]:  # seconds are kept as float32
         turn |= {name: array("f", [turn[name]])[0] for name in ("model_s", "sandbox_s", "agent_s", "wait_s")}

@@ -1,0 +1,175 @@
+"""The image of a sandbox as a root file system: its trees in the node's cache, and how the sandbox writes over them.
+
+Every image is a list of trees, the topmost first: unpacked layers, and at the bottom an unpacked SIF or a directory.
+The kernel stacks them as the lower directories of an overlay. If no overlay can be mounted (an old kernel, scratch on a
+network file system, containers that only root can start), the image is unpacked as one tree, and every sandbox gets a
+copy of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megaflow_hpc.environments.images.cache.cache import ImageCache, ImageLease
+from megaflow_hpc.environments.images.layers.view import LayerView, Tree
+from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root, namespace_user
+from megaflow_hpc.environments.sandbox.probe import Site
+from megaflow_hpc.environments.sandbox.rootfs import overlay
+from megaflow_hpc.environments.sandbox.scratch import Kind
+from megaflow_hpc.environments.sandbox.spec import Bind, SandboxSpec, is_without
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.apptainer import CONTROL_DIR
+
+Writes = Literal["overlay", "copy"]
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The command line that starts a container over a writable layer."""
+
+    prefix: Sequence[str]
+    """Argv prefix that changes the user and mounts the overlay."""
+    argv: list[str]
+    mounted: overlay.Overlay | None = None
+    """The overlay that the prefix mounts; ``None`` if Apptainer mounts one or the sandbox is a copy."""
+
+
+@dataclass(frozen=True)
+class Rootfs:
+    """One sandbox's hold on its image, until ``release`` is called."""
+
+    base: str
+    """The bottom tree."""
+    release: Callable[[], None]
+    copies: bool = False
+    """Each sandbox writes to a copy of the image, which must be one tree."""
+    namespace: Sequence[str] | None = None
+    """Argv prefix that enters the sandbox's user namespace; ``None``: a namespace of uid 0 alone."""
+    layers: Sequence[str] = ()
+    """Trees over ``base``, the topmost first, each in the form of an overlay's upper directory."""
+    settings: str = ""
+    """Shell lines that set the image's variables. The runtime adds those that it finds in the image."""
+
+    @property
+    def image(self) -> LayerView:
+        """The image's files, merged from all trees."""
+        return LayerView([Tree(path) for path in (*self.layers, self.base)])
+
+    def command_line(
+        self, apptainer: str, spec: SandboxSpec, *, layer: str, control: str, command: Sequence[str]
+    ) -> CommandLine:
+        """Returns the command line that starts a container with a writable layer over the image."""
+        binds = [Bind(control, CONTROL_DIR, True), *spec.parsed_binds()]
+        if self.copies:
+            root = os.path.join(layer, "root")
+            for name in overlay.MOUNT_POINTS:
+                if not os.path.lexists(os.path.join(root, name)):
+                    os.mkdir(os.path.join(root, name), 0o755)
+            _make_bind_targets(root, binds)
+            argv = exec_argv(apptainer, spec, root, overlay=None, control=control, command=command)
+            return CommandLine(self.namespace or namespace_root(spec) or namespace_user(spec), argv)
+        merged = f"{layer}.root"
+        mounted = overlay.prepare((*self.layers, self.base), layer, merged)
+        if mounted is None:
+            if self.layers:
+                raise SandboxError(f"{self.base}: no overlay of layers can be mounted at {layer}; set MEGAFLOW_SCRATCH")
+            argv = exec_argv(apptainer, spec, self.base, overlay=layer, control=control, command=command)
+            return CommandLine(namespace_root(spec), argv)
+        _make_bind_targets(os.path.join(layer, "upper"), binds)
+        argv = exec_argv(apptainer, spec, merged, overlay=None, control=control, command=command)
+        return CommandLine(overlay.argv_prefix(mounted, spec, self.namespace), argv, mounted)
+
+
+def _make_bind_targets(root: str, binds: Sequence[Bind]) -> None:
+    """Creates the targets of binds in a writable tree, because Apptainer creates none in a writable root.
+
+    The agent controls the tree, so no symbolic link in it is followed.
+    """
+    for source, target, _ in binds:
+        parts = [part for part in target.split("/") if part]
+        path = root
+        try:
+            for number, part in enumerate(parts):
+                path = os.path.join(path, part)
+                if os.path.islink(path):
+                    raise SandboxError(
+                        f"{source}:{target}: the sandbox has a symbolic link there; nothing can be bound"
+                    )
+                if number == len(parts) - 1 and os.path.isfile(source):
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                    os.close(os.open(path, flags, 0o644))
+                elif not os.path.isdir(path):
+                    os.mkdir(path, 0o755)
+        except OSError as error:
+            raise SandboxError(
+                f"{source}:{target}: the target cannot be created in the sandbox ({path}: {error.strerror}); check "
+                "that scratch is not full, and that source and target are both files or both directories"
+            ) from error
+
+
+class RootfsFactory:
+    """Makes the root file systems of one process's sandboxes.
+
+    Args:
+        images: the node's cache.
+        site: returns what the node can do; called if it is needed.
+        scratch: the directory of writable layers.
+        storage: the kind of storage that scratch is.
+    """
+
+    def __init__(self, images: ImageCache, site: Callable[[], Site], scratch: Path, storage: Kind) -> None:
+        self.images = images
+        self._site = site
+        self._scratch = scratch
+        self._storage = storage
+        self._writes: Writes | None = None
+        self._flat: dict[str, bool] = {}
+
+    @property
+    def writes(self) -> Writes:
+        """How sandboxes write: through an overlay if one can be mounted here, else to a copy of the image."""
+        if self._writes is None:
+            self._writes = self._decide_writes()
+        return self._writes
+
+    def _decide_writes(self) -> Writes:
+        if is_without("overlay") or self._storage == "network":
+            return "copy"
+        if os.geteuid() != 0 and overlay.works(str(self._scratch)):
+            return "overlay"
+        return "copy" if self._site().overlay else "overlay"
+
+    def is_flat(self, image: str) -> bool:
+        """Returns whether an image is unpacked as one tree here, because an overlay cannot stack its layers."""
+        if os.path.isdir(image):
+            return False
+        if image not in self._flat:
+            self._flat[image] = not self._can_stack(len(self.images.facts(image).layers))
+        return self._flat[image]
+
+    def _can_stack(self, layers: int) -> bool:
+        scratch = str(self._scratch)
+        if layers >= overlay.MAX_LOWERS or overlay.has_reserved_character(scratch):
+            return False
+        return self.writes == "overlay" and os.geteuid() != 0 and overlay.works(scratch)
+
+    def ready(self, image: str) -> Rootfs | None:
+        """Returns an image that is in the cache, else ``None``. Never blocks; the first use of an image returns
+        ``None``."""
+        if not os.path.isdir(image) and image not in self._flat:
+            return None
+        lease = self.images.ready(image, flat=self.is_flat(image))
+        return self._rootfs(image, lease) if lease else None
+
+    def acquire(self, image: str) -> Rootfs:
+        """Returns an image. Unpacks it first if it is not in the cache. Blocks."""
+        return self._rootfs(image, self.images.acquire(image, flat=self.is_flat(image)))
+
+    def _rootfs(self, image: str, lease: ImageLease) -> Rootfs:
+        settings = "" if os.path.isdir(image) else self.images.facts(image).settings
+        copies = self.writes == "copy"
+        return Rootfs(lease.path, lease.release, copies=copies, layers=lease.layers, settings=settings)

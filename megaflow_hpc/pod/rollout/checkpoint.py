@@ -1,0 +1,228 @@
+"""Checkpoints of rollouts that the end of an allocation cut short between two turns of their agent.
+
+::
+
+    RUN/partial/
+      <job>.<rank>/                           checkpoints of the runners of one worker rank
+        <digest of the rollout's id>.<8 hex>  one checkpoint
+      <pod>.<start>.json                      histories of unfinished rollouts (histories.py), written by rank 0
+
+A file holds a digest of what follows, the length of a msgpack map, the map (trajectory so far, recorder, agent's state,
+step), and the sandbox's packed layer. It appears by a rename once it is whole. The process that continues from it
+removes it, so a state is used once. A checkpoint is only a help: if it is missing, damaged, too large or of another
+version, the rollout starts from the beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import secrets
+import struct
+import threading
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megaflow_hpc.environments.sandbox.snapshot import Snapshot, pack
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host import wire
+from megaflow_hpc.tasks.formats import StepVerdict
+from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.types import Artifact, Verdict
+
+FORMAT = 2
+_LENGTH = struct.Struct("<Q")
+_DIGEST = hashlib.sha256().digest_size
+COPIED = (
+    *("status", "error_kind", "error", "seed", "inexact", "constrained"),
+    *("messages", "parents", "sequences", "turns", "artifacts"),
+)
+"""Fields of the trajectory that the next attempt takes over. It adds up times and keeps the highest peaks."""
+TIMES = ("setup_s", "agent_s", "verify_s", "cpu_s")
+PEAKS = ("memory_peak_mb", "disk_peak_mb")
+
+
+class DamagedError(Exception):
+    """A file is not a checkpoint, or is a checkpoint of another version."""
+
+
+class CheckpointQuota:
+    """Bytes that may still be written. For several threads."""
+
+    def __init__(self, left: float = math.inf) -> None:
+        self._left = left
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        """Reserves bytes before they are written. Raises SandboxError if fewer are left."""
+        with self._lock:
+            if count > self._left:
+                raise SandboxError("partial rollouts take all the disk space that this rank may use for them")
+            self._left -= count
+
+    def give_back(self, count: int) -> None:
+        """Gives back the bytes of a file that was not published."""
+        with self._lock:
+            self._left += count
+
+
+class CutShort(Exception):
+    """The allocation ends, and the gateway refused the agent's next turn.
+
+    Args:
+        agent: the agent's state, ``None`` if it cannot continue.
+        recorded: the recorder's state.
+    """
+
+    def __init__(self, agent: dict[str, Any] | None, recorded: dict[str, Any]) -> None:
+        super().__init__()
+        self.agent, self.recorded = agent, recorded
+        self.checkpoint = ""
+        """File from which the rollout continues, empty without one."""
+        self.why = "its agent gave no state"
+        """Reason why there is no checkpoint."""
+
+    def __str__(self) -> str:
+        turns = len(self.recorded["recording"]["turns"])
+        after = f"cut short after turn {turns}" if turns else "cut short before its first turn"
+        return f"{after}; {'its state was kept' if self.checkpoint else f'it starts anew: {self.why}'}"
+
+
+@dataclass
+class Checkpoint:
+    """A rollout between two turns of its agent."""
+
+    trajectory: Trajectory
+    """The steps before the current one."""
+    step: int
+    """Number of the current step, from 0."""
+    verdicts: list[StepVerdict]
+    """Verdicts of the steps before the current one."""
+    agent_s: float
+    """Seconds that the agent has taken in the current step."""
+    agent: dict[str, Any]
+    recorded: dict[str, Any]
+    breaches: list[str] = field(default_factory=list)
+    """Limits that the agent's commands have exceeded in the current step."""
+    note: bytes = b""
+    """The host's note on the checkout in the sandbox."""
+    layer: Snapshot | None = None
+    """The sandbox's files."""
+
+    def write(self, path: Path, max_bytes: int, quota: CheckpointQuota) -> None:
+        """Publishes the checkpoint at ``path``, whole or not at all. ``layer`` must be a directory.
+
+        Raises:
+            SandboxError: it takes more than ``max_bytes``, or than the quota permits.
+            OSError: it cannot be written.
+            TypeError, ValueError, OverflowError: something in it cannot be packed.
+        """
+        assert self.layer is not None
+        content = {
+            "format": FORMAT,
+            **vars(self),
+            "trajectory": self.trajectory.to_record(),
+            "verdicts": [asdict(verdict) for verdict in self.verdicts],
+            "layer": {"image": self.layer.image, "marks": self.layer.marks},
+        }
+        data = wire.pack(content)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        output: _HashedFile | None = None
+        try:
+            with open(temporary, "xb", opener=_private) as file:
+                output = _HashedFile(file, quota)
+                file.write(bytes(_DIGEST))
+                output.write(_LENGTH.pack(len(data)))
+                output.write(data)
+                pack(self.layer, output.write, max_bytes - len(data))
+                file.seek(0)
+                file.write(output.digest())
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(temporary, path)
+        except BaseException:
+            if output is not None:
+                quota.give_back(output.written)
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    @classmethod
+    def read(cls, path: Path) -> Checkpoint:
+        """Reads a file that :meth:`write` published. Raises DamagedError with the reason if that is impossible."""
+        try:
+            with open(path, "rb") as file:
+                digest = file.read(_DIGEST)
+                actual = hashlib.sha256()
+                while chunk := file.read(1 << 20):
+                    actual.update(chunk)
+                if actual.digest() != digest:
+                    raise DamagedError(f"{path}: damaged")
+                file.seek(_DIGEST)
+                (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+                content = wire.unpack(file.read(length))
+                offset = file.tell()
+            if content.pop("format") != FORMAT:
+                raise DamagedError(f"{path}: of another version")
+            content["trajectory"] = Trajectory.from_record(content["trajectory"])
+            content["verdicts"] = [_verdict(verdict) for verdict in content["verdicts"]]
+            layer = content["layer"]
+            content["layer"] = Snapshot(str(path), layer["image"], layer["marks"], offset)
+            return cls(**content)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+            raise DamagedError(f"{path}: {error!r}") from error
+
+    def carry_over(self, trajectory: Trajectory) -> None:
+        """Makes a new trajectory continue this one."""
+        before = self.trajectory
+        for name in COPIED:
+            setattr(trajectory, name, getattr(before, name))
+        for name in TIMES:
+            setattr(trajectory, name, _combined(sum, getattr(before, name), getattr(trajectory, name)))
+        for name in PEAKS:
+            setattr(trajectory, name, _combined(max, getattr(before, name), getattr(trajectory, name)))
+
+    @property
+    def turns(self) -> int:
+        """Number of model calls so far."""
+        return len(self.trajectory.turns) + len(self.recorded["recording"]["turns"])
+
+
+def new_name(rollout_id: str) -> str:
+    """Returns a unique file name for a checkpoint: several processes may run the same rollout at the same time."""
+    return f"{hashlib.sha256(rollout_id.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}.{secrets.token_hex(4)}"
+
+
+class _HashedFile:
+    """Writes to a file within a quota, and computes the digest of what it wrote."""
+
+    def __init__(self, file: BinaryIO, quota: CheckpointQuota) -> None:
+        self._file, self._quota, self._hash = file, quota, hashlib.sha256()
+        self.digest = self._hash.digest
+        self.written = 0
+
+    def write(self, data: bytes) -> int:
+        """Writes ``data`` and returns its length."""
+        self._quota.take(len(data))
+        self.written += len(data)
+        self._hash.update(data)
+        return self._file.write(data)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _combined(combine: Any, *values: float | None) -> float | None:
+    known = [value for value in values if value is not None]
+    return combine(known) if known else None
+
+
+def _verdict(record: dict[str, Any]) -> StepVerdict:
+    fields = record["verdict"]
+    artifacts = [Artifact(**artifact) for artifact in fields["artifacts"]]
+    return StepVerdict(record["name"], Verdict(**{**fields, "artifacts": artifacts}))

@@ -1,0 +1,234 @@
+"""Learning runs of ``launchers/learn`` with real vLLM and sandboxes, without Slurm, and a check of each.
+
+    python -m tests.bench.learning curve [--steps 10]                    the reward rises beyond its interval
+    python -m tests.bench.learning killed [--steps 6]                    the trainer and then the pod are killed
+    python -m tests.bench.learning two [--lasting 10 --slots 76]         two policies, each with an engine and a trainer
+
+``--folder`` keeps the working directory with ``models/base``, which takes a minute to make. Exit status 1: the check
+failed.
+
+``curve`` compares the rewards that the first and the last weights earned. ``killed`` kills the trainer after a third
+of the steps, which restarts by itself, and the pod after two thirds, which ends ``run``; ``resume`` finishes. Then a
+trainer alone repeats all steps from the same plans without interruption, and both must have the same parameters.
+``two`` counts rollouts that were used twice or by the other policy's trainer. With ``--lasting`` each of its rollouts
+waits for a heavy-tailed time with that mean (``tests.bench.pace``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from megaflow_hpc import Campaign, open_trajectories
+from megaflow_hpc.campaign.job_environment import trainer_python
+from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.report import process_here
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.training import Commit, Trainer, TrainingView
+from megaflow_hpc.training.plan import TrainingFiles
+from tests.support.places import LAUNCHERS
+from tests.support.requirements import required
+from tests.support.training import trained_on
+from tests.support.waiting import until
+
+SOURCES = LAUNCHERS / "learning"
+POLICIES = ("left", "right")
+WARM_UP_STEPS = 2
+"""Steps whose time is not counted: engines still compile."""
+MAX_MISMATCH = 1e-5
+"""Largest mean difference between the engine's and the trainer's log-probabilities in a step."""
+
+
+def prepare(folder: Path, batches: int = 200) -> Path:
+    """Makes ``folder`` what ``launchers/learn`` works in.
+
+    Args:
+        batches: Batches of demonstrations for the base model. With a few it cannot learn its tasks.
+    """
+    shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
+    python = Path(required("MEGAFLOW_ENGINE_VENV")) / "bin" / "python"
+    command = [python, SOURCES / "demonstrations.py", folder / "models" / "base", "--batches", str(batches)]
+    subprocess.run(command, check=True, timeout=500, stdout=sys.stderr)
+    return folder
+
+
+@contextmanager
+def learning(folder: Path, steps: int, *more: str) -> Iterator[tuple[subprocess.Popen[str], RunDir]]:
+    """Runs the campaign in a process of its own; yields it with its run directory."""
+    command = [sys.executable, str(folder / "learn.py"), "--local", "--steps", str(steps), *more]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        line = next((line for line in process.stdout if line.startswith("run directory: ")), "")
+        assert line, "no run directory: see the messages above"
+        yield process, RunDir(line.removeprefix("run directory: ").strip())
+
+
+def interval(rewards: np.ndarray) -> tuple[float, float]:
+    """Returns the 99 % interval of the mean of rewards 0 and 1 (Wilson 1927)."""
+    n, mean, z = len(rewards), rewards.mean(), 2.576
+    middle = mean + z * z / (2 * n)
+    half = z * np.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
+    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+
+
+def rises(rewards: np.ndarray, versions: np.ndarray, steps: int) -> bool:
+    """Tells whether the last weights earn more than the first ones, by rewards of rollouts and their weights."""
+    before, after = rewards[versions <= 1], rewards[versions >= steps - 2]
+    print(f"mean reward {before.mean():.3f} of {len(before)} rollouts, then {after.mean():.3f} of {len(after)}")
+    return bool(interval(before)[1] < interval(after)[0])
+
+
+def faults(run: RunDir) -> list[str]:
+    """Returns what is wrong with a finished synchronous run, apart from what it learned."""
+    metrics = [json.loads(line) for line in TrainingFiles(run, "default").metrics.read_text().splitlines()]
+    with open_trajectories(run.path) as store:
+        ids = sorted(store.ids)
+    checks = {
+        "a rollout was not trained on exactly once": sorted(trained_on(TrainingFiles(run, "default"))) == ids,
+        "a rollout was sampled by other weights": all(step["staleness_max"] == 0 for step in metrics),
+        "engine and trainer disagree": all(step["mismatch"] <= MAX_MISMATCH for step in metrics),
+    }
+    return [what for what, sound in checks.items() if not sound]
+
+
+def curve(asked: argparse.Namespace) -> int:
+    with learning(asked.folder, asked.steps) as (process, run):
+        assert process.stdout
+        print(process.stdout.read())
+    with open_trajectories(run.path) as store:
+        learned = rises(store.column("reward"), store.column("weight_version_min"), asked.steps)
+    wrong = faults(run) + ([] if learned else ["the reward does not rise beyond its interval"])
+    print("\n".join(wrong) or "all is as it should be")
+    return int(bool(wrong))
+
+
+def killed(asked: argparse.Namespace) -> int:
+    with learning(asked.folder, asked.steps, "--staleness", asked.staleness or "2") as (process, run):
+        files = TrainingFiles(run, "default")
+
+        def committed(steps: int) -> bool:
+            assert process.poll() is None, f"ended with {process.returncode}"
+            return len(files.numbers(Commit)) >= steps
+
+        until(lambda: committed(asked.steps // 3), "a third of the steps", 3600)
+        first = files.read(Trainer, 1)
+        assert first is not None
+        os.kill(first.pid, signal.SIGKILL)
+        until(lambda: committed(2 * asked.steps // 3), "two thirds of the steps", 3600)
+        (pod,) = [process for lease in Ledger(run).leases().values() if (process := process_here(lease))]
+        os.kill(pod.pid, signal.SIGKILL)
+    _settings(asked.folder)
+    subprocess.run([sys.executable, "-m", "megaflow_hpc", "resume", str(run), "--launcher", "local"], check=True)
+    taken = trained_on(files)
+    interrupted, whole = _tensors(run, asked.steps), _tensors(_repeated(run), asked.steps)
+    starts, pods = len(TrainingView(run, "default").trainers()), len(list(Ledger(run).leases()))
+    different = sum(interrupted[name] != whole[name] for name in whole)
+    twice = len(taken) - len(set(taken))
+    print(
+        f"{asked.steps} steps, {starts} starts of the trainer, {pods} of the pod; {len(taken)} rollouts trained on, "
+        f"{twice} twice; {len(whole)} tensors, {different} differ from those without an interruption; {run}"
+    )
+    return int(bool(different or twice))
+
+
+def _settings(folder: Path) -> Any:
+    """Sets this process's variables as ``learn.py`` does, and returns that module."""
+    sys.path.insert(0, str(folder))
+    learn = importlib.import_module("learn")
+    os.environ |= learn.SMALL
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return learn
+
+
+def _repeated(run: RunDir) -> RunDir:
+    """Repeats every step in a copy of the run by one uninterrupted trainer; returns the copy."""
+    copied = RunDir(run.path.with_name(f"{run.path.name}-alone"))
+    shutil.copytree(run.path, copied.path, symlinks=True)
+    files = TrainingFiles(copied, "default")
+    for folder in ("commits", "checkpoints", "trainers"):
+        shutil.rmtree(files.path / folder)
+    path = os.pathsep.join([str(copied.training / ".package"), os.environ.get("PYTHONPATH", "")])
+    command = [trainer_python(), "-m", "megaflow_hpc.training.trainer", str(copied.path)]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL)
+    return copied
+
+
+def _tensors(run: RunDir, step: int) -> dict[str, bytes]:
+    """Returns the tensors of model and optimizer in a step's checkpoint."""
+    (shard,) = (TrainingFiles(run, "default").checkpoints / str(step)).glob("*.safetensors")
+    data = shard.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:size])
+    offsets = {name: tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"}
+    return {name: data[size + begin : size + end] for name, (begin, end) in offsets.items()}
+
+
+def two(asked: argparse.Namespace) -> int:
+    os.chdir(asked.folder)
+    learn = _settings(asked.folder)
+    words = learn.read(["--local", "--steps", str(asked.steps), "--staleness", asked.staleness or "1"])
+    campaign = learn.fields(words, Path("campaign.yaml").read_text(), os.environ["MEGAFLOW_TEST_BASE_SIF"], {})
+    campaign["slurm"]["pods"]["slots_per_rank"] = asked.slots
+    if asked.lasting:
+        campaign["agent"] |= {"name": "tests.bench.lasting:Lasting", "args": {"mean_s": asked.lasting}}
+        campaign["agent"]["timeout_s"] = 60 + 20 * asked.lasting
+    model, policies = campaign.pop("model"), campaign["training"]["policies"]
+    policies["default"]["optimizer"] |= asked.optimizer
+    campaign["models"] = {name: copy.deepcopy(model) for name in POLICIES}
+    campaign["training"]["policies"] = {name: copy.deepcopy(policies["default"]) for name in POLICIES}
+    run = Campaign(**campaign).plan(launcher="local")
+    print(run.path, flush=True)
+    run.start("local")
+    run.wait()
+    taken, seconds = [], []
+    for name in POLICIES:
+        files = TrainingFiles(run.dir, name)
+        metrics = [json.loads(line) for line in files.metrics.read_text().splitlines()]
+        print(name, " ".join(f"{step['reward']:.3f}" for step in metrics))
+        seconds += [step["seconds"] for step in metrics[WARM_UP_STEPS:]]
+        taken += [(name, rollout) for rollout in trained_on(files)]
+    twice = len(taken) - len({rollout for _, rollout in taken})
+    strange = sum(rollout.split("/")[1] != name for name, rollout in taken)
+    print(f"{len(taken)} rollouts trained on, {twice} twice, {strange} by the other's trainer")
+    print(f"{mean(seconds):.1f} s a step of either (mean of {len(seconds)})")
+    return int(bool(twice or strange))
+
+
+MODES = {"curve": (curve, 10), "killed": (killed, 6), "two": (two, 10)}
+"""Functions with their default numbers of steps."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", choices=MODES)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--staleness", help="of killed (2) and two (1)")
+    parser.add_argument("--folder", type=Path, help="working directory, made if it is missing")
+    parser.add_argument("--lasting", type=float, default=0.0, metavar="SECONDS", help="of two: mean of a rollout")
+    parser.add_argument("--slots", type=int, default=24, help="of two: of both policies together")
+    parser.add_argument("--optimizer", type=json.loads, default={}, metavar="JSON", help="of two: what is changed")
+    asked = parser.parse_args()
+    function, steps = MODES[asked.run]
+    asked.steps = asked.steps or steps
+    with tempfile.TemporaryDirectory() as temporary:
+        asked.folder = prepare((asked.folder or Path(temporary)).absolute())
+        return function(asked)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
