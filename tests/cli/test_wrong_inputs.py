@@ -101,7 +101,7 @@ VALUES = {
     "model: {path: m, gpus: two}": "model.gpus 'two': expected a whole number of at least 0",
     "model: {path: m, gpus: 0.5}": "model.gpus 0.5: expected a whole number of at least 0",
     "model: {path: m, servers: 0}": "model.servers 0: expected a number of servers, or [min, max] such as [1, 4]",
-    "model: {path: m, servers: {max: 4}}": "model.servers: expected a number of servers, or [min, max] such as [1, 4]",
+    "model: {path: m, servers: {most: 4}}": "model.servers: expected a number of servers, or [min, max] such as [1, 4]",
     "model: {path: m, servers: [3, 1]}": "model.servers: expected a number of servers, or [min, max] such as [1, 4]",
     "model: {path: m, args: [a]}": "model.args: expected names with their values, found a list",
     "environment: gateway": "environment 'gateway': expected keys such as network: and images:",

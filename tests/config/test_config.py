@@ -142,6 +142,17 @@ def test_thoughts_are_kept_only_by_engines_that_can(tmp_path: Path, model: str, 
         config.load(tmp_path / "campaign.yaml")
 
 
+@pytest.mark.parametrize(
+    ("servers", "expected"), [("3", (3, 3)), ("[1, 4]", (1, 4)), ("{min: 0, max: 4}", (0, 4)), ("{max: 4}", (1, 4))]
+)
+def test_servers_are_a_number_bounds_or_a_mapping_of_bounds(
+    tmp_path: Path, servers: str, expected: tuple[int, int]
+) -> None:
+    campaign = load(tmp_path, f"{MINIMAL}model: {{path: m, servers: {servers}}}\n")
+    assert campaign.model is not None
+    assert campaign.model.servers == expected
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent.yaml: cannot be read"):
         config.load(tmp_path / "absent.yaml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -146,6 +147,27 @@ def test_sections_in_a_dockerfiles_text_and_values_are_text(built: Built, home: 
     )
     assert (tree / "text").read_text() == section
     assert (tree / "value").read_text() == f"x\n{section}"
+    assert untouched(home)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        'RUN ["/bin/sh", "-c", "echo\\n%pre\\ntouch {home}/planted\\n%post\\ntrue"]',
+        'RUN echo "a\\\n%setup\\\n  touch {home}/planted"',
+        'SHELL ["/bin/sh", "-c", "x\\n%setup\\ntouch {home}/planted\\n"]\nRUN true',
+        "USER $A\nRUN true",
+        "FROM $A\nRUN true",
+        "COPY <<E /$A\n$A\nE\nRUN true",
+    ],
+    ids=["json", "continued", "shell", "user", "from", "copy"],
+)
+def test_sections_in_other_instructions_touch_nothing_whether_refused_or_built(
+    built: Built, home: Path, lines: str
+) -> None:
+    with contextlib.suppress(MegaflowError):
+        section = f"x\n%setup\n touch {home}/planted\n%post\n touch {home}/planted\n"
+        built(f"ARG A\nFROM base\nARG A\n{lines.replace('{home}', str(home))}\n", args={"A": section})
     assert untouched(home)
 
 
