@@ -103,7 +103,7 @@ REWARDS = {
 
 
 @pytest.fixture
-def verdicts(base_sif: Path, tmp_path: Path) -> Callable[..., dict[str, Trajectory]]:
+def verdicts(rootfs: str, tmp_path: Path) -> Callable[..., dict[str, Trajectory]]:
     """Runs one rollout for each agent, given as shell scripts by name, and checks the file that holds all of them."""
 
     def run(
@@ -123,7 +123,7 @@ def verdicts(base_sif: Path, tmp_path: Path) -> Callable[..., dict[str, Trajecto
             tasks[name] = read_harbor_task(path)
 
         environment = {"limits": {"cpu_s": 5, "memory_mb": 1000}, "verification": verification}
-        return attempts(tasks, {"base": str(base_sif)}, environment, tmp_path)
+        return attempts(tasks, {"base": rootfs}, environment, tmp_path)
 
     return run
 

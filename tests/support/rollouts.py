@@ -24,7 +24,7 @@ from tests.support.waiting import some_at_a_time
 
 
 def attempts(
-    tasks: Mapping[str, Task], images: dict[str, str], environment: dict[str, Any], place: Path, at_once: int = 3
+    tasks: Mapping[str, Task], images: dict[str, str], environment: dict[str, Any], place: Path, at_once: int = 6
 ) -> dict[str, Trajectory]:
     """Runs the oracle on each task, given by name, and checks the file that holds all of them.
 

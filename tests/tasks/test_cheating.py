@@ -116,6 +116,11 @@ HOLES = {
     "every process killed": "kill -9 -1",
 }
 
+FILL_BYTES = [29_800_000, 29_980_000, 200_000_000]
+DISK_MB = 30
+_LOG = "head -c 40000 /dev/zero >> /logs/verifier/log; sleep 1"
+LOGGING_TEST = f"for n in 1 2 3 4 5 6; do {_LOG}; done; echo 0 > /logs/verifier/reward.txt\n"
+
 MODES = ("shared", "fresh")
 Side = Callable[[str], Verdict]
 
@@ -123,20 +128,25 @@ Side = Callable[[str], Verdict]
 @pytest.fixture(scope="module")
 def side_by_side(rootfs: str, scratch: Path, tmp_path_factory: pytest.TempPathFactory) -> Side:
     """Return the verdicts on all attempts. Several run at once, each in its own sandbox."""
-    cases = [(hole, agent, TEST, False) for hole, agent in HOLES.items()]
+    cases = [
+        (f"filled: {size}", f"head -c {size} /dev/zero > /fill; rm answer", LOGGING_TEST, False, DISK_MB)
+        for size in FILL_BYTES
+    ]
+    cases += [(hole, agent, TEST, False, None) for hole, agent in HOLES.items()]
     for mode in MODES:
-        cases += [(f"{mode}: {hole}", agent, PYTHON_TEST, mode == "fresh") for hole, agent in PYTHON_HOLES.items()]
+        for hole, agent in PYTHON_HOLES.items():
+            cases.append((f"{mode}: {hole}", agent, PYTHON_TEST, mode == "fresh", None))
 
     async def main() -> list[Verdict | BaseException]:
         async with ApptainerProvider(scratch) as provider:
             running = []
-            for _, agent, test, fresh in cases:
+            for _, agent, test, fresh, disk_mb in cases:
                 task = write(tmp_path_factory.mktemp("hole"), test)
-                spec = SandboxSpec(rootfs, workdir=task.workdir)
+                spec = SandboxSpec(rootfs, workdir=task.workdir, disk_mb=disk_mb)
                 running.append(verdict_of(provider, spec, task, agent, fresh))
-            return await asyncio.gather(*some_at_a_time(4, running), return_exceptions=True)
+            return await asyncio.gather(*some_at_a_time(6, running), return_exceptions=True)
 
-    found = dict(zip((hole for hole, _, _, _ in cases), asyncio.run(main()), strict=True))
+    found = dict(zip((name for name, *_ in cases), asyncio.run(main()), strict=True))
 
     def of(hole: str) -> Verdict:
         verdict = found[hole]
@@ -159,15 +169,13 @@ def test_what_was_replaced_is_said(side_by_side: Side) -> None:
 
 
 def test_a_layer_that_the_agent_filled_is_judged(judge: Judge) -> None:
-    verdict = judge("head -c 200000000 /dev/zero > /fill; rm answer", disk_mb=30)
+    verdict = judge("head -c 200000000 /dev/zero > /fill; rm answer", disk_mb=DISK_MB)
     assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
 
 
-@pytest.mark.parametrize("size", [29_800_000, 29_980_000, 200_000_000])
-def test_a_layer_that_the_agent_filled_is_judged_by_tests_that_write_their_logs(judge: Judge, size: int) -> None:
-    log = "head -c 40000 /dev/zero >> /logs/verifier/log; sleep 1"
-    test = f"for n in 1 2 3 4 5 6; do {log}; done; echo 0 > /logs/verifier/reward.txt\n"
-    verdict = judge(f"head -c {size} /dev/zero > /fill; rm answer", test=test, disk_mb=30)
+@pytest.mark.parametrize("size", FILL_BYTES)
+def test_a_layer_that_the_agent_filled_is_judged_by_tests_that_write_their_logs(side_by_side: Side, size: int) -> None:
+    verdict = side_by_side(f"filled: {size}")
     assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -271,11 +272,15 @@ class World:
 
     def __init__(self, rootfs: str, root: Path, scratch: Path) -> None:
         self.root, self.scratch = root, scratch
-        image = build_image(rootfs, root / "image", ("pytz", "simplejson"))
         self.images: dict[str, Path] = {}
         self.made: dict[str, Made] = {}
-        for pair in (MARSHMALLOW, XMLTODICT):
-            made = make(pair, root / "releases", root / pair.package)
+        pairs = MARSHMALLOW, XMLTODICT
+        with ThreadPoolExecutor() as pool:
+            building = pool.submit(build_image, rootfs, root / "image", ("pytz", "simplejson"))
+            making = [pool.submit(make, pair, root / f"releases-{pair.package}", root / pair.package) for pair in pairs]
+        image = building.result()
+        for pair, future in zip(pairs, making, strict=True):
+            made = future.result()
             self.made[pair.package] = made
             self.images[pair.package] = with_checkout(image, made.buggy, root / f"image-{pair.package}")
         # Multi-SWE-bench's images have the checkout in another directory.

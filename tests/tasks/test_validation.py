@@ -25,8 +25,17 @@ from megaflow_hpc.types import Limits, Rollout, Task
 from tests.support.harbor_tasks import write_files
 
 TOML = '[environment]\ndocker_image = "base"\nworkdir = "/app"\n'
-BUSY = "python3 -c 'import time\nwhile time.process_time() < 6: pass' && cat answer > /logs/verifier/reward.txt\n"
-"""Tests that use more CPU time than the campaigns below allow."""
+BUSY = """\
+[ -e answer ] || { echo 0 > /logs/verifier/reward.txt; exit; }
+python3 -c 'import time\nwhile time.process_time() < 6: pass' && cat answer > /logs/verifier/reward.txt
+"""
+"""With an answer, these tests use more CPU time than the campaigns below allow."""
+CPU_S = 1.0
+
+
+def busy_task(path: Path) -> Path:
+    files = {"task.toml": TOML, "instruction.md": "Write 1 into answer.\n", "tests/test.sh": BUSY}
+    return write_files(path, {**files, "solution/solve.sh": "echo 1 > answer\n"})
 
 
 def judged(
@@ -40,10 +49,11 @@ def judged(
     async def main() -> tuple[Trajectory, Validation]:
         async with ApptainerProvider(scratch) as provider:
             services = Services(config, policies, images, provider, ModelGateway())
-            trajectory = (await run_attempt(services, Rollout(task.id, "oracle", 0, "oracle"), task, 0)).trajectory
-            async for found in validate([task], images, OracleAgent(), provider, config.environment):
-                return trajectory, found
-        raise AssertionError
+            rollout = Rollout(task.id, "oracle", 0, "oracle")
+            validations = validate([task], images, OracleAgent(), provider, config.environment)
+            attempt, validation = await asyncio.gather(run_attempt(services, rollout, task, 0), anext(validations))
+            await validations.aclose()
+            return attempt.trajectory, validation
 
     try:
         return asyncio.run(main())
@@ -53,26 +63,24 @@ def judged(
 
 @pytest.mark.parametrize("limited_by", ["task", "campaign"])
 def test_a_limit_of_processor_time_holds_for_both(limited_by: str, rootfs: str, tmp_path: Path) -> None:
-    files = {"task.toml": TOML, "instruction.md": "Write 1 into answer.\n", "tests/test.sh": BUSY}
-    task = read_harbor_task(write_files(tmp_path / "busy", {**files, "solution/solve.sh": "echo 1 > answer\n"}))
+    task = read_harbor_task(busy_task(tmp_path / "busy"))
     if limited_by == "task":
-        task = replace(task, limits=Limits(cpu_s=2.0))
-    environment = {"limits": {"cpu_s": 2.0}} if limited_by == "campaign" else {}
+        task = replace(task, limits=Limits(cpu_s=CPU_S))
+    environment = {"limits": {"cpu_s": CPU_S}} if limited_by == "campaign" else {}
     trajectory, found = judged(task, {"base": rootfs}, environment, tmp_path / "scratch")
     assert (trajectory.status, trajectory.error_kind, trajectory.reward) == ("completed", "verifier", 0.0)
     assert (found.after.reward, found.after.error) == (0.0, trajectory.error)
     assert found.problems[-1] == f"with the solution: {trajectory.error}"
-    assert "cpu time limit: 2 of 2 s" in found.after.output
+    assert "cpu time limit: 1 of 1 s" in found.after.output
 
 
 def test_tasks_validate_takes_limits_and_images_from_a_campaign(
     rootfs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path / "scratch"))
-    files = {"task.toml": TOML, "instruction.md": "Write 1 into answer.\n", "tests/test.sh": BUSY}
-    write_files(tmp_path / "tasks" / "busy", {**files, "solution/solve.sh": "echo 1 > answer\n"})
+    busy_task(tmp_path / "tasks" / "busy")
     campaign = tmp_path / "campaign.yaml"
-    environment = {"network": "none", "limits": {"cpu_s": 2}, "images": {"base": rootfs}}
+    environment = {"network": "none", "limits": {"cpu_s": CPU_S}, "images": {"base": rootfs}}
     campaign.write_text(json.dumps({"name": "x", "tasks": "tasks/*", "agent": "oracle", "environment": environment}))
     assert main(["tasks", "validate", str(tmp_path / "tasks"), "--campaign", str(campaign), "--json"]) == 1
     (evidence,) = json.loads(capsys.readouterr().out)["tasks"]
