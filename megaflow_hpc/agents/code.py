@@ -51,14 +51,14 @@ def imported_from(directory: str) -> list[str]:
 
 
 def keep(names: Iterable[str], directory: Path, target: Path) -> None:
-    """Copies modules and packages of ``directory`` to ``place``, and the files that their text names.
+    """Copies modules and packages of ``directory`` to ``target``, and the files that their text names.
 
     These are modules that they import later, and, if a module uses ``__file__``, files and directories that it names.
 
     Args:
         names: file names of the modules and packages.
         directory: their directory.
-        place: the target directory.
+        target: directory of the copies.
 
     Raises:
         ConfigError: The code exceeds :data:`MAX_FILES` or :data:`MAX_BYTES`, or cannot be read.

@@ -144,7 +144,7 @@ async def verify(
     leaves no valid reward, the reward is 0 and the verdict has an ``error``.
 
     Args:
-        task: the task or step.
+        step: the task or step.
         sandbox: the agent's sandbox.
         context: settings of the verification. Default: in the agent's sandbox, with its network.
         stay: restore the agent's container without tests and rewards, because the sandbox is used again.

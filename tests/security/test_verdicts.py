@@ -102,6 +102,10 @@ REWARDS = {
 }  # fmt: skip
 
 
+def with_cpu_limit(task: Task) -> Task:
+    return replace(task, limits=replace(task.limits, cpu_s=5))
+
+
 @pytest.fixture
 def verdicts(rootfs: str, tmp_path: Path) -> Callable[..., dict[str, Trajectory]]:
     """Runs one rollout for each agent, given as shell scripts by name, and checks the file that holds all of them."""
@@ -122,7 +126,8 @@ def verdicts(rootfs: str, tmp_path: Path) -> Callable[..., dict[str, Trajectory]
                 (place / "solution" / "evil.tar").write_bytes(hostile().get(name.partition(": ")[2], b""))
             tasks[name] = read_harbor_task(path)
 
-        environment = {"limits": {"cpu_s": 5, "memory_mb": 1000}, "verification": verification}
+        tasks = {name: with_cpu_limit(task) for name, task in tasks.items()}
+        environment = {"limits": {"memory_mb": 1000}, "verification": verification}
         return attempts(tasks, {"base": rootfs}, environment, tmp_path)
 
     return run
@@ -351,8 +356,8 @@ FORMATS = {
 def test_whatever_the_tested_code_does_there_is_a_verdict(form: str, checkout_image: Path, tmp_path: Path) -> None:
     """0 for all of it, 0 for an honest wrong answer and 1 for the right one."""
     honest = {"is right": "def answer(): return 42", "is wrong": "def answer(): return 41"}
-    tasks = FORMATS[form](tmp_path, {**honest, **CODE})
-    limits = {"cpu_s": 5, "memory_mb": 400, "disk_mb": 100, "processes": 100}
+    tasks = {name: with_cpu_limit(task) for name, task in FORMATS[form](tmp_path, {**honest, **CODE}).items()}
+    limits = {"memory_mb": 400, "disk_mb": 100, "processes": 100}
     environment = {"limits": limits, "verification": "fresh" if form == "harbor-fresh" else "shared"}
     found = attempts(tasks, {"base": str(checkout_image)}, environment, tmp_path)
     told = {name: (t.status, t.error_kind, t.reward, t.error) for name, t in found.items()}

@@ -27,10 +27,9 @@ from tests.support.harbor_tasks import write_files
 TOML = '[environment]\ndocker_image = "base"\nworkdir = "/app"\n'
 BUSY = """\
 [ -e answer ] || { echo 0 > /logs/verifier/reward.txt; exit; }
-python3 -c 'import time\nwhile time.process_time() < 6: pass' && cat answer > /logs/verifier/reward.txt
+python3 -c 'import time\nwhile time.process_time() < 6: bytearray(3 << 27)' && cat answer > /logs/verifier/reward.txt
 """
-"""With an answer, these tests use more CPU time than the campaigns below allow."""
-CPU_S = 1.0
+"""With an answer, these tests use more CPU time and memory than the limits below allow."""
 
 
 def busy_task(path: Path) -> Path:
@@ -61,17 +60,23 @@ def judged(
         remove_tree(scratch)
 
 
-@pytest.mark.parametrize("limited_by", ["task", "campaign"])
-def test_a_limit_of_processor_time_holds_for_both(limited_by: str, rootfs: str, tmp_path: Path) -> None:
-    task = read_harbor_task(busy_task(tmp_path / "busy"))
-    if limited_by == "task":
-        task = replace(task, limits=Limits(cpu_s=CPU_S))
-    environment = {"limits": {"cpu_s": CPU_S}} if limited_by == "campaign" else {}
+@pytest.mark.parametrize(
+    ("limits", "environment", "exceeded"),
+    [
+        (Limits(cpu_s=1.0), {}, "cpu time limit: 1 of 1 s"),
+        (Limits(), {"limits": {"memory_mb": 100}}, "memory limit"),
+    ],
+    ids=["task", "campaign"],
+)
+def test_limits_of_task_and_campaign_hold_for_both(
+    limits: Limits, environment: dict[str, Any], exceeded: str, rootfs: str, tmp_path: Path
+) -> None:
+    task = replace(read_harbor_task(busy_task(tmp_path / "busy")), limits=limits)
     trajectory, found = judged(task, {"base": rootfs}, environment, tmp_path / "scratch")
     assert (trajectory.status, trajectory.error_kind, trajectory.reward) == ("completed", "verifier", 0.0)
-    assert (found.after.reward, found.after.error) == (0.0, trajectory.error)
-    assert found.problems[-1] == f"with the solution: {trajectory.error}"
-    assert "cpu time limit: 1 of 1 s" in found.after.output
+    assert (found.after.reward, found.problems[-1]) == (0.0, f"with the solution: {found.after.error}")
+    assert exceeded in found.after.output
+    assert exceeded in trajectory.error
 
 
 def test_tasks_validate_takes_limits_and_images_from_a_campaign(
@@ -80,10 +85,10 @@ def test_tasks_validate_takes_limits_and_images_from_a_campaign(
     monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path / "scratch"))
     busy_task(tmp_path / "tasks" / "busy")
     campaign = tmp_path / "campaign.yaml"
-    environment = {"network": "none", "limits": {"cpu_s": CPU_S}, "images": {"base": rootfs}}
+    environment = {"network": "none", "limits": {"memory_mb": 100}, "images": {"base": rootfs}}
     campaign.write_text(json.dumps({"name": "x", "tasks": "tasks/*", "agent": "oracle", "environment": environment}))
     assert main(["tasks", "validate", str(tmp_path / "tasks"), "--campaign", str(campaign), "--json"]) == 1
     (evidence,) = json.loads(capsys.readouterr().out)["tasks"]
     assert (evidence["reward_after"], evidence["valid"]) == (0.0, False)
-    assert any("cpu time limit" in problem for problem in evidence["problems"])
+    assert any("memory limit" in problem for problem in evidence["problems"])
     remove_tree(tmp_path / "scratch")

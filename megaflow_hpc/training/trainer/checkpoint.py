@@ -79,7 +79,7 @@ def restore(checkpoint: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
     """Reads a checkpoint into the policy, the optimizer and the random generators; returns its step.
 
     Args:
-        place: the checkpoint ``checkpoints/<step>``, written by any number of ranks. If the number differs, random
+        checkpoint: the directory ``checkpoints/<step>``, written by any number of ranks. If the number differs, random
             generators are seeded from the step. Nothing that this package computes draws from them.
         optimizer: the optimizer and its policy.
         ranks: all ranks.
