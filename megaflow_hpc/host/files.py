@@ -22,7 +22,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a regular file for reading bytes.
 
     Raises:
-        OSError: The file cannot be opened, or it is a FIFO, a socket, a device or a directory. Reading such a file could
+        OSError: The file cannot be opened, or it is a FIFO, a socket, a device or a directory, from which a read could
             block for ever.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
@@ -148,7 +148,8 @@ def _walk(
         if not failed:
             failed.append(error)
 
-    above: list[tuple[tuple[int, int], list[str], str]] = []  # (identity, names still to visit, name of the entered subdirectory)
+    # The directories above: identity, names still to visit, name of the entered subdirectory.
+    above: list[tuple[tuple[int, int], list[str], str]] = []
     here = open_directory(root)
     try:
         waiting = enter(here)
