@@ -261,9 +261,10 @@ def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -
         column = column[column >= 0]
         if len(column):
             lowest, highest = int(column.min()), int(column.max())
-            versions.update(
-                [lowest] if lowest == highest else np.unique(column).tolist()
-            )  # ``unique`` sorts, which is slow
+            if lowest == highest:  # ``unique`` sorts, which is slow
+                versions.add(lowest)
+            else:
+                versions.update(np.unique(column).tolist())
     ordinals = [ordinal(version) for version in versions]
     sample = Sample(
         id=trajectory.id,
