@@ -24,7 +24,7 @@ from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.slurm import accounting, limits, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import gather_job, pod_jobs, pod_jobs_elsewhere, server_jobs, trainer_jobs
-from megaflow_hpc.slurm.ids import array_of, cluster_of, number, on, scancel
+from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
 
 GONE_S = 120.0
 MAX_DEPENDENCIES = 16
@@ -241,7 +241,7 @@ class Jobs(LiveJobs):
         for job, state in sorted((self.live(0) or {}).items()):
             if state.unlaunched:
                 try:  # one by one, because an ended job makes scontrol fail
-                    site.ask("scontrol", *on(cluster_of(job)), "release", number(job))
+                    site.ask("scontrol", *site.on(cluster_of(job)), "release", number(job))
                     going.append(job)
                 except SiteError as error:
                     self.notices.append(f"{job}: not released: {error}")

@@ -109,7 +109,9 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
 def _groups_of(words: Sequence[str]) -> Iterable[str]:
     """Return the group of the command line's verb, or all groups if there is no verb or it needs all of them."""
     verb = next((word for word in words if word not in ("--json", "--debug")), "")
-    return [group for group, verbs in GROUPS.items() if verb in verbs and verb not in ABOUT_ALL] or GROUPS
+    if verb in ABOUT_ALL:
+        return GROUPS
+    return [group for group, verbs in GROUPS.items() if verb in verbs] or GROUPS
 
 
 def _help(arguments: argparse.Namespace) -> int:
@@ -131,7 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.no_json.error("--json: this verb prints no JSON")
         status = confined.carry_out(arguments, _carry_out)
     except SystemExit as ended:  # --help, --version or a wrong argument: argparse has printed the message
-        status = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+        status = int(ended.code is not None)
+        if isinstance(ended.code, int):
+            status = ended.code
     except KeyboardInterrupt:
         note("megaflow-hpc: interrupted")
         status = 130
@@ -147,7 +151,8 @@ def _carry_out(arguments: argparse.Namespace) -> int:
         note(f"megaflow-hpc: {error}")
         return error.exit_status
     except ModuleNotFoundError as error:
-        if arguments.debug or (lacking := missing_package(error)) is None:
+        lacking = missing_package(error)
+        if arguments.debug or lacking is None:
             raise
         note(f"megaflow-hpc: {lacking}")
         return lacking.exit_status
@@ -157,9 +162,9 @@ def _carry_out(arguments: argparse.Namespace) -> int:
     except OSError as error:
         if arguments.debug:
             raise
-        message = (
-            f"{error.filename}: {error.strerror}; correct the path or its permissions" if error.filename else error
-        )
+        message = str(error)
+        if error.filename:
+            message = f"{error.filename}: {error.strerror}; correct the path or its permissions"
         note(f"megaflow-hpc: {message}")
         return ConfigError.exit_status
 

@@ -213,7 +213,8 @@ def _mpi_probe() -> Iterator[Finding]:
 
 def _lost_rank(outlives: dict[str, bool]) -> Finding:
     """What becomes of a pod that loses a rank, by each type that works; the first is what pods take."""
-    first, better = next(iter(outlives)), next((name for name, goes_on in outlives.items() if goes_on), "")
+    first = next(iter(outlives))
+    better = next((name for name, goes_on in outlives.items() if goes_on), "")
     if first == better:
         return Finding("lost rank", "ok", f"by --mpi={first} a step goes on without a rank that was killed")
     message = f"by --mpi={first} the loss of a rank ends the step: its pod starts anew, with what ran there"

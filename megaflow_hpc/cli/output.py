@@ -115,7 +115,7 @@ def summary(result: dict[str, Any]) -> str:
             row["statuses"].get("completed", 0),
             row["statuses"].get("truncated", 0),
             row["statuses"].get("failed", 0),
-            f"{row['solved']} of {evaluation['samples'] if (evaluation := row.get('evaluation')) else 0}",
+            f"{row['solved']} of {(row.get('evaluation') or {}).get('samples', 0)}",
             *_evaluated(row.get("evaluation"), row["mean_reward"]),
             row["turns"],
         )

@@ -100,7 +100,9 @@ class Parser(argparse.ArgumentParser):
                 continue
             options.append([word])
             nargs = self._option_string_actions[word].nargs if word in self._option_string_actions else 0
-            most = nargs if isinstance(nargs, int) else len(words) if nargs in ("+", "*") else 1
+            most = nargs if isinstance(nargs, int) else 1
+            if nargs in ("+", "*"):
+                most = len(words)
             while len(options[-1]) <= most and index < len(words) and not self._is_option(words[index]):
                 options[-1].append(words[index])
                 index += 1

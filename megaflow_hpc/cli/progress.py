@@ -140,11 +140,10 @@ class ImageProgress:
                 from rich.console import Console
                 from rich.live import Live
 
-                console, piped = (
-                    Console(stderr=True),
-                    not sys.stdout.isatty(),
-                )  # piped output must not pass through rich
-                self._live = Live(console=console, refresh_per_second=4, transient=True, redirect_stdout=not piped)
+                # Piped output must not pass through rich.
+                on_terminal = sys.stdout.isatty()
+                console = Console(stderr=True)
+                self._live = Live(console=console, refresh_per_second=4, transient=True, redirect_stdout=on_terminal)
                 self._live.start()
             from rich.text import Text
 

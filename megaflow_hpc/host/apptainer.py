@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from megaflow_hpc.errors import SiteError
 
@@ -24,16 +24,15 @@ _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY"
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-def find_apptainer(environ: Mapping[str, str] | None = None) -> str:
+def find_apptainer() -> str:
     """Returns the absolute path of Apptainer: ``MEGAFLOW_APPTAINER``, else ``apptainer`` or ``singularity`` on PATH."""
-    environ = os.environ if environ is None else environ
-    named = environ.get("MEGAFLOW_APPTAINER")
+    named = os.environ.get("MEGAFLOW_APPTAINER")
     if named:
         if not os.access(named, os.X_OK):
             raise SiteError(f"MEGAFLOW_APPTAINER={named}: cannot be run; name an apptainer executable or unset it")
         return os.path.abspath(named)
     for name in ("apptainer", "singularity"):
-        path = shutil.which(name, path=environ.get("PATH"))
+        path = shutil.which(name)
         if path:
             return os.path.abspath(path)
     raise SiteError("apptainer: not on PATH; load the site's module, install it, or point MEGAFLOW_APPTAINER at it")

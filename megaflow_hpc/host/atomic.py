@@ -119,6 +119,6 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=1, sort_keys=True, default=str) + "\n"
 
 
-def write_json(path: Path, value: Any, mode: int | None = None, exclusive: bool = False) -> None:
+def write_json(path: Path, value: Any, mode: int | None = None) -> None:
     """Publishes ``value`` as JSON; see :func:`write_atomic`."""
-    write_atomic(path, to_json(value), mode, exclusive)
+    write_atomic(path, to_json(value), mode)

@@ -67,14 +67,14 @@ def cp(
     prefix: Sequence[str] = (),
     pass_fds: Sequence[int] = (),
 ) -> str:
-    """Copies a file or a tree with all that it has, blocks shared where the file system can (``cp -a``).
+    """Copies a file or a tree with all attributes (``cp -a``). Shares blocks if the file system can.
 
     Args:
-        options: further ones.
-        prefix: argv prefix that changes what it runs as.
+        options: Further options of ``cp``.
+        prefix: argv prefix of a command that runs ``cp``, such as one that changes its user.
 
     Returns:
-        Why it failed, one line; empty if it did not.
+        The error in one line. Empty on success.
     """
     done = subprocess.run(
         [*prefix, *dies_with_parent(), "cp", "-a", "--reflink=auto", *options, "--", source, target],

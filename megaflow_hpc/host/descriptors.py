@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 
 MAX_SOFT_LIMIT = 65_536
@@ -17,11 +16,6 @@ def limit() -> int:
     """Returns the number of descriptors that this process may have."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return MAX_SOFT_LIMIT if soft == resource.RLIM_INFINITY else soft
-
-
-def left() -> int:
-    """Returns the number of descriptors that this process may still open."""
-    return max(0, limit() - len(os.listdir("/proc/self/fd")))
 
 
 def raise_limit() -> int:

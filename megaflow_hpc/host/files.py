@@ -1,4 +1,4 @@
-"""Files that others may have put there: opened only if they are files, and trees of them removed and copied in."""
+"""Read, remove and copy files and trees that an untrusted process may have created."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import BinaryIO
 from megaflow_hpc.errors import SandboxError
 
 LARGEST = 256 * 2**20
-"""Bytes of a file that is read whole; none that this package writes for that is nearly as long."""
+"""Default maximum size in bytes of a file that is read as a whole. The package's own files are much smaller."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file for reading its bytes, as :func:`open` does.
+    """Opens a regular file for reading bytes.
 
     Raises:
-        OSError: it cannot be opened, or is a FIFO, a socket, a device or a directory, on which a reader might wait for
-            ever.
+        OSError: The file cannot be opened, or it is a FIFO, a socket, a device or a directory, from which a read could
+            block for ever.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK)
-    except BlockingIOError:  # a file that a file server has lent to somebody, who is asked for it
+    except BlockingIOError:  # another process has a lease on the file; a blocking open breaks the lease
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise
         descriptor = os.open(path, flags)
@@ -39,11 +39,19 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
-    """Returns the bytes of a file; raises as :func:`open_regular` does, also if they are more than ``most``."""
+    """Returns the content of a file.
+
+    Raises:
+        OSError: As for :func:`open_regular`, and if the file has more than ``most`` bytes.
+    """
     with open_regular(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) <= most:
-            data = file.read(size + 1)  # room is made for what is asked for, so that is not ``most``
-            while size < len(data) <= most and (more := file.read(len(data))):  # it has grown meanwhile
+        size = os.fstat(file.fileno()).st_size
+        if size <= most:
+            data = file.read(size + 1)  # reading ``most`` bytes would allocate them
+            while size < len(data) <= most:  # the file has grown
+                more = file.read(len(data))
+                if not more:
+                    break
                 data += more
             if len(data) <= most:
                 return data
@@ -51,9 +59,9 @@ def read_regular(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
 
 
 def behind_hole(file: BinaryIO, offset: int) -> int:
-    """Returns where at or behind ``offset`` something was written; the end of the file where nothing was.
+    """Returns the offset of the first data at or after ``offset``. The end of the file if there is none.
 
-    A hole of any length takes no room on a disk, and reading it as long as if it did.
+    A hole takes no disk space, but reading it takes as long as reading data.
     """
     try:
         return os.lseek(file.fileno(), offset, os.SEEK_DATA)
@@ -64,14 +72,14 @@ def behind_hole(file: BinaryIO, offset: int) -> int:
 
 
 def remove_tree(path: str | os.PathLike[str], *, ignore_errors: bool = False) -> None:
-    """Removes a file or a tree of any depth, whatever modes its directories have. Follows no links; idempotent.
+    """Removes a file or a tree of any depth, regardless of the modes of its directories. Follows no links.
 
-    Several may remove one tree at once: what another has removed is no error, and nothing is left for it. Files of the
-    caller's subordinate ids, which builds of images leave, are removed as well. What cannot be removed stays, with the
-    directories that lead to it, and all else goes.
+    A missing tree is not an error, and several processes may remove the same tree at once. Files of the caller's
+    subordinate ids, which image builds leave, are removed too. If a file cannot be removed, the rest of the tree is
+    still removed.
 
     Raises:
-        OSError: something could not be removed, such as a file of another user; not with ``ignore_errors``.
+        OSError: A file could not be removed, such as one of another user. Not raised with ``ignore_errors``.
     """
     failed: list[OSError] = []
     try:
@@ -89,8 +97,8 @@ def remove_tree(path: str | os.PathLike[str], *, ignore_errors: bool = False) ->
 
 
 def _removed_as_root(path: str | os.PathLike[str]) -> bool:
-    """Empties a directory as uid 0 of a namespace with the caller's subordinate ids; whether it could be removed."""
-    from megaflow_hpc.host.subordinate import all_ids  # rarely needed: who only removes trees is spared it
+    """Removes a directory as uid 0 of a namespace with the caller's subordinate ids. Returns whether it is gone."""
+    from megaflow_hpc.host.subordinate import all_ids  # imported here because it is rarely needed
 
     target = os.path.abspath(path)
     if os.geteuid() != 0 and all_ids():
@@ -106,7 +114,7 @@ def _removed_as_root(path: str | os.PathLike[str]) -> bool:
 
 
 def open_directories(path: str | os.PathLike[str]) -> None:
-    """Sets mode 0700 on every directory of a tree of any depth; what goes away meanwhile is passed over."""
+    """Sets mode 0700 on every directory of a tree of any depth. Directories removed in the meantime are skipped."""
 
     def opened(directory: int) -> list[str]:
         os.fchmod(directory, 0o700)
@@ -121,16 +129,16 @@ def _walk(
     leave: Callable[[int, str], None],
     failed: list[OSError] | None = None,
 ) -> None:
-    """Visits every directory of a tree, holding two descriptors whatever its depth.
+    """Visits every directory of a tree with at most two open descriptors.
 
-    A sandbox can nest directories deeper than Python recurses, than a path is long and than descriptors may be open.
-    So each is reached from its neighbour: down by its name, up by ``..``, which must lead where it was come from.
+    A sandbox can nest directories deeper than Python's recursion limit, the maximum path length and the limit of
+    descriptors. So the walk goes down by name and up by ``..``, and checks that ``..`` leads back to the parent.
 
     Args:
-        enter: gets the descriptor of a directory; returns the names of those in it to go down to.
-        leave: gets the parent's descriptor and the name of a directory whose whole tree was visited.
-        failed: gets the first error of these and of directories that cannot be opened, and the walk goes on; ``None``:
-            it is raised.
+        enter: Called with the descriptor of a directory. Returns the names of the subdirectories to visit.
+        leave: Called with the parent's descriptor and the name of a directory after its whole tree was visited.
+        failed: Receives the first error of these calls and of opening directories, and the walk continues. With
+            ``None`` the error is raised.
     """
 
     def note(error: OSError, name: str) -> None:
@@ -140,7 +148,8 @@ def _walk(
         if not failed:
             failed.append(error)
 
-    above: list[tuple[tuple[int, int], list[str], str]] = []  # (identity, names still to visit, name gone down to)
+    # The directories above: identity, names still to visit, name of the entered subdirectory.
+    above: list[tuple[tuple[int, int], list[str], str]] = []
     here = open_directory(root)
     try:
         waiting = enter(here)
@@ -181,18 +190,18 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_directory(name: str, parent: int | None = None) -> int:
-    """Opens a directory, no link, after its owner, who we may be, was given every right on it; returns a descriptor."""
+    """Opens a directory that is not a link, and returns its descriptor. If it is ours, its mode becomes 0700 first."""
     try:
         opened = os.open(name, _DIRECTORY, dir_fd=parent)
     except PermissionError:
         child = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
         try:
-            os.chmod(f"/proc/self/fd/{child}", 0o700)  # by its name, a link might be followed
+            os.chmod(f"/proc/self/fd/{child}", 0o700)  # chmod by name might follow a link
         finally:
             os.close(child)
         return os.open(name, _DIRECTORY, dir_fd=parent)
     if os.fstat(opened).st_mode & 0o700 != 0o700:
-        with contextlib.suppress(PermissionError):  # another's; what is in it can perhaps be removed all the same
+        with contextlib.suppress(PermissionError):  # another user's directory; its content may still be removable
             os.fchmod(opened, 0o700)
     return opened
 
@@ -211,7 +220,7 @@ def _entries(directory: int) -> list[os.DirEntry[str]]:
 
 
 def _unlink_files(directory: int, failed: list[OSError]) -> list[str]:
-    """Removes what is no directory; returns the names of the directories."""
+    """Removes everything except directories. Returns the names of the directories."""
     directories = []
     for entry in _entries(directory):
         if entry.is_dir(follow_symlinks=False):
@@ -234,7 +243,7 @@ def _rmdir(parent: int | None, name: str) -> None:
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """Copies a directory with its links as links; sockets, devices and FIFOs are refused."""
+    """Copies a directory. Links stay links; sockets, devices and FIFOs are refused."""
 
     def special(directory: str, names: list[str]) -> list[str]:
         for name in names:

@@ -1,4 +1,4 @@
-"""Directories of this user's alone, where others may write too: in ``/tmp`` anybody may take a name first."""
+"""Create private directories in shared places such as ``/tmp``, and check which users may replace a path."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megaflow_hpc.host.locks import lock_descriptor
 from megaflow_hpc.host.process import user_name
 
 _TURN_S = 5.0
-"""Wait for our own processes that are choosing a name; whoever else holds the lock delays us by no more."""
+"""Maximum wait in seconds for the lock on the base directory. It may be held by another user."""
 
 
 def is_private(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a directory, no link, of this user's, into which nobody else could have put anything."""
+    """Returns whether ``path`` is this user's directory, not a link, and not writable by others."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -28,10 +28,10 @@ def is_private(path: str | os.PathLike[str]) -> bool:
 
 
 def open_to_others(path: Path) -> str:
-    """Returns why a file with a secret is no secret, and what to do; empty if only its owner may read or write it.
+    """Returns why a file with a secret is not private, and the remedy. Empty if only its owner may read or write it.
 
     Raises:
-        OSError: It is not there.
+        OSError: The file is missing.
     """
     status = path.stat()
     if status.st_mode & 0o077:
@@ -111,7 +111,7 @@ def make_parents(path: Path) -> None:
 
 
 def private_directory(path: Path) -> Path:
-    """Makes ``path`` with mode 0700; raises :class:`SiteError` if it is another user's or a link."""
+    """Creates ``path`` with mode 0700. Raises :class:`SiteError` if it belongs to another user or is a link."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
@@ -128,12 +128,12 @@ def private_directory(path: Path) -> Path:
 
 
 def own_directory(base: Path, name: str) -> Path:
-    """Returns the private directory ``name`` below ``base`` that all processes of this user share; made if need be.
+    """Returns the private directory ``name`` in ``base`` that all processes of this user share. Creates it if needed.
 
-    Where somebody else has taken that name it is ``name.<random>``, found again by whom it belongs to.
+    If another user has taken the name, it is ``name.<random>``. Later calls recognise it by its owner.
 
     Raises:
-        SiteError: nothing can be made in ``base``.
+        SiteError: The directory cannot be created in ``base``.
     """
     plain = base / name
     with suppress(OSError):
@@ -151,7 +151,7 @@ def own_directory(base: Path, name: str) -> Path:
 
 
 def own_directories(base: Path, name: str) -> list[Path]:
-    """Returns every directory that :func:`own_directory` has ever returned for these and that is still there."""
+    """Returns every existing directory that :func:`own_directory` has returned for these arguments."""
     plain = base / name
     return [*([plain] if is_private(plain) else []), *_others(base, name)]
 
@@ -159,14 +159,14 @@ def own_directories(base: Path, name: str) -> list[Path]:
 def _others(base: Path, name: str) -> list[Path]:
     try:
         names = sorted(entry for entry in os.listdir(base) if entry.startswith(f"{name}."))
-    except OSError:  # a directory in which users may make names but not list them
+    except OSError:  # users may create names in this directory but not list it
         return []
     return [base / entry for entry in names if is_private(base / entry)]
 
 
 @contextmanager
 def _turn(base: Path) -> Iterator[None]:
-    """One of this user's processes after the other, unless a stranger is in the way."""
+    """Locks ``base`` against this user's other processes. Continues without the lock after :data:`_TURN_S`."""
     descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):

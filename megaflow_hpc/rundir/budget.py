@@ -68,7 +68,8 @@ class CampaignBudget:
     """
 
     def __init__(self, run: RunDir, limits: Mapping[str, Any]) -> None:
-        self._run, self._planned = run, {name: limits.get(name) for name in LIMITS}
+        self._run = run
+        self._planned = {name: limits.get(name) for name in LIMITS}
         self._raised: dict[str, float | None] = {}
         self._held: dict[Path, float] = {}
 
@@ -103,11 +104,14 @@ class CampaignBudget:
             used_h = sum(measured(lease.get("core_s")) or 0.0 for lease in leases.values()) / 3600
             if used_h >= core_h:
                 return f"{used_h:.2f} core-hours are used, limits.core_hours is {core_h:g}"
-        if gpu_h is not None and (used_h := self._gpu_s() / 3600) >= gpu_h:
-            return f"{used_h:.2f} GPU-hours are used, limits.gpu_hours is {gpu_h:g}"
+        if gpu_h is not None:
+            used_h = self._gpu_s() / 3600
+            if used_h >= gpu_h:
+                return f"{used_h:.2f} GPU-hours are used, limits.gpu_hours is {gpu_h:g}"
         if wall is not None:
-            starts = [began_at for lease in leases.values() if (began_at := measured(lease.get("began_at")))]
-            wall_h = (time.time() - min(starts, default=time.time())) / 3600
+            starts = [measured(lease.get("began_at")) for lease in leases.values()]
+            first = min((start for start in starts if start), default=time.time())
+            wall_h = (time.time() - first) / 3600
             if wall_h >= wall:
                 return f"the first pod started {wall_h:.2f} hours ago, limits.wall is {wall:g}"
         return ""

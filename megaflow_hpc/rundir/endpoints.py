@@ -17,13 +17,16 @@ damaged.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from megaflow_hpc.rundir.json_files import read_json, try_read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
+
+T = TypeVar("T")
 
 FAILED, LOADING, LISTING, STARTING = ".failed.json", ".loading", ".listing", ".starting"
 
@@ -129,19 +132,17 @@ class EndpointFiles:
 
     def serving(self, policy: str | None = None) -> list[Endpoint]:
         """Returns the servers that are serving, of one policy or of all, ordered by file name."""
-        paths = sorted(path for path in self._folder.glob("*.json") if not path.name.endswith(FAILED))
-        endpoints = [endpoint for path in paths if (endpoint := try_read_json(path, Endpoint)) is not None]
+        paths = [path for path in self._folder.glob("*.json") if not path.name.endswith(FAILED)]
+        endpoints = _readable(paths, Endpoint)
         return [endpoint for endpoint in endpoints if endpoint.url and policy in (None, endpoint.policy)]
 
     def failed(self) -> list[FailedServer]:
         """Returns the servers that gave up."""
-        paths = sorted(self._folder.glob(f"*{FAILED}"))
-        return [server for path in paths if (server := try_read_json(path, FailedServer)) is not None]
+        return _readable(self._folder.glob(f"*{FAILED}"), FailedServer)
 
     def starting(self) -> list[FailedServer]:
         """Returns the servers whose latest start failed and that keep trying."""
-        paths = sorted(self._folder.glob(f"*{STARTING}"))
-        return [server for path in paths if (server := try_read_json(path, FailedServer)) is not None]
+        return _readable(self._folder.glob(f"*{STARTING}"), FailedServer)
 
     def loading(self, policy: str) -> list[LoadingServer]:
         """Returns a policy's servers that are loading weights."""
@@ -236,3 +237,9 @@ class EndpointFiles:
 
     def _write(self, path: Path, value: msgspec.Struct) -> None:
         write_record(path, value, 0o600)
+
+
+def _readable(paths: Iterable[Path], kind: type[T]) -> list[T]:
+    """Return the records of the files that can be read, in the order of their paths."""
+    records = [try_read_json(path, kind) for path in sorted(paths)]
+    return [record for record in records if record is not None]

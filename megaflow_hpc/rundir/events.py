@@ -1,9 +1,9 @@
 """What happens in a pod: ``RUN/events/<pod>.<start>.jsonl``, one JSON line per event, appended to one open file.
 
 :class:`EventWriter` is the only writer and :class:`EventReader` the reader. Nothing depends on these files for
-correctness, so they are flushed, not fsynced, and written by the thread that flushes: the loop that reports an event
-must not wait for a disk. Each line has ``t`` (seconds UTC) and ``event``, the kind. Readers skip kinds they do not
-know, ignore further keys, and skip a line that a full disk or a kill has cut.
+correctness, so they are flushed but not fsynced. A separate thread writes them, because the loop that reports an event
+must not wait for a disk. Each line has ``t`` (seconds UTC) and ``event``, the kind. Readers skip unknown kinds and
+incomplete lines, and ignore further keys.
 """
 
 from __future__ import annotations
@@ -28,35 +28,37 @@ from megaflow_hpc.host.files import behind_hole, open_regular
 from megaflow_hpc.types import Status
 
 FORMAT_VERSION = 1
-"""Stands in the first line of a file; absent in those of the first releases, which are of version 1 too."""
+"""Written to the first line of a file. Files of the first releases lack it; they are of version 1 too."""
 ERROR_CHARS = 300
-"""Characters of an error that an event carries; the trajectory has all of it."""
+"""Maximum number of characters of an error in an event. The trajectory contains the whole error."""
 PIECE = 16 << 20
-"""Bytes of an event file that are read at once; a line without an end for as long is none of a pod."""
+"""Bytes of an event file that are read at once. A longer line was not written by a pod."""
 
 
 Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]
-"""Seconds UTC, until the end of the year 9999. What is beyond, as what is no :data:`Count` and no :data:`Number`, was
-written by no pod of ours: a record with it is damaged."""
+"""Seconds UTC, until the end of the year 9999. A record with a value out of range is damaged."""
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Number = Annotated[float, Meta(ge=-3.4028234663852886e38, le=3.4028234663852886e38)]
-"""A measurement, or a reward: as 32 bits hold it, so that sums of many have bounds too. Never NaN."""
+"""A measurement or a reward in the range of float32, so that sums of many cannot overflow. Never NaN."""
 
 
 Outcome = Annotated[str, Meta(pattern=rf"\A(?:{'|'.join(get_args(Status))})\Z")]
-"""How a rollout ended; a text for whoever writes it."""
+"""The status of an ended rollout (:data:`~megaflow_hpc.types.Status`)."""
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
-    """One line. Fields that are ``None`` are not written. Of those that there are by the hundred thousand the garbage
-    collector knows nothing (``gc=False``): they hold texts and numbers."""
+    """One line. Fields that are ``None`` are not written.
+
+    The most frequent kinds are not tracked by the garbage collector (``gc=False``), since they contain only texts and
+    numbers.
+    """
 
     t: Time = 0.0
-    """Seconds UTC; set when it is written."""
+    """Seconds UTC, set by :meth:`EventWriter.write`."""
 
 
 class PodEvent(Event, tag="pod"):
-    """The pod started, drains, or ended: ``state`` is ``started``, ``draining`` or its last word."""
+    """The pod started, drains or ended. ``state`` is ``started``, ``draining`` or the pod's last word."""
 
     state: str
     format_version: Count | None = None
@@ -78,11 +80,11 @@ class WorkerEvent(Event, tag="worker"):
     node: str | None = None
     why: str | None = None
     rollouts: Count | None = None
-    """Rollouts that a lost worker ran."""
+    """Number of rollouts that a lost worker was running."""
 
 
 class EngineEvent(Event, tag="engine"):
-    """An engine server in the pod's own allocation answers."""
+    """An engine server in the pod's own allocation has started to answer."""
 
     rank: Count
     state: str
@@ -90,7 +92,7 @@ class EngineEvent(Event, tag="engine"):
 
 
 class ClaimEvent(Event, tag="claim"):
-    """A block was ``claimed``, ``done``, ``released`` or, in part, ``gave`` to another pod."""
+    """A block was ``claimed``, ``done`` or ``released``, or the pod ``gave`` a part of it to another pod."""
 
     block: Count
     epoch: Count
@@ -99,7 +101,7 @@ class ClaimEvent(Event, tag="claim"):
 
 
 class StartEvent(Event, tag="start", gc=False):
-    """A rank was given a rollout: an attempt begins there."""
+    """An attempt at a rollout starts on a rank."""
 
     id: str
     rank: Count
@@ -112,7 +114,7 @@ class RolloutEvent(Event, tag="rollout", omit_defaults=False, gc=False):
     id: str
     status: Outcome
     kind: str = ""
-    """Error kind; empty without an error."""
+    """Kind of the error. Empty without an error."""
     error: str = ""
     reward: Number | None = None
     seconds: Number = 0.0
@@ -122,13 +124,13 @@ class RolloutEvent(Event, tag="rollout", omit_defaults=False, gc=False):
     constrained: Count = 0
     """Number of turns with constrained tokens."""
     cpu_s: Number | None = None
-    """CPU seconds of its sandboxes; ``None`` where unknown, as the two that follow."""
+    """CPU seconds of its sandboxes. ``None`` if unknown; the same holds for the next two fields."""
     memory_peak_mb: Number | None = None
     disk_peak_mb: Number | None = None
 
 
 class AttemptEvent(Event, tag="attempt", gc=False):
-    """An attempt failed and is repeated. ``kind`` is its cause."""
+    """An attempt failed and will be repeated. ``kind`` is the cause."""
 
     id: str
     attempt: Count
@@ -138,7 +140,7 @@ class AttemptEvent(Event, tag="attempt", gc=False):
 
 
 class EndpointsEvent(Event, tag="endpoints"):
-    """The engine servers that the pod knows have changed."""
+    """The pod's set of engine servers has changed."""
 
     servers: list[str]
 
@@ -147,48 +149,51 @@ AnyEvent = PodEvent | WorkerEvent | EngineEvent | ClaimEvent | StartEvent | Roll
 
 
 def shown(error: str) -> str:
-    """Returns what an event carries of an error."""
+    """Returns the beginning of an error, for an event."""
     return error[:ERROR_CHARS]
 
 
 def rounded(value: float | None, digits: int) -> float | None:
-    """Returns what an event carries of a measurement: ``None`` for one that is unknown, NaN too."""
+    """Returns a rounded measurement, for an event. ``None`` if it is unknown or NaN."""
     return None if value is None or math.isnan(value) else round(value, digits)
 
 
 _LAST = re.compile(rb'"event": "pod".*"state": "(done|drained|paused)"')
-"""The line of a pod's last event, after which it closes its file."""
+"""Matches a pod's last event, after which the pod closes its file."""
 T = TypeVar("T", bound=Event)
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 _encoder = msgspec.json.Encoder()
 
 
 def encode(event: Event) -> bytes:
-    """Returns the event as one line. A reward that is not a number is written as ``null``."""
+    """Returns the event as one line. A NaN reward is written as ``null``."""
     try:
         return msgspec.json.format(_encoder.encode(event), indent=0) + b"\n"
-    except UnicodeEncodeError:  # lone surrogates, of a program's output that is no text
+    except UnicodeEncodeError:  # lone surrogates, from program output that is not text
         return json.dumps(msgspec.to_builtins(event)).encode() + b"\n"
 
 
 def decode(line: bytes) -> AnyEvent | None:
-    """Returns the event of a line; ``None`` for a cut line and for a kind that this version does not know."""
+    """Returns the event of a line. ``None`` if the line is incomplete or its kind is unknown."""
     try:
         try:
             return _decoder.decode(line)
         except msgspec.ValidationError:
             return None
-        except ValueError:  # NaN and lone surrogates, which are no JSON, but what Python writes
+        except ValueError:  # NaN or lone surrogates, which Python writes although JSON lacks them
             return msgspec.convert(json.loads(line, parse_constant=lambda _: None), AnyEvent)
     except (ValueError, RecursionError):
         return None
 
 
 class EventWriter:
-    """Appends to one event file. Any thread may call :meth:`write`; one thread :meth:`flush` and :meth:`close`."""
+    """Appends to one event file.
+
+    Any thread may call :meth:`write`. Only one thread may call :meth:`flush` and :meth:`close`.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab")  # noqa: SIM115 - lives with the pod
+        self._file = open(path, "ab")  # noqa: SIM115 - stays open as long as the pod runs
         os.fchmod(self._file.fileno(), file_mode(path.parent))
         self._lines: deque[bytes] = deque()
 
@@ -198,7 +203,7 @@ class EventWriter:
         self._lines.append(encode(event))
 
     def flush(self) -> None:
-        """Writes what is queued. A disk that is full loses events and stops nothing."""
+        """Writes queued events. If the disk is full, events are lost and no error is raised."""
         if not self._lines:
             return
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
@@ -209,7 +214,7 @@ class EventWriter:
             pass
 
     def close(self) -> None:
-        """Writes what is queued and closes the file; errors of the disk are ignored."""
+        """Writes queued events and closes the file. Disk errors are ignored."""
         self.flush()
         try:
             self._file.close()
@@ -218,14 +223,14 @@ class EventWriter:
 
 
 class EventReader(Generic[T]):
-    """Follows the event files of a run, of which it keeps so many open that a look costs few opens.
+    """Follows the event files of a run. It keeps files open between reads, as far as the limit of descriptors allows.
 
     Args:
         folder: ``RUN/events``.
         only: The kind of event to decode; empty decodes every kind.
-        about: The rollout to decode events of; empty decodes those of all, and those of none.
-        begin: Called with a file before it is read; returns how many of its bytes need no reading, and events that
-            stand for them. Default: every byte is read.
+        about: The rollout whose events are decoded. Empty decodes all events.
+        begin: Called with a file before its first read. Returns the number of bytes to skip, and events that replace
+            them. Default: every byte is read.
     """
 
     _readers: ClassVar[weakref.WeakSet[EventReader[Any]]] = weakref.WeakSet()
@@ -242,16 +247,16 @@ class EventReader(Generic[T]):
         self._about = f'"id": "{about}"'.encode("utf-8", "replace") if about else b""
         self._offsets: dict[Path, int] = {}
         self._ended: set[Path] = set()
-        """Files to which nothing is added any more."""
+        """Files that will not grow any more."""
         self._open: dict[Path, BinaryIO] = {}
         self._most_open = 0
         self._readers.add(self)
 
     def read(self, pods: Iterable[str] | None = None) -> Iterator[tuple[str, list[AnyEvent | T]]]:
-        """Yields each file's ``<pod>.<start>`` and the events appended to it since the last call, maybe none.
+        """Yields each file's ``<pod>.<start>`` and the events appended to it since the last call, possibly none.
 
         Args:
-            pods: Those whose files are read. Default: every file there is.
+            pods: The pods whose files are read. Default: all.
         """
         others = sum(len(reader._open) for reader in list(self._readers) if reader is not self)
         self._most_open = descriptors.limit() // 2 - others
@@ -269,7 +274,7 @@ class EventReader(Generic[T]):
             except OSError:
                 if first:
                     yield path.stem, [*first]
-                continue  # a file system that is away for a moment
+                continue  # the file system is temporarily unavailable
             if lines and _LAST.search(lines[-1]):
                 self._ended.add(path)
                 if file := self._open.pop(path, None):
@@ -278,7 +283,7 @@ class EventReader(Generic[T]):
             yield path.stem, [*first, *(event for event in decoded if event is not None)]
 
     def _read_appended(self, path: Path, offset: int) -> tuple[list[bytes], int]:
-        """Returns the whole lines behind ``offset``, and where they end."""
+        """Returns the complete lines after ``offset``, and the offset of their end."""
         file = self._open.pop(path, None)
         if file is None:
             if offset and path.stat().st_size <= offset:
@@ -293,12 +298,12 @@ class EventReader(Generic[T]):
                 offset += end
                 if len(data) < PIECE:
                     break
-                if not end:  # a hole that a crash has left, or what no pod has written
+                if not end:  # a hole left by a crash, or data that no pod wrote
                     offset = max(offset + PIECE, behind_hole(file, offset))
                 file.seek(offset)
             if len(self._open) < self._most_open:
                 self._open[path] = file
             return lines, offset
         finally:
-            if path not in self._open:  # one that could not be read is opened afresh: its handle may be stale
+            if path not in self._open:  # reopen it after an error, because its handle may be stale
                 file.close()

@@ -128,10 +128,6 @@ class RunDir:
         """Returns the file of a block of rollouts."""
         return self.tasks / f"{number:06d}.json"
 
-    def endpoint(self, server: str) -> Path:
-        """Returns the file that an engine server (``<policy>.<n>``) publishes."""
-        return self.endpoints / f"{server}.json"
-
     def journal_file(self, pod: str, start: str) -> Path:
         """Returns the journal of one start of a pod."""
         return self.journal / f"{pod}.{start}.journal"

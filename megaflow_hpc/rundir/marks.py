@@ -126,7 +126,7 @@ class Marks:
 
     @property
     def closed(self) -> list[str]:
-        """The consumers of a campaign that was cancelled."""
+        """The consumers that a cancelled campaign had."""
         try:
             return read_json(self._cancelled, CancelledMark).consumers
         except (FileNotFoundError, ValueError):

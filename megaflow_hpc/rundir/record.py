@@ -224,7 +224,7 @@ def _read(run: RunDir, kind: type[T]) -> T:
     except PermissionError:
         raise ConfigError(
             f"{run}: not readable for this user; its owner can share it with a group by share: group in the campaign "
-            f"file"
+            "file"
         ) from None
     except OSError as error:
         raise _damaged(run, error) from error

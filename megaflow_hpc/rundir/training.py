@@ -47,7 +47,8 @@ def numbered(folder: Path) -> list[int]:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    return sorted(int(match[1]) for name in names if (match := _NUMBERED.fullmatch(name)))
+    matches = map(_NUMBERED.fullmatch, names)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 class Commit(msgspec.Struct, kw_only=True):
@@ -189,15 +190,16 @@ class TrainingView:
 
     def commits(self, count: int) -> list[Commit]:
         """Returns the last ``count`` commits, oldest first. Unreadable ones are left out."""
-        commits = self._commits
         numbers = self._numbers("commits")[-count:]
-        # The last commit may be rewritten with a checkpoint.
-        self._commits = {
-            number: commit
-            for number in numbers
-            if (commit := (number != numbers[-1] and commits.get(number)) or self._read(Commit, "commits", number))
-        }
-        return list(self._commits.values())
+        commits = {}
+        for number in numbers:
+            commit = self._commits.get(number)
+            if commit is None or number == numbers[-1]:  # the last commit may be rewritten with a checkpoint
+                commit = self._read(Commit, "commits", number)
+            if commit is not None:
+                commits[number] = commit
+        self._commits = commits
+        return list(commits.values())
 
     def trainers(self) -> list[Trainer]:
         """Returns every start of the trainer, oldest first."""

@@ -137,8 +137,7 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
     if model.get("engine") != "vllm" or not options.get("enable-lora"):
         raise ConfigError(
             f"{source}: is a LoRA adapter, but the campaign's engine was not started for adapters: it needs engine "
-            f"vllm "
-            "with args: {enable-lora: true, max-lora-rank: …}; or merge it into the model and publish that"
+            "vllm with args: {enable-lora: true, max-lora-rank: …}; or merge it into the model and publish that"
         )
     try:
         rank = read_json(source / ADAPTER, Adapter).r

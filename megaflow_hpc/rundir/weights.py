@@ -278,7 +278,8 @@ def _add(run: RunDir, source: Path, model: Mapping[str, Any], new: Version, move
     staged = run.weights / f".publishing.{host}.{Identity.of(os.getpid())}.{secrets.token_hex(4)}"
     try:
         small = False
-        if delta and (wholes := [v for v in versions(run, new.policy) if base_of(Path(v.path)) is None]):
+        wholes = [v for v in versions(run, new.policy) if base_of(Path(v.path)) is None] if delta else []
+        if wholes:
             from megaflow_hpc.rundir.weight_delta import write_small_delta  # imports numpy, which readers do not need
 
             small = write_small_delta(source, Path(wholes[-1].path), wholes[-1].version, staged)
@@ -306,7 +307,8 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
     below = _history(run, numbers)
     number = max(numbers, default=0) + 1
     while True:
-        if new.token and (made := _published(below, new.policy, new.token, new.digest)):
+        made = _published(below, new.policy, new.token, new.digest) if new.token else None
+        if made is not None:
             return made
         ordinal = max((version.ordinal for version in below if version.policy == new.policy), default=0) + 1
         folder = run.weights / str(number)

@@ -16,8 +16,8 @@ import msgspec
 
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.atomic import without_links, write_json
-from megaflow_hpc.slurm.ids import array_of, by_cluster, named, on
-from megaflow_hpc.slurm.site import ask
+from megaflow_hpc.slurm.ids import array_of, by_cluster, named
+from megaflow_hpc.slurm.site import ask, on
 
 LIVE = frozenset(
     {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
@@ -96,9 +96,8 @@ def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
             starts_at = float(start) if state == "PENDING" and start.isdecimal() else None
             for number in expand(job_id):
                 element = named(number, cluster)
-                if not (
-                    element in states and states[element].live
-                ):  # a heterogeneous job is alive while any of its components is
+                before = states.get(element)
+                if before is None or not before.live:  # a heterogeneous job lives while any of its components does
                     states[element] = JobState(element, state, reason, node, starts_at)
     return states
 
@@ -227,4 +226,7 @@ def _duration_s(text: str) -> float:
 def _megabytes(resources: str) -> float | None:
     """Return the memory in a TRES list such as ``…,mem=4000M,…``, in MiB. A number without a unit is in bytes."""
     match = re.search(r"\bmem=([\d.]+)([KMGTP]?)", resources)
-    return float(match[1]) * 1024.0 ** ("KMGTP".find(match[2]) - 1 if match[2] else -2) if match else None
+    if match is None:
+        return None
+    exponents = {"": -2, "K": -1, "M": 0, "G": 1, "T": 2, "P": 3}
+    return float(match[1]) * 1024.0 ** exponents[match[2]]

@@ -29,7 +29,7 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JobRecord, ServerGroup, read_jobs
 from megaflow_hpc.slurm import script, site
 from megaflow_hpc.slurm.fits import timed
-from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, on, scancel
+from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, scancel
 from megaflow_hpc.slurm.limits import Allowance, chunks, resource_caps
 from megaflow_hpc.slurm.resources import Amounts, asked, at_once, impossible
 from megaflow_hpc.slurm.script import Job, option_name, pod_job, server_job, trainer_job
@@ -43,9 +43,11 @@ def server_jobs(
 ) -> Iterator[Job]:
     """Yields the engine arrays. Each covers a part of one server group."""
     for group in groups:
-        first, largest, cpus = group.first, allowed.array_size - 1, cpus_per_gpu(config, run, group)
+        first = group.first
+        largest_index = allowed.array_size - 1
+        cpus = cpus_per_gpu(config, run, group)
         for size in chunks(group.count, allowed.array_size):
-            job = server_job(config, run, size, group.gpus, first, largest, group.held, group.nodes, cpus)
+            job = server_job(config, run, size, group.gpus, first, largest_index, group.held, group.nodes, cpus)
             yield timed(job)
             first += size
 
@@ -135,17 +137,12 @@ def pod_jobs(
             yield timed(pod_job(config, run, elements, dependency, pool, share))
 
 
-def pod_jobs_elsewhere(
-    config: CampaignConfig, run: RunDir, array_size: Callable[[str], int] = site.max_array_size
-) -> Iterator[Job]:
-    """Yields the pod arrays of pools on other clusters. Those clusters enforce their own limits.
-
-    Args:
-        array_size: Returns the MaxArraySize of a cluster.
-    """
+def pod_jobs_elsewhere(config: CampaignConfig, run: RunDir) -> Iterator[Job]:
+    """Yields the pod arrays of pools on other clusters. Those clusters enforce their own limits."""
     for pool in config.slurm.pods.pools:
-        for elements in chunks(pool.count, array_size(pool.cluster)) if pool.cluster else ():
-            yield pod_job(config, run, elements, pool=pool)
+        if pool.cluster:
+            for elements in chunks(pool.count, site.max_array_size(pool.cluster)):
+                yield pod_job(config, run, elements, pool=pool)
 
 
 class Arrays:
@@ -191,7 +188,7 @@ class Arrays:
         """
         ids = set(self.ids())
         for cluster in clusters:
-            output = site.ask("squeue", *on(cluster), "-h", "--me", f"--name={name}", "-o", "%i|%k")
+            output = site.ask("squeue", *site.on(cluster), "-h", "--me", f"--name={name}", "-o", "%i|%k")
             for line in output.splitlines():
                 element, _, comment = line.partition("|")  # 12_[0-3], 12_4, or 12+1 for a heterogeneous job
                 array = named(element.partition("_")[0].partition("+")[0], cluster)
@@ -215,7 +212,7 @@ class Arrays:
 
 def _role(run: RunDir, array: str) -> str:
     """Returns a job's role, which is derived from its log path."""
-    log = site.ask("scontrol", *on(cluster_of(array)), "-o", "show", "job", number(array))
+    log = site.ask("scontrol", *site.on(cluster_of(array)), "-o", "show", "job", number(array))
     for role, prefix in (("servers", "server-"), ("trainer", "trainer-"), ("gather", "gather-")):
         if f"StdOut={run.logs}/{prefix}" in log:
             return role

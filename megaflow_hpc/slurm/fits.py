@@ -32,12 +32,9 @@ def seconds(time: str | int | None) -> float | None:
     if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
         return None
     numbers = [int(part) for part in parts]
-    if dash:  # days-hours[:minutes[:seconds]]
-        hours, minutes, secs = (*numbers, 0, 0)[:3]
-    elif len(numbers) == 3:
-        hours, minutes, secs = numbers
-    else:  # minutes[:seconds]
-        hours, (minutes, secs) = 0, (*numbers, 0)[:2]
+    if not dash and len(numbers) < 3:  # minutes[:seconds]
+        numbers.insert(0, 0)
+    hours, minutes, secs = (*numbers, 0, 0)[:3]  # [days-]hours[:minutes[:seconds]]
     return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs)
 
 
@@ -66,10 +63,11 @@ def timed(job: Job, unasked_s: float | None = None) -> Job:
     if job.cluster or not {"time", "t"}.isdisjoint(options):
         return job
     parts = [options, *(options | {option_name(n): v for n, v in engine.items()} for engine in job.engines)]
-    times = [time for part in parts if (time := asked_time(part, unasked_s)) is not None]
+    asked = [asked_time(part, unasked_s) for part in parts]
+    times = [time for time in asked if time is not None]
     if not times:
         return job
-    return replace(job, options={**job.options, "time": min(times, key=lambda time: seconds(time) or math.inf)})
+    return replace(job, options={**job.options, "time": min(times, key=_limit_s)})
 
 
 def asked_time(options: Mapping[str, Any], unasked_s: float | None = None) -> str | None:
@@ -133,17 +131,21 @@ def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     partitions = partitions_of(options)
     if not partitions:
         return []
-    job, reasons = resources.asked(options), []
+    job = resources.asked(options)
+    reasons = []
     names = " or ".join(partition.name for partition in partitions)
-    wanted, limit = seconds(options.get("time")), max((p.time for p in partitions), key=_limit_s)
+    wanted = seconds(options.get("time"))
+    limit = max((partition.time for partition in partitions), key=_limit_s)
     if wanted is not None and wanted > _limit_s(limit) and not _may_exceed(options):
         reasons.append(f"{key}.time: {options['time']} is longer than partition {names} allows ({limit}); ask for less")
-    if wanted is not None and (most_time := limits.longest_walltime(options)) is not None:
+    most_time = None if wanted is None else limits.longest_walltime(options)
+    if wanted is not None and most_time is not None:
         text, of = most_time
         if wanted > _limit_s(text):
             reasons.append(f"{key}.time: {options['time']} is longer than {of} allows (MaxWall {text}); ask for less")
-    nodes, memory = job["node"], job.get("mem", 0) // max(1, job["node"])
-    cpus = -(-job["cpu"] // max(1, nodes))
+    nodes = job["node"]
+    memory = job.get("mem", 0) // max(1, nodes)
+    cpus = math.ceil(job["cpu"] / max(1, nodes))
     if nodes > (most := max(p.nodes for p in partitions)):
         reasons.append(f"{key}.nodes: {nodes} nodes, and partition {names} has {most}; ask for fewer")
     if memory > (most := max(p.memory_mb for p in partitions)):

@@ -43,11 +43,6 @@ def by_cluster(job_ids: Iterable[str]) -> dict[str, list[str]]:
     return ids
 
 
-def on(cluster: str) -> tuple[str, ...]:
-    """Returns the options that direct a Slurm command to a cluster."""
-    return ("-M", cluster) if cluster else ()
-
-
 def scancel(job_ids: Iterable[str], *options: str) -> None:
     """Cancels jobs with one ``scancel`` per cluster.
 
@@ -55,4 +50,4 @@ def scancel(job_ids: Iterable[str], *options: str) -> None:
         SiteError: A cluster does not answer or refuses. Clusters before it have already been asked.
     """
     for cluster, numbers in by_cluster(job_ids).items():
-        site.ask("scancel", *on(cluster), "--quiet", *options, *numbers)
+        site.ask("scancel", *site.on(cluster), "--quiet", *options, *numbers)

@@ -88,14 +88,16 @@ def longest_walltime(options: Mapping[str, Any]) -> tuple[str, str] | None:
         rows = _rows(getpass.getuser(), options)
     except SiteError:
         return None
-    return next(((row["maxwall"], of) for of, row in rows if row.get("maxwall")), None)
+    for of, row in rows:
+        if row.get("maxwall"):
+            return row["maxwall"], of
+    return None
 
 
 def _caps(rows: Sequence[tuple[str, Mapping[str, str]]], options: Mapping[str, Any]) -> tuple[Cap, ...]:
-    several = "," in str(
-        options.get("partition") or ""
-    )  # a resource that one partition forbids may be allowed in another
-    return tuple(resources.caps(rows[-2:] if several else rows))
+    if "," in str(options.get("partition") or ""):  # what one partition forbids, another may allow
+        rows = rows[-2:]
+    return tuple(resources.caps(rows))
 
 
 class Limit(NamedTuple):
@@ -149,10 +151,11 @@ def qos(name: str) -> dict[str, str]:
         SiteError: The site has no accounting, or it does not answer.
     """
     fields = ("name", "flags", *_QOS_JOBS, *resources.LIMITS, "maxwall")
-    rows = (
-        line.split("|") for line in site.sacctmgr("qos", f"format={','.join(fields)}").splitlines()
-    )  # one query for all of them
-    return next((dict(zip(fields, row, strict=True)) for row in rows if row[0] == name), {})
+    for line in site.sacctmgr("qos", f"format={','.join(fields)}").splitlines():  # one cached query for all QOS
+        row = line.split("|")
+        if row[0] == name:
+            return dict(zip(fields, row, strict=True))
+    return {}
 
 
 def _job_limits(row: Mapping[str, str], name: str) -> list[Limit]:

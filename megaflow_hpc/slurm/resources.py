@@ -86,12 +86,15 @@ def asked(options: Mapping[str, Any]) -> Amounts:
             request["mem"] = megabytes(options_given["mem"]) * nodes
         elif "mem-per-cpu" in options_given:
             request["mem"] = megabytes(options_given["mem-per-cpu"]) * request["cpu"]
-    gpus = [f"gpu:{options_given[name]}" for name in ("gpus-per-node",) if name in options_given]
-    for each in [*options_given.get("gres", "").split(","), *gpus]:
-        for resource, count in _gres(each).items():
+    per_node = options_given.get("gres", "").split(",")
+    if "gpus-per-node" in options_given:
+        per_node.append(f"gpu:{options_given['gpus-per-node']}")
+    for text in per_node:
+        for resource, count in _gres(text).items():
             request[resource] = request.get(resource, 0) + count * nodes
     for name, times in (("gpus", 1), ("gpus-per-task", tasks)):
-        for resource, count in _gres(f"gpu:{options_given[name]}" if name in options_given else "").items():
+        text = f"gpu:{options_given[name]}" if name in options_given else ""
+        for resource, count in _gres(text).items():
             request[resource] = max(request.get(resource, 0), count * times)
     return request
 
@@ -117,7 +120,10 @@ def _gres(text: str) -> Amounts:
     if not name:
         return {}
     number = int(count or 1)
-    return {f"gres/{name}": number, **({f"gres/{name}:{kind}": number} if kind else {})}
+    amounts = {f"gres/{name}": number}
+    if kind:
+        amounts[f"gres/{name}:{kind}"] = number
+    return amounts
 
 
 def impossible(limits: Iterable[Cap], job: Amounts) -> Cap | None:
@@ -132,7 +138,8 @@ def at_once(limits: Iterable[Cap], job: Amounts, others: Iterable[Amounts] = ())
     others = list(others)
     counts = []
     for cap in limits:
-        if cap.limit != PER_JOB and (each := job.get(cap.resource, 0)):
+        each = job.get(cap.resource, 0)
+        if cap.limit != PER_JOB and each:
             left = cap.value - sum(other.get(cap.resource, 0) for other in others)
             counts.append((max(0, left) // each, cap))
     return min(counts, key=lambda each: each[0], default=None)

@@ -72,8 +72,10 @@ def script(job: Job) -> str:
     texts = resources.files("megaflow_hpc.slurm")
     body = texts.joinpath(f"{job.role}.sh").read_text(encoding="utf-8")
     body = body.replace("@OWN@\n", texts.joinpath("own.sh").read_text(encoding="utf-8"))
-    other = "@" + job.cluster if job.cluster else "" if job.run else "${MEGAFLOW_CLUSTER:+@$MEGAFLOW_CLUSTER}"
-    body = body.replace("@CLUSTER@", other)
+    cluster = "" if job.run else "${MEGAFLOW_CLUSTER:+@$MEGAFLOW_CLUSTER}"
+    if job.cluster:
+        cluster = f"@{job.cluster}"
+    body = body.replace("@CLUSTER@", cluster)
     run_argument = '${1:?the run directory that "megaflow-hpc plan" printed}'
     body = body.replace("@RUN@", shlex.quote(job.run) if job.run else run_argument)
     body = body.replace("@POLICY@", shlex.quote(job.policy) if job.policy else "${2:-default}")

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -85,6 +85,11 @@ def _sacctmgr(show: tuple[str, ...], moment: int) -> str:
     return ask("sacctmgr", "-nP", "show", *show)
 
 
+def on(cluster: str) -> tuple[str, ...]:
+    """Returns the options that direct a Slurm command to a cluster. Empty for our own cluster."""
+    return ("-M", cluster) if cluster else ()
+
+
 def has_slurm() -> bool:
     """Tells whether Slurm's commands are on PATH."""
     return all(shutil.which(tool) for tool in ("sbatch", "squeue", "srun"))
@@ -95,25 +100,42 @@ def partitions(cluster: str = "") -> dict[str, Partition]:
     """Returns the partitions visible to this user, by name, on this cluster or on the given one."""
     by_name: dict[str, Partition] = {}
     # -e: without it sinfo merges nodes of different sizes into one line with the smallest values.
-    words = (*(("-M", cluster) if cluster else ()), "-h", "-e", "-o", "%R|%P|%a|%D|%c|%m|%G|%l")
-    for line in ask("sinfo", *words).splitlines():
+    output = ask("sinfo", *on(cluster), "-h", "-e", "-o", "%R|%P|%a|%D|%c|%m|%G|%l")
+    for line in output.splitlines():
         name, marked, available, nodes, cpus, memory, gres, limit = line.split("|")
-        before = by_name.get(name)
-        count = sum(int(number) for number in re.findall(r"gpu(?::[^:,()]+)??:(\d+)", gres))
-        shares = [int(re.sub(r"\D.*", "", cpus)) // count] if count else []
-        shares += [before.cpus_per_gpu] if before and before.cpus_per_gpu else []
-        by_name[name] = Partition(
+        gpus = sum(int(number) for number in re.findall(r"gpu(?::[^:,()]+)??:(\d+)", gres))
+        cpus_of_node = _leading_number(cpus)
+        partition = Partition(
             name=name,
             default=marked.endswith("*"),
             up=available == "up",
-            nodes=int(nodes) + (before.nodes if before else 0),
-            cpus=max(int(re.sub(r"\D.*", "", cpus)), before.cpus if before else 0),
-            memory_mb=max(int(re.sub(r"\D.*", "", memory)), before.memory_mb if before else 0),
-            gpus="gpu" in gres or bool(before and before.gpus),
+            nodes=int(nodes),
+            cpus=cpus_of_node,
+            memory_mb=_leading_number(memory),
+            gpus="gpu" in gres,
             time=limit,
-            cpus_per_gpu=min(shares, default=0),
+            cpus_per_gpu=cpus_of_node // gpus if gpus else 0,
         )
+        before = by_name.get(name)
+        by_name[name] = _merged(before, partition) if before else partition
     return by_name
+
+
+def _leading_number(text: str) -> int:
+    return int(re.sub(r"\D.*", "", text))
+
+
+def _merged(one: Partition, other: Partition) -> Partition:
+    """Return a partition with the nodes of both."""
+    shares = [partition.cpus_per_gpu for partition in (one, other) if partition.cpus_per_gpu]
+    return replace(
+        other,
+        nodes=one.nodes + other.nodes,
+        cpus=max(one.cpus, other.cpus),
+        memory_mb=max(one.memory_mb, other.memory_mb),
+        gpus=one.gpus or other.gpus,
+        cpus_per_gpu=min(shares, default=0),
+    )
 
 
 def mpi_plugin() -> str:
@@ -156,7 +178,7 @@ def mpi_attempts() -> str:
 @functools.cache
 def configuration(cluster: str = "") -> dict[str, str]:
     """Returns the entries of ``scontrol show config`` by name, for this cluster or for the given one."""
-    output = ask("scontrol", *(("-M", cluster) if cluster else ()), "show", "config")
+    output = ask("scontrol", *on(cluster), "show", "config")
     pairs = (line.partition("=") for line in output.splitlines())
     return {name.strip(): value.strip() for name, separator, value in pairs if separator}
 
@@ -175,7 +197,9 @@ def accounts() -> list[str]:
     except SiteError:
         return []
     rows = [line.split("|") for line in output.splitlines() if line.count("|") == 1]
-    return list(dict.fromkeys([*(default for default, _ in rows if default), *sorted({own for _, own in rows if own})]))
+    defaults = [default for default, _ in rows if default]
+    own = sorted({account for _, account in rows if account})
+    return list(dict.fromkeys([*defaults, *own]))
 
 
 def enforces_limits() -> bool:
@@ -191,11 +215,7 @@ def cluster_name() -> str:
 def partition_qos(names: str) -> set[str]:
     """Returns the QOS of partitions, whose limits apply in addition to the job's own. ``names`` is in sbatch's form."""
     wanted = names.split(",") if names else [p.name for p in partitions().values() if p.default]
-    return {qos for name, qos in _partition_qos().items() if name in wanted}
-
-
-def _partition_qos() -> dict[str, str]:
-    return {name: qos for name, qos in _each_partition("QoS") if qos != "N/A"}
+    return {qos for name, qos in _each_partition("QoS") if name in wanted and qos != "N/A"}
 
 
 def default_times() -> dict[str, str]:

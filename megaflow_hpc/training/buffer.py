@@ -153,13 +153,12 @@ class Buffer:
             if not rollout.replayed:
                 read = read_sample(self._sequences, rollout.place, self._ordinal)
                 by_group.setdefault(rollout.group, {})[rollout.id] = read
-        return [
-            (
-                SampleGroup(name, next(iter(own.values()))[0].task, tuple(sample for sample, _ in own.values())),
-                {rollout: arrived for rollout, (_, arrived) in own.items()},
-            )
-            for name, own in by_group.items()
-        ]
+        groups = []
+        for name, own in by_group.items():
+            samples = tuple(sample for sample, _ in own.values())
+            arrived = {rollout: arrival for rollout, (_, arrival) in own.items()}
+            groups.append((SampleGroup(name, samples[0].task, samples), arrived))
+        return groups
 
     @property
     def settled(self) -> Settled:
@@ -262,9 +261,10 @@ def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -
         column = column[column >= 0]
         if len(column):
             lowest, highest = int(column.min()), int(column.max())
-            versions.update(
-                [lowest] if lowest == highest else np.unique(column).tolist()
-            )  # ``unique`` sorts, which is slow
+            if lowest == highest:  # ``unique`` sorts, which is slow
+                versions.add(lowest)
+            else:
+                versions.update(np.unique(column).tolist())
     ordinals = [ordinal(version) for version in versions]
     sample = Sample(
         id=trajectory.id,

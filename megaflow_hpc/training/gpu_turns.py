@@ -48,7 +48,8 @@ class GpuTurns:
         """
         if not self.shared:
             return 0.0
-        turn, began, pause, reported = f"{self._process}.{step}", time.monotonic(), FIRST_POLL_S, False
+        turn = f"{self._process}.{step}"
+        began, pause, reported = time.monotonic(), FIRST_POLL_S, False
         if not self._flow.rank:
             self._flow.check()
             self._gpu.want(turn, self._process)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ class Planner:
         learned: dict[str, Any],
         earlier: Iterable[StepPlan] = (),
     ) -> None:
-        self._config, self._policy, self._buffer = config, policy, buffer
+        self._config, self._policy, self.buffer = config, policy, buffer
         self._prompts = Prompts(config.prompts, policy.pass_threshold)
         self.learned = learned
         self.lacks = 0
@@ -75,19 +74,20 @@ class Planner:
             replace: dropped groups do not count towards ``want``.
             short: fewer undropped groups are enough if ``want`` groups are complete.
         """
-        complete = self._buffer.complete()
+        complete = self.buffer.complete()
         self.lacks = want - len(complete)
         if not complete or not want or (self.lacks > 0 and not last):
             return None
         settles = max(want, least)
         choice = self._choose(step, version, complete, settles)
-        while replace and (lacks := want - len(choice.taken)) > 0 and settles < len(complete):
-            settles += lacks
-            choice = self._choose(step, version, complete, settles)
-        if replace and (lacks := want - len(choice.taken)) > 0 and not (last or short):
-            self.lacks = lacks
-            return None
-        arrived = dict(self._buffer.arrived)
+        if replace:
+            while len(choice.taken) < want and settles < len(complete):
+                settles += want - len(choice.taken)
+                choice = self._choose(step, version, complete, settles)
+            if len(choice.taken) < want and not (last or short):
+                self.lacks = want - len(choice.taken)
+                return None
+        arrived = dict(self.buffer.arrived)
         for _, earlier in self._used:
             arrived.update(earlier)
         again = {group.id for group in choice.replayed}
@@ -108,14 +108,14 @@ class Planner:
         if self._replayable:
             for group in choice.taken:
                 self._used.append((group, {sample.id: arrived[sample.id] for sample in group.samples}))
-        self._buffer.settle(group.id for group in settled)
+        self.buffer.settle(group.id for group in settled)
         return StepPlan(
             step=step,
             version=version,
             seed=self._seed(step),
             rollouts=rollouts,
             drops=choice.drops,
-            settled=self._buffer.settled,
+            settled=self.buffer.settled,
             state=self.learned,
             trainer=trainer,
         )
@@ -154,14 +154,6 @@ def _planned(sample: Sample, arrived: Arrived, valued: tuple[float, float], repl
     )
 
 
-@dataclass
-class _View:
-    """The rollouts that no plan has settled. A later trainer rebuilds this view from the last plan."""
-
-    buffer: Buffer
-    planner: Planner
-
-
 class Planning:
     """Requests and plans for one policy.
 
@@ -188,7 +180,8 @@ class Planning:
         self._run, self._files, self._policy, self._config = run, files, policy, config
         self._requests, self._sequences, self._ordinal = requests, sequences, ordinal
         self._flags = Marks(run)
-        self._view: _View | None = None
+        self._planner: Planner | None = None
+        """Holds the rollouts that no plan has settled. It is rebuilt from the last plan where necessary."""
         self.control = StalenessControl(files, policy, config)
         self.exhausted = False
         """True if no task is left to request in the place of dropped groups."""
@@ -213,17 +206,17 @@ class Planning:
     @property
     def complete_groups(self) -> int:
         """Groups that are complete and in no plan."""
-        return len(self._view.buffer.complete()) if self._view else 0
+        return len(self._planner.buffer.complete()) if self._planner else 0
 
     @property
     def open_groups(self) -> int:
         """Groups that are in no plan, complete or not."""
-        return self._view.buffer.open_groups if self._view else 0
+        return self._planner.buffer.open_groups if self._planner else 0
 
     @property
     def journals(self) -> int:
         """Journals whose size each poll asks for."""
-        return self._view.buffer.journals if self._view else 0
+        return self._planner.buffer.journals if self._planner else 0
 
     def plan(self, step: int, trainer: int) -> StepPlan | None:
         """Returns the plan of a step, or ``None`` while its rollouts are missing.
@@ -237,37 +230,39 @@ class Planning:
         Raises:
             OSError: the run directory does not answer; the next call continues.
         """
-        if self._view is None:
-            self._view = self._rebuild_view(step)
-        view, over = self._view, self._flags.over  # before the poll: what is stored until then is seen by it
-        view.buffer.poll()
+        if self._planner is None:
+            self._planner = self._new_planner(step)
+        planner = self._planner
+        over = self._flags.over  # read before the poll, so that the poll sees every rollout stored until then
+        planner.buffer.poll()
         version = self._ordinal(current(self._run, self._policy.name).version)
-        waits = self._requests and not over and self.control.is_due(view.buffer.rounds_under_way(), version)
-        plan = None if waits else self._planned(view, step, version, trainer, over)
+        if self._requests and not over and self.control.is_due(planner.buffer.rounds_under_way(), version):
+            return None
+        plan = self._planned(planner, step, version, trainer, over)
         if plan is None:
             return None
         claimed = self._files.claim(step, plan)
         if claimed is not plan:
-            self._view = None  # the other plan says what is settled
+            self._planner = None  # the other plan says what is settled
         return claimed
 
     def _learned_prompts(self) -> dict[str, object]:
-        learned: dict[str, object] = self._view.planner.learned.get("prompts", {}) if self._view else {}
+        learned: dict[str, object] = self._planner.learned.get("prompts", {}) if self._planner else {}
         return learned
 
-    def _rebuild_view(self, step: int) -> _View:
-        """Returns the rollouts that the plans before ``step`` left unsettled."""
+    def _new_planner(self, step: int) -> Planner:
+        """Returns a planner with the rollouts that the plans before ``step`` left unsettled."""
         before = self._files.read(StepPlan, step - 1)
         settled, learned = (before.settled, before.state) if before else (Settled(), {})
         policy = self._policy
         buffer = Buffer(self._run, self._sequences, policy.owners, self._ordinal, settled, policy.held_out)
-        numbers = range(step - 1, 0, -1)
-        earlier = (plan for number in numbers if (plan := self._files.read(StepPlan, number)) is not None)
-        return _View(buffer, Planner(self._config, policy, buffer, learned, earlier))
+        plans = (self._files.read(StepPlan, number) for number in range(step - 1, 0, -1))
+        earlier = (plan for plan in plans if plan is not None)
+        return Planner(self._config, policy, buffer, learned, earlier)
 
-    def _planned(self, view: _View, step: int, version: int, trainer: int, over: bool) -> StepPlan | None:
+    def _planned(self, planner: Planner, step: int, version: int, trainer: int, over: bool) -> StepPlan | None:
         """Plans the step if there is enough for it, and requests groups in the place of dropped ones."""
-        buffer, planner, control = view.buffer, view.planner, self.control
+        buffer, control = planner.buffer, self.control
         max_refills = self._config.refill if self._requests else 0
         want, complete = self.wanted(step), buffer.complete()
         under_way = buffer.open_groups - len(complete) if max_refills else 0  # which looks for blocks

@@ -33,10 +33,12 @@ ASK_TIMEOUT_S = 120.0
 
 def ask_site() -> int | None:
     """Returns the number of running and queued pods; ``None`` if it is unknown, as for a trainer started by hand."""
-    if not (command := os.environ.get(ASK_VARIABLE, "")):
+    command = os.environ.get(ASK_VARIABLE, "")
+    if not command:
         return None
     try:
-        return int(subprocess.run(shlex.split(command), capture_output=True, timeout=ASK_TIMEOUT_S, check=True).stdout)
+        done = subprocess.run(shlex.split(command), capture_output=True, timeout=ASK_TIMEOUT_S, check=True)
+        return int(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 

@@ -83,7 +83,8 @@ class StalenessControl:
         if bound is None:
             return 0
         later_batches = [number for number in self._files.numbers(TaskBatch) if number >= step]
-        counted_on = sum(len(batch.tasks) for number in later_batches if (batch := self.batch(number)))
+        batches = [self.batch(number) for number in later_batches]
+        counted_on = sum(len(batch.tasks) for batch in batches if batch)
         late = sum(version - group.oldest >= bound for group in complete)
         return min(late, open_groups - counted_on)  # none that a later step waits for
 
@@ -118,12 +119,13 @@ class StalenessControl:
             OSError: the run directory does not answer; the next call continues.
         """
         if not self._refills_are_complete:
-            last = next(reversed(self._files.numbers(Refill)), None)
-            if last is not None and (refill := self._files.read(Refill, last)):
-                self._add_blocks(refill, f"refill.{last:06d}")  # adds nothing if they exist
+            number, refill = self._last_refill()
+            if refill:
+                self._add_blocks(refill, f"refill.{number:06d}")  # adds nothing if they exist
             self._refills_are_complete = True
         while self._added < min(committed + 1 + self.ahead, self._config.steps):
-            if self._config.staleness == 0 and (late := self._late_engines()):
+            late = self._late_engines() if self._config.staleness == 0 else ""
+            if late:
                 say(late)
                 return
             self._add(self._added, learned)
@@ -168,6 +170,11 @@ class StalenessControl:
         """Returns a batch by its number, from 0; ``None`` if it is not requested yet."""
         return self._files.read(TaskBatch, number)
 
+    def _last_refill(self) -> tuple[int, Refill | None]:
+        """Returns number and record of the last refill; 0 and ``None`` without any."""
+        number = max(self._files.numbers(Refill), default=0)
+        return number, self._files.read(Refill, number)
+
     def _late_engines(self) -> str:
         """Returns the engines that synchronous training waits for; empty without any."""
         run, policy = self._files.run, self._policy.name
@@ -204,13 +211,12 @@ class StalenessControl:
             batches: number of batches requested before.
             first: the first round.
         """
-        last = next(reversed(self._files.numbers(Refill)), None)
-        refill = None if last is None else self._files.read(Refill, last)
-        earlier = refill if refill and refill.batch == batches else self.batch(batches - 1) if batches else None
+        earlier: TaskBatch | None = self._last_refill()[1]
+        if earlier is None or earlier.batch != batches:
+            earlier = self.batch(batches - 1) if batches else None
+        before = {**(earlier.state if earlier else {}), **learned}
         random = np.random.default_rng([self._policy.seed, *seed])
-        chosen, state = self._prompts.choose(
-            self._policy.tasks, count, {**(earlier.state if earlier else {}), **learned}, random
-        )
+        chosen, state = self._prompts.choose(self._policy.tasks, count, before, random)
         times: dict[str, int] = {}
         tasks = []
         for task in chosen:

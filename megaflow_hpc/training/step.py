@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -128,9 +129,7 @@ class Step:
         plan = self.plan
         rewards = [rollout.reward for rollout in plan.rollouts if rollout.reward is not None]
         stale = plan.staleness
-        causes: dict[str, int] = {}
-        for cause in plan.drops.values():
-            causes[cause] = causes.get(cause, 0) + 1
+        causes = Counter(plan.drops.values())
         return {
             "reward": math.fsum(rewards) / len(rewards) if rewards else math.nan,
             "rollouts": len(plan.rollouts),
@@ -171,10 +170,8 @@ class Step:
             digest=self._digest,
             delta=flow.config.publish_delta,
         )
-        if move:
-            remove_tree(
-                folder, ignore_errors=True
-            )  # still exists if a delta was written, or the step was already published
+        if move:  # the directory still exists if a delta was written, or the step was already published
+            remove_tree(folder, ignore_errors=True)
         return made
 
     def commit(

@@ -63,3 +63,15 @@ def megaflow(capsys: pytest.CaptureFixture[str]) -> Megaflow:
         return subprocess.CompletedProcess(command, status, printed.out, printed.err)
 
     return run
+
+
+@pytest.fixture
+def refused(megaflow: Megaflow) -> Callable[..., str]:
+    """Return a function that runs a verb, checks that it is refused without output, and returns its stderr."""
+
+    def run(*arguments: object) -> str:
+        result = megaflow(*arguments)
+        assert (result.returncode, result.stdout) == (2, ""), result.stderr
+        return result.stderr
+
+    return run

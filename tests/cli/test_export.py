@@ -71,16 +71,14 @@ def test_a_bad_argument_is_named(megaflow, run, tmp_path, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_is_none_of_ours_is_named_with_the_remedy(megaflow, tmp_path):
+def test_a_file_that_is_none_of_ours_is_named_with_the_remedy(refused, tmp_path):
     lines, target = tmp_path / "notes.jsonl", tmp_path / "back.h5"
     lines.write_text('{"id": "t/p/0"}\n')
-    result = megaflow("import", lines, "-o", target, "--json")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert f"{lines}:1: no trajectory of ours" in result.stderr
-    result = megaflow("import", tmp_path / "nowhere.jsonl", "-o", target)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert f"{tmp_path / 'nowhere.jsonl'}: cannot be read; expected JSON lines of megaflow-hpc export" in result.stderr
+    assert f"{lines}:1: no trajectory of ours" in refused("import", lines, "-o", target, "--json")
+    assert f"{tmp_path / 'nowhere.jsonl'}: cannot be read; expected JSON lines of megaflow-hpc export" in refused(
+        "import", tmp_path / "nowhere.jsonl", "-o", target
+    )
     assert not target.exists()
-    result = megaflow("export", tmp_path / "nowhere.h5", "--format", "jsonl")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert f"{tmp_path / 'nowhere.h5'}: cannot be read" in result.stderr
+    assert f"{tmp_path / 'nowhere.h5'}: cannot be read" in refused(
+        "export", tmp_path / "nowhere.h5", "--format", "jsonl"
+    )

@@ -40,7 +40,7 @@ def test_an_engine_over_two_nodes_comes_back_and_goes_whole(tmp_path: Path) -> N
     (tmp_path / "campaign.yaml").write_text(CAMPAIGN)
     run = Campaign.from_yaml(tmp_path / "campaign.yaml").submit(launcher="slurm")
     try:
-        endpoint = run.dir.endpoint("default.0")
+        endpoint = run.dir.endpoints / "default.0.json"
         until(endpoint.exists, "the engine is registered")
         first = parts(script)
         assert set(first) == {0, 1}

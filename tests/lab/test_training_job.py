@@ -173,7 +173,7 @@ def test_an_engine_that_shares_gpus_is_in_the_trainers_job_and_both_may_be_kille
     run = Campaign.from_yaml(campaign).submit()
     (trainer,) = run.job_ids("trainer")
     assert [record.role for record in run.slurm_jobs.arrays.records()] == ["trainer", "pods", "gather"]
-    endpoint = run.dir.endpoint("default.0")
+    endpoint = run.dir.endpoints / "default.0.json"
     until(lambda: endpoint.exists() and json.loads(endpoint.read_text())["job_id"] == trainer, "it serves in the job")
     first = json.loads(endpoint.read_text())["start"]
     words = dict(processes())

@@ -20,9 +20,7 @@ def lease(core_s: float, began_at: float | None = None) -> dict[str, float]:
     return {"core_s": core_s, "began_at": time.time() if began_at is None else began_at}
 
 
-def test_core_hours_are_summed_over_what_the_leases_of_all_pods_say(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
+def test_core_hours_are_summed_over_what_the_leases_of_all_pods_say(run: RunDir) -> None:
     budget = CampaignBudget(run, {"core_hours": 2.0})
     assert budget.exceeded({}) == ""
     assert budget.exceeded({"a.0": lease(3600), "b.0": lease(3000)}) == ""
@@ -30,9 +28,7 @@ def test_core_hours_are_summed_over_what_the_leases_of_all_pods_say(tmp_path: Pa
     assert budget.exceeded(passed) == "2.03 core-hours are used, limits.core_hours is 2"
 
 
-def test_the_wall_limit_counts_from_the_first_pod(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
+def test_the_wall_limit_counts_from_the_first_pod(run: RunDir) -> None:
     budget = CampaignBudget(run, {"wall": 1.0})
     assert budget.exceeded({"b.0": lease(0)}) == ""
     passed = {"b.0": lease(0), "a.0": lease(0, time.time() - 5400)}
@@ -44,9 +40,7 @@ def test_cores_are_those_of_the_whole_allocation() -> None:
     assert cores_of({}) >= 1
 
 
-def test_gpu_hours_are_those_that_servers_held_over_all_their_starts(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
+def test_gpu_hours_are_those_that_servers_held_over_all_their_starts(run: RunDir) -> None:
     budget = CampaignBudget(run, {"gpu_hours": 1.0})
     assert budget.exceeded({}) == ""
     for server, gpus, held_s in (("a.0", 2, 1000.0), ("a.0", 2, 500.0), ("a.2", 0, 9000.0), ("a.1", 1, 700.0)):
@@ -59,15 +53,13 @@ def test_gpu_hours_are_those_that_servers_held_over_all_their_starts(tmp_path: P
     assert budget.exceeded({}) == "1.03 GPU-hours are used, limits.gpu_hours is 1"
 
 
-def test_gpus_are_those_that_slurm_gave_the_element(tmp_path: Path) -> None:
+def test_gpus_are_those_that_slurm_gave_the_element() -> None:
     assert gpus_of(1, {"SLURM_ARRAY_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}) == 4
     assert gpus_of(1, {"SLURM_GPUS_ON_NODE": "4"}) == 1  # an allocation that servers share
     assert gpus_of(2, {"SLURM_ARRAY_JOB_ID": "7"}) == 2
 
 
-def test_a_limit_is_raised_for_pods_that_run(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
+def test_a_limit_is_raised_for_pods_that_run(run: RunDir) -> None:
     running, leases = CampaignBudget(run, {"core_hours": 1.0}), {"a.0": lease(7200)}
     assert running.exceeded(leases)
     CampaignBudget(run, {"core_hours": 1.0}).raise_to({"core_hours": 3.0})

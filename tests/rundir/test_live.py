@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import MAX_ROLLOUTS, Asked, LiveFiles, LiveStatus, PodLiveStatus, Transcript, Viewers
 from megaflow_hpc.texts import END_CHARACTERS, end_of
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    return run
 
 
 def test_all_viewers_together_ask_for_so_much_and_what_is_no_ask_is_skipped(run: RunDir) -> None:

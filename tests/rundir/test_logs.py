@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import RolloutLog, all_logs
 from tests.support.operations import counted
@@ -11,9 +9,7 @@ from tests.support.operations import counted
 PODS = 50
 
 
-def test_only_logs_that_have_grown_are_opened_again(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
+def test_only_logs_that_have_grown_are_opened_again(run: RunDir) -> None:
     for number in range(PODS):
         (run.logs / f"pod-7_{number}.log").write_text(f"a/b/{number}: one\n")
     rollout = RolloutLog(run, "a/b/3")

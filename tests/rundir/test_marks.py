@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megaflow_hpc.rundir.layout import RunDir
@@ -23,9 +21,7 @@ from megaflow_hpc.rundir.marks import Marks, Unstarted
         ("", "nothing was written"),
     ],
 )
-def test_the_line_that_says_most_is_the_cause(tmp_path: Path, said: str, cause: str) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
+def test_the_line_that_says_most_is_the_cause(run: RunDir, said: str, cause: str) -> None:
     marks, folder = Marks(run), run.ledger / "unstarted"
     assert marks.unstarted() == []
     folder.mkdir()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megaflow_hpc import config
@@ -20,13 +18,6 @@ PLANNED = config.parse(
         "slurm": {"extra": {"qos": "low"}, "pods": {"time": "1:00:00", "extra": {"mem_per_cpu": "2G", "nice": 5}}},
     }
 )
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    return run
 
 
 def asked(run: RunDir) -> dict[str, object]:

@@ -430,7 +430,7 @@ def test_every_kind_of_job_without_a_time_asks_for_what_is_allowed_where_the_def
         found: dict[str, list[object]] = {}
         for job in [
             *arrays.pod_jobs(campaign, run, limits.Allowance()),
-            *arrays.pod_jobs_elsewhere(campaign, run, lambda cluster: 10),
+            *arrays.pod_jobs_elsewhere(campaign, run),
             *arrays.server_jobs(campaign, run, groups, limits.Allowance()),
             *arrays.trainer_jobs(campaign, run),
             arrays.gather_job(campaign, run, "afterany:7"),

@@ -9,7 +9,7 @@ import pytest
 from megaflow_hpc import config
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.slurm import accounting, arrays, ids, limits, script
+from megaflow_hpc.slurm import accounting, arrays, ids, limits, script, site
 from tests.support.places import ROOT
 
 CAMPAIGN = {
@@ -159,13 +159,14 @@ def test_names_of_jobs_tell_clusters_apart() -> None:
     assert [ids.array_of(one) for one in ("7_1", "7_1@b", "9@b", "9")] == ["7", "7@b", "9@b", "9"]
 
 
-def test_limits_of_this_cluster_do_not_hold_for_pods_at_another() -> None:
+def test_limits_of_this_cluster_do_not_hold_for_pods_at_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "max_array_size", {"other": 3}.__getitem__)
     pools = [{"count": 2}, {"count": 4, "cluster": "other"}]
     campaign = config.parse({**CAMPAIGN, "slurm": {"pods": {"count": 3, "pools": pools}}})
     run = RunDir("/runs/r1")
     few = limits.Allowance(array_size=2, running=1)
     assert [job.elements for job in arrays.pod_jobs(campaign, run, few)] == [1, 2, 2]
-    elsewhere = list(arrays.pod_jobs_elsewhere(campaign, run, {"other": 3}.__getitem__))
+    elsewhere = list(arrays.pod_jobs_elsewhere(campaign, run))
     assert [(job.elements, job.cluster, job.throttle) for job in elsewhere] == [(2, "other", None), (2, "other", None)]
 
 

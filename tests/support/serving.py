@@ -76,7 +76,7 @@ class Servers:
 
     def file(self, number: int) -> Path:
         """The endpoint file of server ``number``."""
-        return self.run.endpoint(f"{self.entries[number].policy}.{number}")
+        return self.run.endpoints / f"{self.entries[number].policy}.{number}.json"
 
     def record(self, number: int, timeout_s: float = 180.0) -> dict[str, Any]:
         """The endpoint file, once it exists."""

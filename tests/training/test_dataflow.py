@@ -41,6 +41,27 @@ def alternating(rollout: Rollout) -> float:
     return float(rollout.sample_index % 2)
 
 
+def pods_of(run: RunDir, reward: Callable[[Rollout], float | None] = alternating) -> Pods:
+    """Return pods that sample with the newest weights."""
+    return Pods(run, reward, lambda: current(run, "default").version)
+
+
+def begun(run: RunDir, pods: Pods) -> Dataflow:
+    """Return a dataflow whose first requests the pods have sampled."""
+    flow = Dataflow(run, say=lambda text: None)
+    flow.start()
+    assert flow.try_plan(1) is None
+    pods.work()
+    return flow
+
+
+def planned(flow: Dataflow, step: int) -> StepPlan:
+    """Return the plan of a step whose rollouts are there."""
+    plan = flow.try_plan(step)
+    assert plan is not None
+    return plan
+
+
 def steps_without(flow: Dataflow, pods: Pods, slow: str) -> list[StepPlan]:
     """Take steps until none is left, while one group that began with the first version does not end."""
     pods.work(only=lambda r: not (r.group_id == slow and r.sample_index))
@@ -77,7 +98,7 @@ def drink(run: RunDir, pods: Pods) -> tuple[Dataflow, list[StepPlan]]:
 
 def test_synchronous_training_asks_for_a_batch_trains_on_it_and_asks_for_the_next(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", SYNCHRONOUS, tasks=3, samples=4)
-    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    pods = pods_of(run)
     flow, plans = drink(run, pods)
     assert [plan.step for plan in plans] == [1, 2, 3]
     assert [plan.version for plan in plans] == [0, 1, 2]
@@ -113,7 +134,7 @@ def test_spare_samples_are_asked_for_and_those_that_were_not_needed_leave_their_
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_a_bound_on_staleness_is_kept_by_when_batches_are_asked_for(tmp_path: Path, bound: int) -> None:
     run = training_run(tmp_path / "run", {"staleness": bound, "batch": 2, "steps": 8}, tasks=5, samples=3)
-    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    pods = pods_of(run)
     flow, plans = drink(run, pods)
     stale = [staleness for plan in plans for staleness in plan.staleness]
     assert max(stale) == bound  # everything is sampled right after its request, so it is as stale as it can be
@@ -124,7 +145,7 @@ def test_a_bound_on_staleness_is_kept_by_when_batches_are_asked_for(tmp_path: Pa
 def test_a_slow_group_is_waited_for_before_it_is_too_old_and_not_earlier(tmp_path: Path) -> None:
     training = {"staleness": 4, "batch": 2, "steps": 12}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
-    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    pods = pods_of(run)
     flow = Dataflow(run, say=lambda text: None)
     flow.start()
     flow.request()
@@ -133,8 +154,7 @@ def test_a_slow_group_is_waited_for_before_it_is_too_old_and_not_earlier(tmp_pat
     assert len(seen) == 4  # the fifth step would be too late for it
     assert not any(rollout.group == slow for plan in seen for rollout in plan.rollouts)
     pods.work()
-    last = flow.try_plan(5)
-    assert last is not None
+    last = planned(flow, 5)
     assert slow in {rollout.group for rollout in last.rollouts}
     assert max(last.staleness) == 4
     flow.leave()
@@ -151,7 +171,7 @@ def test_what_is_dropped_has_its_cause_in_the_plan_and_holds_up_nothing(tmp_path
             return None  # only one sample is left
         return alternating(rollout)
 
-    _, plans = drink(run, Pods(run, reward, lambda: current(run, "default").version))
+    _, plans = drink(run, pods_of(run, reward))
     assert len(plans) == 3
     for plan in plans:
         assert {rollout.task for rollout in plan.rollouts} == {"task-2", "task-3"}
@@ -166,7 +186,7 @@ def test_dropped_groups_are_replaced_until_the_step_is_full(tmp_path: Path) -> N
     def reward(rollout: Rollout) -> float:
         return alternating(rollout) if int(rollout.task_id.partition("-")[2]) % 2 else 1.0  # half have equal rewards
 
-    flow, plans = drink(run, Pods(run, reward, lambda: current(run, "default").version))
+    flow, plans = drink(run, pods_of(run, reward))
     asked = [rollout for block in read_blocks(run) for rollout in block.rollouts]
     assert len({rollout.id for rollout in asked}) == len(asked)
     assert len(plans) == 3
@@ -188,7 +208,7 @@ def test_steps_are_full_where_later_batches_fill_them_too(tmp_path: Path, bound:
     training = {"batch": 2, "refill": 10, "data": ["zero_variance"], "steps": 6}
     training["staleness"] = bound
     run = training_run(tmp_path / "run", training, tasks=9, samples=2)
-    pods = Pods(run, lambda r: 1.0 if r.task_id < "task-4" else alternating(r), lambda: current(run, "default").version)
+    pods = pods_of(run, lambda r: 1.0 if r.task_id < "task-4" else alternating(r))
     _, plans = drink(run, pods)
     assert [len({rollout.group for rollout in plan.rollouts}) for plan in plans] == [2] * 6
     assert max(staleness for plan in plans for staleness in plan.staleness) <= bound
@@ -205,10 +225,12 @@ def test_replacing_ends_where_it_is_in_vain_or_no_task_is_left(tmp_path: Path) -
     said: list[str] = []
     flow = watched(run, Pods(run, lambda r: 1.0))
     flow.tell = said.append
+    drops = []
     for step in flow.steps():
+        drops.append(len(step.plan.drops))
         step_through(flow, step, START)
     assert ["no task is left to request" in line for line in said] == [True]
-    assert [len(plan.drops) for plan in _plans(flow)] == [2 + 2 * 2]
+    assert drops == [2 + 2 * 2]
     assert len({rollout.task_id for block in read_blocks(run) for rollout in block.rollouts}) == 5
 
 
@@ -216,10 +238,7 @@ def test_a_step_that_was_begun_again_asks_for_the_same_in_the_place_of_others(tm
     training = {**SYNCHRONOUS, "batch": 4, "refill": 10, "data": ["zero_variance"], "steps": 1}
     run = training_run(tmp_path / "run", training, tasks=12, samples=2)
     pods = Pods(run, lambda r: alternating(r) if int(r.task_id.partition("-")[2]) % 2 else 1.0)
-    flow = Dataflow(run, say=lambda text: None)
-    flow.start()
-    assert flow.try_plan(1) is None
-    pods.work()
+    flow = begun(run, pods)
     add, flow.planning.control._add_blocks = flow.planning.control._add_blocks, _dies  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="killed"):
         flow.try_plan(1)
@@ -248,18 +267,14 @@ def test_the_last_groups_asked_for_in_the_place_of_others_are_waited_for(
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
     flat: list[str] = []
     pods = Pods(run, lambda r: 1.0 if r.round < FIRST_REFILL_ROUND or r.group_id in flat else alternating(r))
-    flow = Dataflow(run, say=lambda text: None)
-    flow.start()
-    assert flow.try_plan(1) is None
-    pods.work()
+    flow = begun(run, pods)
     assert [flow.try_plan(1) for _ in range(3)] == [None] * 3, "pods take longer than a look"
     first, second = _groups(run, FIRST_REFILL_ROUND)
     flat += [first] * in_vain
     pods.work(only=lambda r: r.group_id == first)
     assert [flow.try_plan(1) for _ in range(3)] == [None] * 3
     pods.work()
-    plan = flow.try_plan(1)
-    assert plan is not None
+    plan = planned(flow, 1)
     assert {rollout.group for rollout in plan.rollouts} == {first, second} - {*flat}
     assert flow.files.numbers(Refill) == [1000], "as often as the campaign file says"
     flow.leave()
@@ -274,13 +289,9 @@ def test_nothing_is_asked_for_in_the_place_of_a_batch_that_engines_still_load_we
         EndpointFiles(run).publish(here)
 
     serves(0)
-    pods = Pods(run, alternating, lambda: current(run, "default").version)
-    flow = Dataflow(run, say=lambda text: None)
-    flow.start()
-    assert flow.try_plan(1) is None
-    pods.work()
-    plan = flow.try_plan(1)
-    assert plan is not None
+    pods = pods_of(run)
+    flow = begun(run, pods)
+    plan = planned(flow, 1)
     step_through(flow, Step(flow, plan), START)
     assert [flow.try_plan(2) for _ in range(3)] == [None] * 3
     assert (flow.files.numbers(TaskBatch), flow.files.numbers(Refill)) == ([0], [])
@@ -296,11 +307,8 @@ def test_a_slow_group_in_the_place_of_another_is_not_taken_too_old(tmp_path: Pat
     training = {"batch": 2, "refill": 5, "data": ["zero_variance"], "steps": 6}
     training["staleness"] = 1
     run = training_run(tmp_path / "run", training, tasks=9, samples=2)
-    pods = Pods(run, lambda r: 1.0 if r.round < 4 else alternating(r), lambda: current(run, "default").version)
-    flow = Dataflow(run, say=lambda text: None)
-    flow.start()
-    assert flow.try_plan(1) is None
-    pods.work()
+    pods = pods_of(run, lambda r: 1.0 if r.round < 4 else alternating(r))
+    flow = begun(run, pods)
     assert flow.try_plan(1) is None
     slow = _groups(run, FIRST_REFILL_ROUND)
     assert len(slow) == 2
@@ -308,14 +316,12 @@ def test_a_slow_group_in_the_place_of_another_is_not_taken_too_old(tmp_path: Pat
     pods.work(
         only=lambda r: not (r.round >= FIRST_REFILL_ROUND and r.sample_index)
     )  # begun with the first version, not ended
-    plan = flow.try_plan(1)
-    assert plan is not None
+    plan = planned(flow, 1)
     step_through(flow, Step(flow, plan), START)
     pods.work(only=lambda r: r.round < FIRST_REFILL_ROUND)
     assert flow.try_plan(2) is None, "another step, and it would be older than the bound"
     pods.work()
-    last = flow.try_plan(2)
-    assert last is not None
+    last = planned(flow, 2)
     assert {rollout.group for rollout in last.rollouts} == {*slow}
     assert max(last.staleness) == 1
     flow.leave()
@@ -325,10 +331,7 @@ def test_what_was_written_down_in_the_place_of_others_is_asked_for_once_the_disk
     training = {**SYNCHRONOUS, "batch": 2, "refill": 5, "data": ["zero_variance"], "steps": 1}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
     pods = Pods(run, lambda r: 1.0 if r.round < FIRST_REFILL_ROUND else alternating(r))
-    flow = Dataflow(run, say=lambda text: None)
-    flow.start()
-    assert flow.try_plan(1) is None
-    pods.work()
+    flow = begun(run, pods)
     add, flow.planning.control._add_blocks = flow.planning.control._add_blocks, _full  # type: ignore[method-assign]
     for _ in range(2):
         with pytest.raises(OSError, match="full"):
@@ -344,11 +347,6 @@ def test_what_was_written_down_in_the_place_of_others_is_asked_for_once_the_disk
 
 def _full(*_: object) -> None:
     raise OSError("full")
-
-
-def _plans(flow: Dataflow) -> list[StepPlan]:
-    plans = [flow.files.read(StepPlan, number) for number in flow.files.numbers(StepPlan)]
-    return [plan for plan in plans if plan]
 
 
 def _dies(*_: object) -> None:
@@ -408,7 +406,7 @@ def test_ranks_share_a_step_and_only_the_first_one_writes(tmp_path: Path) -> Non
 
 def test_a_step_without_a_checkpoint_is_trained_again_after_a_restart_from_the_same_plan(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", {**SYNCHRONOUS, "steps": 5}, tasks=3, samples=2)
-    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    pods = pods_of(run)
     flow, parameters = watched(run, pods), START
     before = {}
     for step in flow.steps():
@@ -434,7 +432,7 @@ def test_a_step_without_a_checkpoint_is_trained_again_after_a_restart_from_the_s
 
 def test_whatever_trains_publishes_what_differs_where_the_campaign_says_so(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", {**SYNCHRONOUS, "publish_delta": True}, tasks=2, samples=2)
-    flow = watched(run, Pods(run, alternating, lambda: current(run, "default").version))
+    flow = watched(run, pods_of(run))
     weights, written = bytearray(random.Random(0).randbytes(40_000)), dict[int, bytes]()
     for step in flow.steps():
         if step.number == 3:
@@ -489,7 +487,7 @@ def test_killed_at_random_instants_it_loses_no_group_and_takes_none_twice(tmp_pa
     steps = kills // 2  # more steps than the killed processes can finish, so that most kills happen
     training = {"staleness": 2, "batch": 3, "steps": steps}
     run = training_run(tmp_path / "run", training, tasks=7, samples=2)
-    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    pods = pods_of(run)
     draw, results = random.Random(1), FORK.Queue()
     for life in range(kills + 1):
         child = FORK.Process(target=_trainer, args=(run.path, 3, 0.02, results))
@@ -512,7 +510,7 @@ def test_killed_at_random_instants_it_loses_no_group_and_takes_none_twice(tmp_pa
 def test_a_trainer_that_was_thought_dead_ends_when_it_wakes_up(tmp_path: Path) -> None:
     training = {"staleness": 1, "batch": 2, "steps": 6}
     run = training_run(tmp_path / "run", training, tasks=4, samples=2)
-    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    pods = pods_of(run)
     results, others = FORK.Queue(), FORK.Queue()
 
     def until(enough: Callable[[], bool]) -> None:
@@ -553,7 +551,7 @@ def test_a_campaign_that_is_over_can_be_trained_on_as_it_is(tmp_path: Path) -> N
 
 def test_a_trainer_may_ask_for_tasks_of_its_own_choice_once(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", {**SYNCHRONOUS, "staleness": None, "steps": 2}, tasks=3, samples=2)
-    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    pods = pods_of(run)
     flow = watched(run, pods)
     for _ in range(2):
         flow.add(["task-0", "task-2"], token="hard-ones", samples=3)
@@ -576,7 +574,7 @@ def test_tasks_of_a_trainers_own_choice_make_a_step_larger_rather_than_others_to
 ) -> None:
     training = {"staleness": bound, "batch": 2, "refill": refill, "steps": 9}
     run = training_run(tmp_path / "run", training, tasks=5, samples=2)
-    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    pods = pods_of(run)
     plans, parameters = [], START
     while len(plans) < 9:
         flow = watched(run, pods)
@@ -598,7 +596,7 @@ def test_tasks_of_a_trainers_own_choice_make_a_step_larger_rather_than_others_to
 def test_a_slow_group_of_a_trainers_own_choice_is_waited_for_before_it_is_too_old(tmp_path: Path) -> None:
     training = {"staleness": 2, "batch": 2, "steps": 9}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
-    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    pods = pods_of(run)
     flow = Dataflow(run, say=lambda text: None)
     flow.add(["task-0"], token="slow")
     (slow,) = _groups(run, FIRST_ADDED_ROUND)
@@ -610,8 +608,7 @@ def test_a_slow_group_of_a_trainers_own_choice_is_waited_for_before_it_is_too_ol
     flow.start()
     assert flow.try_plan(3) is None
     pods.work()
-    last = flow.try_plan(3)
-    assert last is not None
+    last = planned(flow, 3)
     assert slow in {rollout.group for rollout in last.rollouts}
     assert max(last.staleness) == 2
     flow.leave()
@@ -637,14 +634,10 @@ def test_held_out_tasks_are_asked_for_every_few_steps_and_never_trained_on(tmp_p
     assert pods.work() == 0
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [("other", r"policy 'other' is not trained; training\.policies has: default")],
-)
-def test_a_trainer_of_another_policy_is_told_so(tmp_path: Path, policy: str, message: str) -> None:
+def test_a_trainer_of_another_policy_is_told_so(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", {})
-    with pytest.raises(ConfigError, match=message):
-        Dataflow(run, policy)
+    with pytest.raises(ConfigError, match=r"policy 'other' is not trained; training\.policies has: default"):
+        Dataflow(run, "other")
 
 
 def test_a_run_that_does_not_train_is_told_so(tmp_path: Path) -> None:

@@ -112,8 +112,7 @@ def _resume(arguments: argparse.Namespace) -> int:
         shown = f"{', '.join(edited[:3])}{', …' if len(edited) > 3 else ''}"
         note(
             f"{len(edited)} tasks were changed after the run was planned, so their rollouts fail: {shown}; restore "
-            f"their "
-            "files, or plan a new run"
+            "their files, or plan a new run"
         )
     requests: dict[str, dict[str, Any]] = {}
     for role, key, value in arguments.requests:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaflow_hpc.cli.making import images_make
-from megaflow_hpc.cli.making.images_make import BuildRequest, PullRequest, StoreRequest, is_campaign, megabytes
+from megaflow_hpc.cli.making.images_make import is_campaign, megabytes
 from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.values import share, zero_or_more
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb
@@ -191,15 +191,27 @@ def _cached(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", metavar="DIR", help="the node's cache; default: below the scratch directory")
 
 
-def _store_request(
+def _images(
     store: str | None,
     names: Sequence[str] = (),
     mirrors: Sequence[str] = (),
     air_gapped: bool = False,
-) -> StoreRequest:
-    """Returns the store of a command. The first campaign file among ``names`` may name another store to search."""
+) -> Images:
+    """Returns the store of a command with its registries. It cannot build images yet.
+
+    The first campaign file among ``names`` may name another store to search.
+    """
+    from megaflow_hpc.config import load
+    from megaflow_hpc.environments.images.registries import Registries
+    from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.store import ImageStore
+
+    registries = Registries(_pairs(mirrors, "--mirror"), air_gapped)
     campaign = next((name for name in names if is_campaign(name) and os.path.isfile(name)), None)
-    return StoreRequest(store, campaign, _pairs(mirrors, "--mirror"), air_gapped)
+    of_campaign = load(campaign).environment.image_store if campaign else None
+    images = Images(ImageStore(store, of_campaign), registries)
+    images.say = note
+    return images
 
 
 def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
@@ -219,40 +231,36 @@ def _optional_path(name: str | None) -> Path | None:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    request = BuildRequest(
-        store=_store_request(arguments.store, arguments.source, arguments.mirror, arguments.air_gapped),
-        sources=arguments.source,
-        mapping=_pairs(arguments.map, "--map"),
-        network=arguments.network,
-        share=arguments.share,
-        manifest=_optional_path(arguments.manifest),
-        dry_run=arguments.dry_run,
-        json=arguments.json,
-    )
-    return images_make.build(request)
+    mapping = _pairs(arguments.map, "--map")
+    images = _images(arguments.store, arguments.source, arguments.mirror, arguments.air_gapped)
+    wanted = images_make.wanted_images(images, arguments.source, mapping, arguments.network)
+    if arguments.share:
+        wanted = images_make.share_of(wanted, *arguments.share)
+    if arguments.dry_run:
+        images_make.show_missing(images, wanted, arguments.json)
+        return 0
+    return images_make.build(images, wanted, _optional_path(arguments.manifest), arguments.json)
 
 
 def _pull(arguments: argparse.Namespace) -> int:
-    request = PullRequest(
-        store=_store_request(arguments.store, arguments.source, arguments.mirror, arguments.air_gapped),
-        sources=arguments.source,
-        manifest=_optional_path(arguments.manifest),
-        directory=_optional_path(arguments.directory),
-        json=arguments.json,
-    )
-    return images_make.pull(request)
+    from megaflow_hpc.errors import ConfigError
+
+    if not arguments.source and not arguments.manifest:
+        raise ConfigError("images pull: nothing to fetch; name addresses, or a manifest with --manifest")
+    images = _images(arguments.store, arguments.source, arguments.mirror, arguments.air_gapped)
+    manifest, directory = _optional_path(arguments.manifest), _optional_path(arguments.directory)
+    return images_make.pull(images, arguments.source, manifest, directory, arguments.json)
 
 
 def _manifest(arguments: argparse.Namespace) -> int:
-    store = _store_request(arguments.store, [arguments.campaign])
-    return images_make.manifest(store, arguments.campaign, _optional_path(arguments.output), arguments.json)
+    images = _images(arguments.store, [arguments.campaign])
+    return images_make.manifest(images, arguments.campaign, _optional_path(arguments.output), arguments.json)
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    store = _store_request(arguments.store)
-    return images_make.export(
-        store, arguments.image, Path(arguments.output).absolute(), arguments.force, arguments.json
-    )
+    store = _images(arguments.store).store
+    target = Path(arguments.output).absolute()
+    return images_make.export(store, arguments.image, target, arguments.force, arguments.json)
 
 
 def _cache(directory: str | None) -> ImageCache:
@@ -266,7 +274,7 @@ def _cache(directory: str | None) -> ImageCache:
 
 
 def _stage(arguments: argparse.Namespace) -> int:
-    images = _store_request(arguments.store, arguments.image).open()
+    images = _images(arguments.store, arguments.image)
     cache = _cache(arguments.cache)
     paths: list[str] = []
     for name in arguments.image:
@@ -299,7 +307,7 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.staged:
         _list_cache(_cache(arguments.cache), arguments.json)
     else:
-        _list_store(_store_request(arguments.store).open().store, arguments.json)
+        _list_store(_images(arguments.store).store, arguments.json)
     return 0
 
 
@@ -341,7 +349,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     if arguments.staged:
         _prune_cache(_cache(arguments.cache), arguments.dry_run, arguments.json)
     else:
-        store = _store_request(arguments.store, arguments.image).open().store
+        store = _images(arguments.store, arguments.image).store
         _prune_store(store, arguments.image, arguments.older_than, arguments.dry_run, arguments.json)
     return 0
 

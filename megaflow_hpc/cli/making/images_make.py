@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,58 +18,6 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.errors import MegaflowError
-
-
-@dataclass(frozen=True)
-class StoreRequest:
-    """The image store and the registries that a command uses."""
-
-    store: str | None
-    campaign: str | None = None
-    """A campaign file, whose image store is searched too."""
-    mirrors: Mapping[str, str] = field(default_factory=dict)
-    air_gapped: bool = False
-
-    def open(self) -> Images:
-        """Returns the store with its registries. It cannot build images yet."""
-        from megaflow_hpc.config import load
-        from megaflow_hpc.environments.images.registries import Registries
-        from megaflow_hpc.environments.images.resolve import Images
-        from megaflow_hpc.environments.images.store import ImageStore
-
-        registries = Registries(self.mirrors, self.air_gapped)
-        of_campaign = load(self.campaign).environment.image_store if self.campaign else None
-        images = Images(ImageStore(self.store, of_campaign), registries)
-        images.say = note
-        return images
-
-
-@dataclass(frozen=True)
-class BuildRequest:
-    """The arguments of ``images build``."""
-
-    store: StoreRequest
-    sources: Sequence[str]
-    mapping: Mapping[str, str]
-    """Names of FROM lines, with their images."""
-    network: BuildNetwork | None
-    share: tuple[int, int] | None
-    """A share and the number of shares, counted from 1."""
-    manifest: Path | None
-    dry_run: bool
-    json: bool
-
-
-@dataclass(frozen=True)
-class PullRequest:
-    """The arguments of ``images pull``."""
-
-    store: StoreRequest
-    sources: Sequence[str]
-    manifest: Path | None
-    directory: Path | None
-    """A directory with the manifest's files. ``None``: pull them from registries."""
-    json: bool
 
 
 @dataclass(frozen=True)
@@ -134,42 +82,42 @@ def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None,
     )
 
 
-def _wanted(images: Images, request: BuildRequest) -> list[Wanted]:
-    """Returns the images of all sources: campaigns first, then Dockerfiles, then other sources."""
+def wanted_images(
+    images: Images, sources: Sequence[str], mapping: Mapping[str, str], network: BuildNetwork | None
+) -> list[Wanted]:
+    """Returns the images of all sources: campaigns first, then Dockerfiles, then other sources.
+
+    Args:
+        mapping: Names of FROM lines, with their images.
+        network: Network of build steps. Default: the campaign's.
+    """
     from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
 
-    wanted_images: list[Wanted] = []
+    wanted: list[Wanted] = []
     dockerfiles: list[ImageRequest] = []
     others: list[ImageRequest] = []
-    for source in request.sources:
+    for source in sources:
         if is_campaign(source):
-            wanted_images.append(_wanted_by_campaign(images, source, request.network))
+            wanted.append(_wanted_by_campaign(images, source, network))
         elif _is_dockerfile(source):
             dockerfiles.append(_dockerfile_request(images, source))
         else:
             others.append(ImageRequest(source))
     here = Path.cwd()
-    mapping = ImageMapping(request.mapping, here, "--map")
-    wanted_images.append(Wanted(dockerfiles, mapping, request.network, images.registries))
-    mapping = ImageMapping({other.name: other.name for other in others}, here, "images build")
-    wanted_images.append(Wanted(others, mapping, request.network, images.registries))
-    return wanted_images
+    of_dockerfiles = ImageMapping(mapping, here, "--map")
+    wanted.append(Wanted(dockerfiles, of_dockerfiles, network, images.registries))
+    of_others = ImageMapping({other.name: other.name for other in others}, here, "images build")
+    wanted.append(Wanted(others, of_others, network, images.registries))
+    return wanted
 
 
-def build(request: BuildRequest) -> int:
-    """Builds the images of campaigns, Dockerfiles and addresses; returns the exit status.
+def build(images: Images, wanted: Sequence[Wanted], manifest_file: Path | None, json: bool) -> int:
+    """Builds images; returns the exit status.
 
     An image that fails does not stop the others, and makes the status 1. The error of a single image is raised.
     """
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
 
-    images = request.store.open()
-    wanted = _wanted(images, request)
-    if request.share:
-        wanted = share_of(wanted, *request.share)
-    if request.dry_run:
-        _show_missing(images, wanted, request.json)
-        return 0
     failures: dict[str, MegaflowError] = {}
     files: dict[str, str] = {}
     with ImageProgress() as watch:
@@ -178,9 +126,9 @@ def build(request: BuildRequest) -> int:
             files |= _resolve(images, part, True, failures)
     if len(failures) == 1 and not files:
         raise next(iter(failures.values()))
-    if request.manifest:
-        write_manifest(request.manifest, manifest(images))
-    _show_files(files, request.json, failures)
+    if manifest_file:
+        write_manifest(manifest_file, manifest(images))
+    _show_files(files, json, failures)
     return 1 if failures else 0
 
 
@@ -221,7 +169,7 @@ def _dockerfile_request(images: Images, source: str) -> ImageRequest:
     return ImageRequest(source, dockerfile=path)
 
 
-def _show_missing(images: Images, wanted: Sequence[Wanted], json: bool) -> None:
+def show_missing(images: Images, wanted: Sequence[Wanted], json: bool) -> None:
     """Prints the images that the store lacks. Builds nothing."""
     from megaflow_hpc.environments.images.resolve import is_built
 
@@ -238,20 +186,20 @@ def _show_missing(images: Images, wanted: Sequence[Wanted], json: bool) -> None:
         say(f"  {name}")
 
 
-def pull(request: PullRequest) -> int:
-    """Fetches images into the store; returns the exit status."""
-    from megaflow_hpc.environments.images.cache.manifest import fetch, read_manifest
-    from megaflow_hpc.errors import ConfigError
+def pull(images: Images, sources: Sequence[str], manifest_file: Path | None, directory: Path | None, json: bool) -> int:
+    """Fetches images into the store; returns the exit status.
 
-    if not request.sources and not request.manifest:
-        raise ConfigError("images pull: nothing to fetch; name addresses, or a manifest with --manifest")
-    images = request.store.open()
+    Args:
+        directory: A directory with the manifest's files. ``None``: pull them from registries.
+    """
+    from megaflow_hpc.environments.images.cache.manifest import fetch, read_manifest
+
     files: dict[str, str] = {}
-    if request.manifest:
-        files |= fetch(images, read_manifest(request.manifest), request.directory, note)
-    for source in request.sources:
+    if manifest_file:
+        files |= fetch(images, read_manifest(manifest_file), directory, note)
+    for source in sources:
         files[source] = _pull_source(images, source)
-    _show_files(files, request.json)
+    _show_files(files, json)
     return 0
 
 
@@ -279,11 +227,10 @@ def _show_files(files: dict[str, str], json: bool, failures: Mapping[str, Megafl
         note(f"{name} failed: {message}")
 
 
-def manifest(request: StoreRequest, campaign: str, output: Path | None, json: bool) -> int:
+def manifest(images: Images, campaign: str, output: Path | None, json: bool) -> int:
     """Lists the images that a campaign needs; returns the exit status, 1 if the store lacks an image."""
     from megaflow_hpc.environments.images.cache.manifest import manifest, missing, write_manifest
 
-    images = request.open()
     images_of_campaign(images, campaign, build=False)
     content = manifest(images)
     lacking = missing(content)
@@ -301,12 +248,12 @@ def manifest(request: StoreRequest, campaign: str, output: Path | None, json: bo
     return 1 if lacking else 0
 
 
-def export(request: StoreRequest, name: str, target: Path, force: bool, json: bool) -> int:
+def export(store: ImageStore, name: str, target: Path, force: bool, json: bool) -> int:
     """Writes an image of the store to a SIF file; returns the exit status."""
     from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.errors import ConfigError
 
-    image = _stored_image(request.open().store, name)
+    image = _stored_image(store, name)
     if target.exists() and not force:
         raise ConfigError(f"{target}: is there already; name another file, or replace it with --force")
     note(f"{image.stem[:12]}: writing {target}")

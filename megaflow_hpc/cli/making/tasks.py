@@ -211,24 +211,17 @@ def run_validate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"valid": not invalid, "tasks": [result.to_dict() for result in results]})
     else:
-        named = any(
-            r.before.failing or r.after.passing for r in results
-        )  # results of single tests, which few verifiers report
-        head = (
-            "task",
-            "reward before",
-            "reward after",
-            *(("failing tests", "passing tests") if named else ()),
-            "valid",
-        )
-        rows = [
-            (
-                *(r.task, r.before.reward, r.after.reward),
-                *((len(r.after.failing), len(r.after.passing)) if named else ()),
-                "ok" if r.valid else "NO",
-            )
-            for r in results
-        ]
+        # Few verifiers report results of single tests.
+        named = any(result.before.failing or result.after.passing for result in results)
+        head = ["task", "reward before", "reward after", "valid"]
+        rows: list[list[object]] = []
+        for result in results:
+            verdict = "ok" if result.valid else "NO"
+            rows.append([result.task, result.before.reward, result.after.reward, verdict])
+        if named:
+            head[3:3] = ["failing tests", "passing tests"]
+            for row, result in zip(rows, results, strict=True):
+                row[3:3] = [len(result.after.failing), len(result.after.passing)]
         say(table(head, rows))
         say(f"{len(results) - len(invalid)} of {len(results)} tasks are valid")
     return 1 if invalid else 0

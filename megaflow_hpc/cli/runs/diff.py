@@ -103,10 +103,13 @@ def _conversation_records(row: Row) -> list[dict[str, Any]]:
     """Return the messages of the main conversation, then the messages that each other conversation adds."""
     conversations = row.conversations
     first = main(conversations, row.policy) if conversations else 0
-    others = [one.messages[one.shared :] for number, one in enumerate(conversations) if number != first]
-    return [
-        message for part in ([one.messages for one in conversations[first : first + 1]] + others) for message in part
-    ]
+    messages = []
+    for conversation in conversations[first : first + 1]:
+        messages += conversation.messages
+    for number, conversation in enumerate(conversations):
+        if number != first:
+            messages += conversation.messages[conversation.shared :]
+    return messages
 
 
 def _tokens(left: Row, right: Row) -> dict[str, Any] | None:
@@ -171,4 +174,6 @@ def _lines(differences: dict[str, Any], full: bool) -> Iterator[tuple[str, str]]
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {item:g}" for name, item in value.items()) or "-"
-    return f"{value:g}" if isinstance(value, float) else "-" if value in (None, "") else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "-" if value in (None, "") else str(value)

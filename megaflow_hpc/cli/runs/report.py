@@ -94,12 +94,8 @@ def _report(arguments: argparse.Namespace) -> int:
                 folder, runs, differences, arguments.transcripts, not arguments.no_pictures, watch.step
             )
     if arguments.json:
-        record = {
-            "runs": to_builtins(figures),
-            "comparison": to_builtins(differences),
-            "files": list(map(str, written)),
-        }
-        print_json(record)
+        compared = to_builtins(differences)
+        print_json({"runs": to_builtins(figures), "comparison": compared, "files": list(map(str, written))})
     else:
         say(_summary(figures))
         say(f"report: {written[-1]}")
@@ -120,18 +116,15 @@ def _uses(path: Path) -> Sequence[JobUse]:
 
 
 def _summary(figures: Sequence[RunFigures]) -> str:
-    rows = [
-        (
-            run.run,
-            policy.policy,
-            policy.rollouts,
-            f"{evaluation['passed']} of {evaluation['samples']}" if (evaluation := policy.evaluation) else "-",
-            estimate(evaluation["mean"], evaluation["low"], evaluation["high"]) if evaluation else "-",
-            f"{policy.seconds.p50:.1f}",
-            f"{run.cost.core_hours:.4g}" if run.cost.source != "none" else "-",
-        )
-        for run in figures
-        for policy in run.policies
-    ]
+    rows = []
+    for run in figures:
+        core_hours = f"{run.cost.core_hours:.4g}" if run.cost.source != "none" else "-"
+        for policy in run.policies:
+            passed = reward = "-"
+            if evaluation := policy.evaluation:
+                passed = f"{evaluation['passed']} of {evaluation['samples']}"
+                reward = estimate(evaluation["mean"], evaluation["low"], evaluation["high"])
+            median = f"{policy.seconds.p50:.1f}"
+            rows.append((run.run, policy.policy, policy.rollouts, passed, reward, median, core_hours))
     head = ("run", "policy", "rollouts", "passed", "mean reward", "median s", "core-hours of the run")
     return table(head, rows)

@@ -140,7 +140,8 @@ async def _interact(provider: ApptainerProvider, sandbox: ApptainerSandbox) -> i
     terminal = await provider.terminal(sandbox, {"TERM": os.environ.get("TERM", "dumb")})
     try:
         status = await terminal.relay(sys.stdin.fileno(), sys.stdout.fileno())
-        if terminal.shell.done() and (breach := terminal.shell.result().breach):
+        breach = terminal.shell.result().breach if terminal.shell.done() else None
+        if breach:
             note(f"the shell was ended: {breach}")
         return status
     finally:

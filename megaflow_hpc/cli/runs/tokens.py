@@ -85,7 +85,8 @@ def _runs(sequence: SequenceView, vocabulary: Vocabulary | None, full: bool) -> 
         end = start + sum(1 for _ in run)
         sampled = version >= 0
         label = f"sampled, loss mask {mask}, weights {version}" if sampled else "not sampled, loss mask 0"
-        yield Text(f"  [{start}, {end}) {label}", style="green" if mask else "yellow" if sampled else "dim")
+        style = "yellow" if sampled else "dim"
+        yield Text(f"  [{start}, {end}) {label}", style="green" if mask else style)
         places = list(range(start, end))
         if full or len(places) <= HEAD + TAIL + 1:
             yield from _lines(sequence, places, sampled, vocabulary)

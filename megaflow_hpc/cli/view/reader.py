@@ -58,9 +58,8 @@ class RunReader(threading.Thread):
     """
 
     def __init__(self, run: Run, every_s: float, deliver: Callable[[RunView], object]) -> None:
-        super().__init__(
-            name="reader", daemon=True
-        )  # a thread that hangs in the file system must not keep the process alive
+        # A daemon thread that hangs in the file system does not keep the process alive.
+        super().__init__(name="reader", daemon=True)
         self._run, self._every_s, self._deliver = run, every_s, deliver
         self.live = Live(run.dir, run.monitor)
         self.wants_log = False

@@ -79,7 +79,9 @@ def last_word(rollout: RolloutRow) -> str:
         return rollout.stored.kind or outcome
     if rollout.live is None:
         return ""
-    doing = "stuck" if rollout.stuck else "model" if rollout.live.waits else "agent"
+    doing = "model" if rollout.live.waits else "agent"
+    if rollout.stuck:
+        doing = "stuck"
     return f"{doing} {seconds(rollout.live.quiet_s)}"
 
 
@@ -191,7 +193,9 @@ class RolloutRows(ScrollView, can_focus=True):
         cells, style = table.cells(row)
         chosen = row == self.chosen
         own = Style.parse(style) if style else Style.null()
-        return self._strip(cells, "> " if chosen else "  ", own + Style(reverse=True) if chosen else own)
+        if chosen:
+            return self._strip(cells, "> ", own + Style(reverse=True))
+        return self._strip(cells, "  ", own)
 
     def _strip(self, cells: Sequence[str], mark: str, style: Style) -> Strip:
         assert self._table is not None

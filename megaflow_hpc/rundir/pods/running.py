@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, PodEvent, RolloutEvent, StartEvent, WorkerEvent
+from megaflow_hpc.rundir.marks import LAST_WORDS
 from megaflow_hpc.rundir.pods.summary import Summary
-
-ENDED = ("done", "drained", "paused", "lost")
 
 
 class AttemptPlace(msgspec.Struct, frozen=True, gc=False):
@@ -67,7 +66,7 @@ class RunningRollouts:
                 self._nodes[pod, event.rank] = event.node or ""
             case WorkerEvent(state="lost"):
                 self._end(pod, event.rank)
-            case PodEvent() if event.state in ENDED:
+            case PodEvent() if event.state in LAST_WORDS:
                 self._end(pod)
 
     def forget(self, rollout: str) -> None:

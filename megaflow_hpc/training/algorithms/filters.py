@@ -119,7 +119,11 @@ def _whole(groups: Iterable[SampleGroup], lack: Callable[[SampleGroup], str], dr
 def _samples(groups: Iterable[SampleGroup], lack: Callable[[Sample], str], drops: Drops) -> list[SampleGroup]:
     kept = []
     for group in groups:
-        causes = {sample.id: cause for sample in group.samples if (cause := lack(sample))}
-        drops |= causes
-        kept.append(group.only(tuple(sample for sample in group.samples if sample.id not in causes)))
+        remaining = []
+        for sample in group.samples:
+            if cause := lack(sample):
+                drops[sample.id] = cause
+            else:
+                remaining.append(sample)
+        kept.append(group.only(tuple(remaining)))
     return _whole(kept, lambda group: ALONE if len(group.samples) < MIN_SAMPLES else "", drops)

@@ -101,9 +101,9 @@ class Prompts:
         solved, rates = self._config.filter_solved, self._config.pass_rate
         if solved and statistics and statistics.average >= solved:
             return False
-        return not (
-            rates and statistics and statistics.tried and not inside(statistics.passed / statistics.tried, rates)
-        )
+        if rates and statistics and statistics.tried:
+            return inside(statistics.passed / statistics.tried, rates)
+        return True
 
     def _in_turn(
         self,
@@ -198,8 +198,12 @@ class Prompts:
         before = earlier or TaskStatistics(recent=rate)
         streak = before.streak
         if len(rewards) >= MIN_SAMPLES:
-            sign = 0 if len(set(rewards)) > 1 else 1 if passed else -1
-            streak = sign * (abs(streak) + 1 if streak * sign > 0 else 1)
+            if len(set(rewards)) > 1:
+                streak = 0
+            elif passed:
+                streak = max(streak, 0) + 1
+            else:
+                streak = min(streak, 0) - 1
         return TaskStatistics(
             before.passed + passed,
             before.tried + len(rewards),

@@ -91,7 +91,8 @@ def join() -> ProcessGroup:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if count > 1:
-        backend, store = "nccl" if device.type == "cuda" else "gloo", os.environ.get("MEGAFLOW_TRAINER_STORE")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        store = os.environ.get("MEGAFLOW_TRAINER_STORE")
         dist.init_process_group(backend, store, rank=here, world_size=count)
     return ProcessGroup(here, count, device)
 
@@ -113,9 +114,8 @@ class PolicyModel(torch.nn.Module):
         self.words = int(causal.get_input_embeddings().weight.shape[0])
         self.stored = causal.dtype
         self.temperature = 1.0
-        self._adapter: tuple[
-            Any, ...
-        ] = ()  # a tuple hides it from torch, which would find the parameters of ``causal`` twice
+        # A tuple hides the adapter from torch, which would find the parameters of ``causal`` twice.
+        self._adapter: tuple[Any, ...] = ()
 
     @property
     def adapter(self) -> Any:
@@ -140,9 +140,8 @@ class PolicyModel(torch.nn.Module):
             checkpoint(self._judge, h, w, use_reentrant=False, preserve_rng_state=False)
             for h, w in zip(picked.split(size), wanted.split(size), strict=True)
         ]
-        nothing = (
-            hidden.sum(dtype=torch.float32) * 0.0
-        )  # a rank whose tokens are all masked still takes part in the backward pass
+        # A rank whose tokens are all masked still takes part in the backward pass.
+        nothing = hidden.sum(dtype=torch.float32) * 0.0
         logprobs, entropies = (
             (torch.zeros(len(tokens), device=tokens.device) + nothing).index_copy(0, where, torch.cat(column))
             for column in zip(*parts, strict=True)

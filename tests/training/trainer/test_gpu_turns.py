@@ -13,7 +13,7 @@ import json, threading, time
 from pathlib import Path
 import torch
 from launchers.tiny_model import make
-from megaflow_hpc.rundir.training import Given, SharedGpu
+from megaflow_hpc.rundir.training import GpuGrant, SharedGpu
 from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.trainer.loop import TrainingLoop
@@ -87,7 +87,7 @@ class Server(threading.Thread):
                 self.seen.append(["awake", current(self.run_directory, "default").version])
             if turn and turn != given:
                 self.seen.append(["asleep", current(self.run_directory, "default").version])
-                self.gpu.give(Given(turn, 0.25))
+                self.gpu.give(GpuGrant(turn, 0.25))
             given = turn
             time.sleep(0.01)
 
