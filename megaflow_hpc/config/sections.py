@@ -11,7 +11,7 @@ from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from megaflow_hpc.types import Network, Task
 
@@ -151,6 +151,14 @@ class EnvironmentConfig(Section):
         widths = get_args(Network)
         return min(self.network, task.network or self.network, key=widths.index)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_mode(cls, value: Any) -> Any:
+        """Drops ``mode: ephemeral``, the only mode, which earlier campaign files may state."""
+        if isinstance(value, dict) and value.get("mode") == "ephemeral":
+            return {key: value[key] for key in value if key != "mode"}
+        return value
+
 
 class SchedulingConfig(Section):
     """Order and placement of rollouts."""
@@ -183,3 +191,5 @@ class LimitsConfig(Section):
     """GPU-hours allocated to all engine servers, used or idle. Default: no limit."""
     wall: float | None = Field(None, gt=0)
     """Hours since the first pod started. Default: no limit."""
+    failures: int | None = Field(None, ge=1)
+    """Failed rollouts of one start of a pod, after their retries. Default: no limit."""

@@ -80,6 +80,11 @@ class PodsConfig(Section):
 
     _time = field_validator("time", mode="before")(_walltime)
 
+    @field_validator("ranks_per_node", mode="before")
+    @classmethod
+    def _default_ranks(cls, value: Any) -> Any:
+        return cls.model_fields["ranks_per_node"].default if value is None else value
+
     @property
     def total(self) -> int:
         """Number of pods of all pools."""
@@ -120,8 +125,6 @@ class TrainerConfig(Section):
     """Number of nodes. Default: 1."""
     gpus: int = Field(1, ge=0)
     """GPUs on each node, one process of the trainer for each. 0: one process on CPUs. Default: 1."""
-    cpus_per_gpu: int | None = Field(None, ge=1)
-    """CPUs for each GPU; for the whole job on each node if it has no GPU. Default: as for ``servers``."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory in GB (10^9 bytes) of each node. Default: the partition's."""
     time: str | int | None = None

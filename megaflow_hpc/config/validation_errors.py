@@ -24,6 +24,7 @@ OF_KIND = re.compile(
 """Pydantic's names of errors that the schema explains better. Others have messages of the sections."""
 REMOVED_KEYS = {
     "environment.limits.cpu_s": "limit CPUs and time with cpus and wall_s",
+    "environment.mode": "every rollout gets a new sandbox; leave it out",
     "evaluation": "write the reward of a passed rollout as pass_threshold: 0.5; pass@k needs no key",
     "model.name": "write the model's name at the endpoint as path",
     "importance.level": "write importance: token",
@@ -32,6 +33,7 @@ REMOVED_KEYS = {
     "quotas.slots": "limit rollouts with slurm.pods: count, ranks_per_node and slots_per_rank",
     "scheduling.cuts": "a rollout fails after 16 interruptions; leave it out",
     "slurm.pods.throttle": "start fewer pods (slurm.pods.count); each is requeued until the work is done",
+    "trainer.cpus_per_gpu": "write slurm.servers.cpus_per_gpu, or slurm.trainer.extra: {cpus-per-gpu: 8}",
     "training.constrained": "such calls are answered, and their tokens get loss mask 0; leave it out",
     "training.mode": "write training.staleness: 0 for synchronous, null for asynchronous, or the bound",
     "weights.poll_s": "servers poll often for trained policies; leave it out",

@@ -71,7 +71,7 @@ def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] 
     """Yields one trainer job for each learning policy, or for each of the given policies."""
     trainer = config.slurm.trainer
     cpus = None
-    if config.training and trainer.gpus and not (trainer.cpus_per_gpu or config.slurm.servers.cpus_per_gpu):
+    if config.training and trainer.gpus and not config.slurm.servers.cpus_per_gpu:
         extra = {**config.slurm.extra, **trainer.extra}
         cpus = _default_cpus_per_gpu(extra, lambda n: trainer_job(config, run, "any", n))
     for policy in config.training.policies if config.training else ():

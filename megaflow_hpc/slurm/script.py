@@ -240,7 +240,7 @@ def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: 
         cpus_per_gpu: As for :func:`server_job`.
     """
     trainer, servers = config.slurm.trainer, config.slurm.servers
-    each = trainer.cpus_per_gpu or servers.cpus_per_gpu or cpus_per_gpu
+    each = servers.cpus_per_gpu or cpus_per_gpu
     options = {
         **_common(config, run, "trainer"),
         "output": str(run.logs / "trainer-%j.log"),

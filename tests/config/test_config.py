@@ -35,6 +35,33 @@ def test_everything_but_name_tasks_and_agent_has_a_default(tmp_path: Path) -> No
     assert list(campaign.policies()) == ["oracle"]
 
 
+STABLE = """\
+name: fix-bugs
+run_dir: runs
+tasks: [{path: "tasks/*", include: [], exclude: [], limit: null}]
+agent: {name: mini-swe-agent, max_turns: null, timeout_s: null, args: {}}
+samples: 8
+model: {engine: vllm, path: /models/m, servers: {min: 1, max: 4}, gpus: 1, args: {}}
+environment: {mode: ephemeral, network: gateway, images: {name: docker://name}}
+slurm:
+  account: null
+  setup: []
+  extra: {}
+  pods: {partition: null, count: 1, nodes: 1, ranks_per_node: null, slots_per_rank: null, cpus_per_rank: null,
+         mem_gb: null, time: null, extra: {}}
+  servers: {partition: null, time: null, extra: {}}
+limits: {core_hours: null, gpu_hours: null, failures: null, wall: null}
+"""
+"""Keys that other programs write. They change only with a migration."""
+
+
+def test_the_stable_part_of_the_campaign_file_is_read(tmp_path: Path) -> None:
+    campaign = load(tmp_path, STABLE)
+    assert campaign.model is not None
+    assert campaign.model.servers == (1, 4)
+    assert campaign.slurm.pods.ranks_per_node == 2
+
+
 def test_a_list_of_agents_gives_a_policy_each(tmp_path: Path) -> None:
     campaign = load(tmp_path, MINIMAL.replace("oracle", "[oracle, nop]"))
     assert {name: policy.agent.name for name, policy in campaign.policies().items()} == {

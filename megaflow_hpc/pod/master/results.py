@@ -64,6 +64,7 @@ class Results:
         self.began: dict[str, float] = {}
         """When each rollout was last started, by the monotonic clock."""
         self.stored = 0
+        self._failed = 0
 
     # --- ended attempts ---
 
@@ -246,10 +247,14 @@ class Results:
     # --- durable results ---
 
     def count(self, durable: Sequence[PendingResult]) -> None:
-        """Counts results that are on the disk, and pauses the pod if failures look systematic."""
+        """Counts results that are on the disk. Pauses the pod if failures look systematic or exceed their limit."""
         for result in durable:
             outcome = result.outcome
             failed = outcome.status == "failed"
             self.stored += 1
+            self._failed += failed
             self._pattern.add(outcome.cause if failed else "")
+        limit = self._pod.limits.failures
+        if limit is not None and self._failed >= limit:
+            self._drain.pause(f"{self._failed} rollouts failed, limits.failures is {limit}")
         self._drain.pause(self._pattern.systematic)

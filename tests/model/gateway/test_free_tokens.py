@@ -13,7 +13,7 @@ from aiohttp import web
 from megaflow_hpc.model.engines.scripted.engine import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.dialects import TABLES
-from megaflow_hpc.model.gateway.dialects.options import CHAT, CONSTRAINING
+from megaflow_hpc.model.gateway.dialects.options import CHAT, CONSTRAINING, is_constrained
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint, Sampling
@@ -210,7 +210,8 @@ async def test_the_same_request_is_judged_by_the_policy_that_it_names() -> None:
         calls, opened = gateway._calls, gateway._by_id["t/a/0"]
 
         def is_free(**asked: Any) -> bool:
-            return calls._is_free(calls._engine_request(opened, "/v1/chat/completions", asked, 0))
+            request = calls._engine_request(opened, "/v1/chat/completions", asked, 0)
+            return not is_constrained(request.body, request.sampling.settings)
 
         assert not is_free(model="a", temperature=0.5)
         assert is_free(model="b", temperature=0.5)
