@@ -18,29 +18,29 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 203,
+    "campaign keys": 180,
     "environment variables": 29,
-    "modules": 541,
+    "modules": 492,
     "public class names that exist twice": 0,
-    "hard phrases in 1,000 docstrings": 86,
+    "hard phrases in 1,000 docstrings": 6,
     "thousand tokens of agents": 12,
     "thousand tokens of at the top": 4,
     "thousand tokens of campaign": 25,
     "thousand tokens of cli": 41,
     "thousand tokens of config": 14,
-    "thousand tokens of environments": 97,
+    "thousand tokens of environments": 94,
     "thousand tokens of host": 12,
     "thousand tokens of integrations": 2,
     "thousand tokens of ledger": 15,
-    "thousand tokens of model": 58,
+    "thousand tokens of model": 57,
     "thousand tokens of monitor": 10,
-    "thousand tokens of pod": 34,
-    "thousand tokens of report": 20,
+    "thousand tokens of pod": 33,
+    "thousand tokens of report": 19,
     "thousand tokens of rundir": 22,
     "thousand tokens of slurm": 13,
     "thousand tokens of tasks": 37,
     "thousand tokens of training": 34,
-    "thousand tokens of trajectories": 45,
+    "thousand tokens of trajectories": 43,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 
