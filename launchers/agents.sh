@@ -3,10 +3,10 @@
 # OpenHands, where it is named, and a Python of its own. Prints its path.
 #
 # usage: launchers/agents.sh [NAME…]        claude-code codex qwen-code openhands; the first three without an argument
-#        launchers/agents.sh --lock [NAME…] write launchers/agents/NAME/package-lock.json for the version of presets.py
+#        launchers/agents.sh --lock [NAME…] write launchers/agents/NAME/package-lock.json for the version of command.py
 #
 # The tool box (MEGAFLOW_AGENTS, by default MEGAFLOW_HOME/agents; about 1 GB, OpenHands 0.5 GB) is one directory that every sandbox sees
-# read-only, so the tasks' images stay as they are (docs/how-to/agents.md). The versions stand in megaflow_hpc/agents/presets.py.
+# read-only, so the tasks' images stay as they are (docs/how-to/agents.md). The versions stand in megaflow_hpc/agents/command.py.
 # Node and npm come from PyPI. npm uses its configured registry, installs only what launchers/agents/NAME/package-lock.json lists
 # with hashes, and runs no script of a package. OpenHands comes from PyPI, as
 # containers/openhands.txt lists it, and its Python from Debian's archive (launchers/python.sh).
@@ -130,7 +130,7 @@ openhands() {
 }
 
 # NAME PACKAGE@VERSION, a line each.
-mapfile -t packages < <("$(find_python)" - "$PACKAGE/agents/presets.py" "$@" <<'PYTHON'
+mapfile -t packages < <("$(find_python)" - "$PACKAGE/agents/command.py" "$@" <<'PYTHON'
 import ast, sys
 tree = ast.parse(open(sys.argv[1]).read())
 found = {n.target.id: n.value for n in tree.body if isinstance(n, ast.AnnAssign)}
