@@ -218,7 +218,7 @@ class HttpServer(web.Server):
         task = self._accepting.pop(listener, None)
         if task is not None:
             task.cancel()
-            self._loop.remove_reader(listener)  # otherwise the cancelled task would do so later, when the descriptor may have been reused
+            self._loop.remove_reader(listener)  # or the cancelled task would, after the descriptor may be reused
             listener.close()
 
     async def stop(self) -> None:

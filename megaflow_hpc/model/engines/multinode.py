@@ -1,4 +1,4 @@
-"""Runs an engine across several nodes of its server's allocation (``model.nodes``), as one job step with a task per node.
+"""Runs an engine across several nodes of its server's allocation (``model.nodes``), as a job step with a task per node.
 
 ::
 

@@ -102,7 +102,7 @@ class EngineProcess:
         deadline = time.monotonic() + launch.start_timeout_s
         pause, last = 0.05, "it did not listen"
         messages = [{"role": "user", "content": external.QUESTION}]
-        scores = launch.protocol != "text"  # the same request that the gateway sends, so that everything is compiled in advance
+        scores = launch.protocol != "text"  # as the gateway requests, so everything is compiled in advance
         requests: list[tuple[str, dict[str, Any]]] = [
             (CHAT, {"messages": messages, **({"logprobs": True} if scores else {})}),
             (COMPLETIONS, {"prompt": external.QUESTION, **({"logprobs": 1} if scores else {})}),

@@ -294,7 +294,7 @@ class Proxy:
             if request.transport is None or request.transport.is_closing():
                 return _refuse(502, "nobody is there to be answered")
             if "response" in locals():
-                raise  # part of the response was sent: abort the connection, so that the client sees that it is incomplete
+                raise  # part of the response was sent: abort the connection, so that the client notices
             return _refuse(502, f"the engine does not answer: {type(error).__name__}")
 
     @staticmethod

@@ -319,7 +319,7 @@ class EngineServer:
     async def _may_idle(self) -> bool:
         """Returns whether an idle server may exit.
 
-        A held array element needs a running scaler to release it. The server stays if a trainer is expected to add rollouts.
+        A held array element needs a running scaler to release it. The server stays if a trainer may soon add rollouts.
         """
         if in_slurm() and not await asyncio.to_thread(self._scaler.confirmed):
             return False

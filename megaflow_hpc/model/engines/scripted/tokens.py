@@ -28,7 +28,7 @@ def answer_text(message: Mapping[str, Any]) -> str:
 
 
 def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
-    """Renders a conversation as a prompt: ``START role NEWLINE content END NEWLINE`` per message, then the answer's header.
+    """Renders a prompt: ``START role NEWLINE content END NEWLINE`` per message, then the answer's head.
 
     Tools come first, as in most chat templates, so a changed tool list changes the prompt.
     """
