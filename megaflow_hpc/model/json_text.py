@@ -62,7 +62,7 @@ class Bounds(NamedTuple):
 
 REQUEST = Bounds(100_000, 200_000, 1_000_000)
 ANSWER = Bounds(500_000, 1_000_000, 4_000_000)
-"""Higher, because engines report an object and two arrays per sampled token, and per alternative token."""
+"""Larger than :data:`REQUEST`: engines report an object and two arrays for each sampled and alternative token."""
 
 
 def effort(raw: bytes | bytearray) -> int:

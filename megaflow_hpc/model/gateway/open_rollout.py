@@ -130,7 +130,7 @@ class OpenRollout:
     """Listening socket inside the sandbox, if the sandbox has its own network."""
     quota: RolloutQuota = field(default_factory=lambda: RolloutQuota(MAX_BODY))
     in_flight: int = 0
-    """Pending calls."""
+    """Number of pending calls."""
     seed: int = -1
     """Seed of the first call; -1 leaves the seed to the engine."""
     suspended: bool = False
