@@ -1,4 +1,4 @@
-"""Names of the engines' HTTP API that engines, proxy and gateway share: paths, and the header of the weights."""
+"""Paths and headers of the engines' HTTP API, shared by engines, proxy and gateway."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MODELS = "/v1/models"
 GENERATE = "/inference/v1/generate"
-"""vLLM's endpoint from token ids to token ids (``--enable-scale-out``)."""
+"""vLLM's tokens-in, tokens-out endpoint (``--enable-scale-out``)."""
 RENDER, DERENDER = f"{CHAT}/render", f"{CHAT}/derender"
-"""vLLM's endpoints from messages to token ids and back."""
+"""vLLM's endpoints that convert messages to token ids and back."""
 TEXTS = f"{COMPLETIONS}/derender"
 """vLLM's endpoint that decodes token ids to plain text."""
 WEIGHT_VERSION = "X-Megaflow-Weight-Version"
-"""Header of every answer of a proxy, with the version of the weights that sampled it."""
+"""Response header set by the proxy: the version of the weights that sampled the response."""

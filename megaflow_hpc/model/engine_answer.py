@@ -1,8 +1,8 @@
-"""Validates an engine's answer before it is recorded and passed on.
+"""Validates an engine's response before it is recorded and passed on.
 
-The engine may be another party's endpoint. Its answer becomes rows of a file, messages that dialects convert, and an
-agent's answer. So every field that this package reads must have its type and be within bounds, and nothing may be
-nested deeply. Other fields pass unchanged.
+The engine may be a third-party endpoint. Its response becomes recorded rows, messages that dialects convert, and the
+agent's response. So every field that this package reads must have the right type and be within bounds, and deep
+nesting is rejected. Other fields pass unchanged.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megaflow_hpc.model.json_text import TooMuch
 from megaflow_hpc.texts import containers_at
 
 MAX_TEXT = 8 * 2**20
-"""Characters of all texts of an answer."""
+"""Maximum total length of all strings in a response, in characters."""
 MAX_DEPTH = 64
-"""Nesting of arrays and objects, without tokens and log-probabilities that the agent did not ask for."""
+"""Maximum nesting of arrays and objects, not counting tokens and log-probabilities that the agent did not request."""
 _MAX_NAME = 256
-"""Characters of an identifier."""
+"""Maximum length of an identifier, in characters."""
 
 
 class _Function(msgspec.Struct):
@@ -63,12 +63,12 @@ class _Usage(msgspec.Struct):
 
 
 def check(reply: dict[str, Any], chat: bool, max_choices: int) -> None:
-    """Checks the choices of an answer, and drops invalid values of its other fields.
+    """Validates the choices of a response and drops other fields with invalid values.
 
     Args:
-        reply: The answer.
-        chat: True for an answer of the chat endpoint, false for one of the endpoint for plain completions.
-        max_choices: Choices that were asked for.
+        reply: The decoded response.
+        chat: True for a chat completion, false for a plain completion.
+        max_choices: Number of choices requested.
 
     Raises:
         ValueError: The choices are invalid.
@@ -96,15 +96,15 @@ def check(reply: dict[str, Any], chat: bool, max_choices: int) -> None:
 
 
 def check_size(reply: Mapping[str, Any], size: int) -> None:
-    """Checks the nesting and the texts of an answer.
+    """Checks the nesting and total text length of a response.
 
     Args:
-        reply: The answer, without what the agent did not ask for.
+        reply: The response, without fields that the agent did not request.
         size: Bytes that the engine sent.
 
     Raises:
-        ValueError: It is nested too deeply.
-        TooMuch: Its texts are too long.
+        ValueError: The response is nested too deeply.
+        TooMuch: Its strings are too long.
     """
     if containers_at(reply, MAX_DEPTH):
         raise ValueError(f"nested more than {MAX_DEPTH} deep")
@@ -123,10 +123,10 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def token_ids(values: Any) -> array[int]:
-    """Returns token ids.
+    """Validates and packs token ids.
 
     Raises:
-        ValueError, TypeError, OverflowError: The values are no token ids.
+        ValueError, TypeError, OverflowError: A value is not a valid token id.
     """
     tokens = array("i", _checked_list(values))
     if tokens and min(tokens) < 0:
@@ -135,10 +135,10 @@ def token_ids(values: Any) -> array[int]:
 
 
 def log_probabilities(values: Any, count: int) -> array[float]:
-    """Returns the log-probabilities of ``count`` tokens.
+    """Validates and packs the log-probabilities of ``count`` tokens.
 
     Raises:
-        ValueError, TypeError: The values are no log-probabilities, or their number differs.
+        ValueError, TypeError: A value is not a valid log-probability, or the count differs.
     """
     logprobs = array("f", _checked_list(values))
     if len(logprobs) != count:
@@ -149,6 +149,6 @@ def log_probabilities(values: Any, count: int) -> array[float]:
 
 
 def _checked_list(value: Any) -> Sequence[Any]:
-    if not isinstance(value, list):  # an array would read bytes and texts as memory
+    if not isinstance(value, list):  # array() would interpret bytes and strings as raw memory
         raise TypeError(f"expected a list, found {type(value).__name__}")
     return value

@@ -1,16 +1,16 @@
-"""The HTTP server of gateway and proxy: aiohttp's server with limits on connections, starting when one is accepted.
+"""The HTTP server of gateway and proxy: aiohttp's server with connection limits that apply from accept on.
 
 ::
 
     accepted ──► waits for a key, at most KEY_TIMEOUT_S ──► belongs to the owner of the key ──► closed by either side
                      │                                         ▲      │
-                     │ too many wait:                          │      │ one owner has too many: the longest idle one
-                     ▼ the oldest is closed                    │      ▼ is closed, or else the new one is refused
-                   closed                                      └── the owner is gone: the connection waits again
+                     │ too many waiting:                       │      │ too many for one owner: the one idle longest
+                     ▼ the oldest is closed                    │      ▼ is closed, otherwise the new one is refused
+                   closed                                      └── the key is revoked: the connection waits again
 
-So neither clients without a key nor one owner can take all of a server's descriptors. The server accepts connections
-itself, because asyncio would report them only after their TLS handshake. Malformed requests are answered 400 and
-counted. A request handler calls :meth:`HttpServer.admit` once it has seen a valid key.
+So neither clients without a key nor a single owner can exhaust the server's file descriptors. The server accepts
+connections itself, because asyncio would report them only after their TLS handshake. Malformed requests are counted
+and get status 400. A request handler calls :meth:`HttpServer.admit` once it has seen a valid key.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ from aiohttp import web
 from megaflow_hpc.host import descriptors
 
 KEY_TIMEOUT_S = 10.0
-"""Seconds from accepting a connection to the end of the head of a request with a key, including a TLS handshake."""
+"""Seconds from accept, including the TLS handshake, until the client must have sent request headers with a valid
+key."""
 BODY_TIMEOUT_S = 120.0
 MAX_WAITING = 256
-"""Connections that may wait for a key; fewer if the process may have few descriptors."""
+"""Maximum connections waiting for a key; lower if the process's file descriptor limit is low."""
 MIN_CONNECTIONS = 4
-"""Lowest limit for the connections that wait, and for those of an owner."""
+"""Lower bound for both connection limits, for waiting connections and per owner."""
 BACKLOG = 4096
-"""Connections that the kernel queues, if it allows that many."""
+"""Listen backlog; the kernel may cap it."""
 ACCEPT_PAUSE_S = 0.2
-"""Seconds until the next accept after descriptors or memory have run out."""
+"""Seconds to wait before accepting again after running out of descriptors or memory."""
 STOP_TIMEOUT_S = 60.0
 """Seconds to wait for requests in flight when the server stops."""
 LINGER_S = 2.0
-"""Seconds to read the rest of a refused body, so that its sender sees the answer."""
+"""Seconds to keep reading a refused body, so that the client sees the response."""
 LOG_INTERVAL_S = 60.0
-"""Seconds between two lines of the log about the same kind of event."""
+"""Minimum seconds between two log lines about the same kind of event."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class BadBody(Exception):
-    """A body is refused with an HTTP status."""
+    """The request body is refused with an HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"the request's body: {message}")
@@ -59,7 +60,7 @@ class BadBody(Exception):
 
 
 async def read_body(request: web.BaseRequest, max_bytes: int) -> bytearray:
-    """Returns the whole body of a request, decompressed.
+    """Reads and decompresses the whole body of a request.
 
     Raises:
         BadBody: The body is longer than ``max_bytes``, malformed, or incomplete after :data:`BODY_TIMEOUT_S`.
@@ -79,25 +80,25 @@ async def read_body(request: web.BaseRequest, max_bytes: int) -> bytearray:
 
 
 class BoundedLog:
-    """Logs events that clients cause: at most one line a minute for each kind, with the number of events.
+    """Rate-limited log of events that clients cause: at most one line a minute per kind, with the event count.
 
-    It also serves aiohttp as a logger. The first exception of each minute has a traceback.
+    Also serves as aiohttp's logger. The first exception of each minute is logged with its traceback.
 
     Args:
-        log: Gets the lines.
+        log: Receives the lines.
     """
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._kinds: dict[str, tuple[float, int]] = {}
-        """Kind → time of its latest line, and events since."""
+        """Kind → (time of its latest line, events since then)."""
 
     def refused(self, kind: str, owner: str = "") -> None:
         """Counts one event.
 
         Args:
-            kind: One of few fixed texts.
-            owner: Who caused the event.
+            kind: One of a few fixed strings, to bound the number of kinds.
+            owner: Client that caused the event.
         """
         if number := self._due(kind):
             self._log.warning("refused: %s: %d%s", kind, number, f", the latest of {owner}" if owner else "")
@@ -110,17 +111,17 @@ class BoundedLog:
                 self._log.error("the same: %d times more since the one before", number - 1)
 
     def debug(self, *_: object, **__: object) -> None:
-        """Drops the debug messages of aiohttp."""
+        """Discards aiohttp's debug messages."""
 
     def flush(self) -> None:
-        """Writes the counts that are not written yet."""
+        """Logs all pending counts."""
         for kind, (_, number) in self._kinds.items():
             if number:
                 self._log.warning("%s: %d more", kind, number)
         self._kinds.clear()
 
     def _due(self, kind: str) -> int:
-        """Returns the count to write now; 0 if the latest line of this kind is too recent."""
+        """Returns the count to log now, or 0 if this kind was logged too recently."""
         written_at, number = self._kinds.get(kind, (-LOG_INTERVAL_S, 0))
         now = time.monotonic()
         if now - written_at < LOG_INTERVAL_S:
@@ -131,26 +132,26 @@ class BoundedLog:
 
 
 class _Connection(web.RequestHandler):
-    """One connection: aiohttp's protocol, and the owner of the key that its client has sent."""
+    """A connection: aiohttp's protocol, and the owner of the key that the client sent."""
 
     def __init__(self, server: HttpServer, **options: Any) -> None:
         super().__init__(server, **options)
         self.owner = ""
         """Empty while the connection waits for a key."""
         self.busy = False
-        """True while a request is being answered."""
+        """True while a request is being handled."""
         self.connecting: asyncio.Task[Any] | None = None
         self.key_timer: asyncio.TimerHandle | None = None
 
     def abort(self) -> None:
-        """Closes the connection at once."""
+        """Closes the connection immediately."""
         if self.transport is not None:
             self.transport.abort()
         elif self.connecting is not None:
             self.connecting.cancel()
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Counts a malformed body, which aiohttp noticed when it discarded the rest of a request."""
+        """Counts a malformed body that aiohttp noticed while it discarded the rest of a request."""
         if isinstance(kw.get("exc_info"), web.RequestPayloadError):
             cast(BoundedLog, self.logger).refused("malformed requests")
         else:
@@ -163,7 +164,7 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answers a request that is not HTTP, and counts it."""
+        """Responds to input that is not HTTP, and counts it."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
         cast(BoundedLog, self.logger).refused("malformed requests", str(request.remote))
@@ -173,12 +174,12 @@ class _Connection(web.RequestHandler):
 
 
 class HttpServer(web.Server):
-    """Serves listening sockets. Lives in one event loop.
+    """Serves listening sockets. Confined to one event loop.
 
     Args:
-        handle: Answers a request.
-        log: Gets refusals, through a :class:`BoundedLog`.
-        max_per_owner: Connections that one owner may have; fewer if the process may have few descriptors.
+        handle: Request handler.
+        log: Receives refusals, through a :class:`BoundedLog`.
+        max_per_owner: Maximum connections per owner; lower if the process's file descriptor limit is low.
     """
 
     def __init__(self, handle: Handler, log: logging.Logger, *, max_per_owner: int) -> None:
@@ -186,13 +187,13 @@ class HttpServer(web.Server):
         limit = descriptors.limit()
         self._max_waiting = min(MAX_WAITING, max(limit // 8, MIN_CONNECTIONS))
         self._max_per_owner = max_per_owner
-        # A call takes two descriptors, one to the agent and one to the engine. A quarter is left for other purposes.
+        # A call takes two descriptors, one to the agent and one to the engine. A quarter is reserved for other uses.
         self._max_owned = max(limit * 3 // 8, MIN_CONNECTIONS)
         self._answer = handle
         self._waiting: dict[_Connection, None] = {}
-        """Connections without a key, the oldest first."""
+        """Connections without a key, oldest first."""
         self._owned: dict[str, dict[_Connection, None]] = {}
-        """Owner → its connections, the longest idle first."""
+        """Owner → its connections, longest idle first."""
         self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
         super().__init__(
             self._handle,
@@ -203,28 +204,28 @@ class HttpServer(web.Server):
         )
 
     def __call__(self) -> _Connection:
-        """Returns the protocol of a new connection."""
+        """Creates the protocol for a new connection."""
         return _Connection(self, loop=self._loop, **self._kwargs)
 
     def listen(self, listener: socket.socket, context: ssl.SSLContext | None = None) -> None:
-        """Takes over a listening socket and serves it until :meth:`unlisten`, with TLS if there is a ``context``."""
+        """Serves a listening socket until :meth:`unlisten`, over TLS if ``context`` is given. Takes ownership of it."""
         listener.setblocking(False)
         listener.listen(BACKLOG)
         self._accepting[listener] = self._loop.create_task(self._accept(listener, context))
 
     def unlisten(self, listener: socket.socket) -> None:
-        """Closes a listening socket; connections stay."""
+        """Closes a listening socket but keeps its connections open."""
         task = self._accepting.pop(listener, None)
         if task is not None:
             task.cancel()
-            self._loop.remove_reader(listener)  # the cancelled task would do so after the descriptor may be reused
+            self._loop.remove_reader(listener)  # or the cancelled task would, after the descriptor may be reused
             listener.close()
 
     async def stop(self) -> None:
         """Closes the listeners, waits for requests in flight, and closes all connections."""
         for listener in list(self._accepting):
             self.unlisten(listener)
-        await asyncio.sleep(0)  # let a request begin that has just arrived
+        await asyncio.sleep(0)  # let a request that has just arrived begin
         self.pre_shutdown()
         for connection in list(self._waiting):
             self._drop(connection)
@@ -232,9 +233,10 @@ class HttpServer(web.Server):
         self.log.flush()
 
     def admit(self, request: web.BaseRequest, owner: str) -> bool:
-        """Assigns a request's connection to the owner of its key. Returns False if the owner has too many."""
+        """Assigns a request's connection to the owner of its key. Returns False if the owner has too many
+        connections."""
         connection = cast(_Connection, request.protocol)
-        if connection.owner == owner or connection.transport is None:  # no transport: it has just been closed
+        if connection.owner == owner or connection.transport is None:  # no transport: the connection was just closed
             return True
         self._forget(connection)
         owned = self._owned.setdefault(owner, {})
@@ -252,13 +254,13 @@ class HttpServer(web.Server):
         return True
 
     def release(self, owner: str) -> None:
-        """Revokes an owner's key. Its connections then wait for another key."""
+        """Revokes an owner's key. Its connections stay open and wait for another key."""
         for connection in list(self._owned.get(owner, ())):
             self._forget(connection)
             self._wait_for_key(connection)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        """Forgets a connection that has ended."""
+        """Forgets a closed connection."""
         super().connection_lost(handler, exc)
         self._forget(cast(_Connection, handler))
 
@@ -283,11 +285,11 @@ class HttpServer(web.Server):
                     self.log.refused(f"new connections, for a while: {error.strerror}")
                     self._drop_oldest_waiting()
                     await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue  # after any other error, the client has gone
+                continue  # any other error means that the client disconnected
             connection = self()
             connection.connecting = self._connect(client, connection, context)
             self._wait_for_key(connection)
-            await asyncio.sleep(0)  # let requests be answered, however many connections come
+            await asyncio.sleep(0)  # let other requests proceed during a flood of connections
 
     def _connect(
         self, client: socket.socket, connection: _Connection, context: ssl.SSLContext | None
@@ -302,7 +304,7 @@ class HttpServer(web.Server):
 
     def _connected(self, client: socket.socket, connection: _Connection, task: asyncio.Task[Any]) -> None:
         connection.connecting = None
-        # There is no transport if the connection was dropped, the client has left, or it does not support TLS.
+        # The transport is missing if the connection was dropped, the client disconnected, or the TLS handshake failed.
         if task.cancelled() or task.exception() is not None:
             self._forget(connection)
             client.close()
@@ -328,7 +330,7 @@ class HttpServer(web.Server):
         connection.abort()
 
     def _forget(self, connection: _Connection) -> None:
-        """Removes a connection from the waiting ones and from its owner's."""
+        """Removes a connection from the waiting list and from its owner."""
         if connection.key_timer is not None:
             connection.key_timer.cancel()
             connection.key_timer = None

@@ -1,11 +1,11 @@
-"""Decodes and encodes the JSON of requests and answers, large documents in a worker thread.
+"""Decodes and encodes the JSON of requests and responses, with large documents offloaded to a worker thread.
 
-A decoder holds the interpreter's lock until it returns, and small JSON can become large objects: an empty array has
-two bytes of JSON and 56 bytes of memory. So :func:`decoded` counts brackets, names and commas before it decodes.
-Callers bound the bytes.
+A decoder holds the GIL until it returns, and small JSON can become large objects: an empty array takes two bytes as
+JSON and 56 bytes in memory. So :func:`decoded` counts brackets, names and commas before it decodes. Callers limit the
+number of bytes.
 
-One thread processes all large documents, because each further thread would compete with the event loop for the
-interpreter's lock. So a large document waits for the large documents before it, and small ones do not wait.
+A single thread processes all large documents, because more threads would compete with the event loop for the GIL.
+Large documents therefore queue behind each other, but never delay small ones.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megaflow_hpc.texts import containers_at
 
 T = TypeVar("T")
 OFFLOAD_BYTES = 2**20
-"""The event loop itself processes documents up to this size."""
+"""Documents up to this size are processed in the event loop."""
 LARGE = 256 * 2**10
-"""Bytes above which a lenient decoder or a check of the nesting would take long."""
+"""Size in bytes above which lenient decoding or a nesting check is too slow."""
 MAX_DEPTH = 254
-"""Largest nesting that orjson encodes. Recorded documents are encoded again."""
+"""Deepest nesting that orjson can encode. Recorded documents must be encodable again."""
 _WINDOW = 16 * 2**10
 _OBJECT = 512
-"""Bytes of text that take as long to process as one object or array."""
+"""Cost of one object or array, as the equivalent bytes of plain text."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _thread = ThreadPoolExecutor(1, "large-documents")
 
 
 async def offload(size: int, work: Callable[..., T], *args: Any) -> T:
-    """Calls ``work``, in the thread if it processes more than :data:`OFFLOAD_BYTES`.
+    """Calls ``work``, in the worker thread if ``size`` exceeds :data:`OFFLOAD_BYTES`.
 
     Args:
         size: Bytes of the document, or its :func:`effort`.
@@ -50,25 +50,25 @@ class TooMuch(ValueError):
 
 
 class Bounds(NamedTuple):
-    """Largest numbers of a document's parts, or their counts. Strings are not looked into."""
+    """Limits on the parts of a document, or their actual counts. The contents of strings are ignored."""
 
     objects: int
     """Arrays and objects."""
     names: int
-    """Names in objects."""
+    """Object keys."""
     values: int
-    """Values after a comma."""
+    """Values that follow a comma."""
 
 
 REQUEST = Bounds(100_000, 200_000, 1_000_000)
 ANSWER = Bounds(500_000, 1_000_000, 4_000_000)
-"""An engine reports an object and two arrays for each sampled token, and for each alternative token."""
+"""Larger than :data:`REQUEST`: engines report an object and two arrays for each sampled and alternative token."""
 
 
 def effort(raw: bytes | bytearray) -> int:
-    """Estimates the time to process a document, in bytes of plain text that take as long."""
+    """Estimates the cost of processing a document, as the equivalent bytes of plain text."""
     if len(raw) > OFFLOAD_BYTES:
-        return len(raw)  # the exact value would change nothing
+        return len(raw)  # large enough already; the exact value is not needed
     if len(raw) + _OBJECT * (raw.count(b"[") + raw.count(b"{")) <= OFFLOAD_BYTES:
         return len(raw)
     objects = 0
@@ -78,14 +78,14 @@ def effort(raw: bytes | bytearray) -> int:
 
 
 def packed(value: Any, *, sort_keys: bool = False) -> bytes:
-    """Encodes JSON as UTF-8. Half a surrogate pair is escaped.
+    """Encodes a value as UTF-8 JSON. Lone surrogates are escaped.
 
     Raises:
         RecursionError: The value is nested more than :data:`MAX_DEPTH` deep.
     """
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort_keys else None)
-    except TypeError:  # a surrogate, or too deep
+    except TypeError:  # a lone surrogate, or nested too deeply
         if containers_at(value, MAX_DEPTH):
             raise RecursionError(f"nested more than {MAX_DEPTH} deep") from None
         return json.dumps(value, sort_keys=sort_keys).encode()
@@ -94,11 +94,11 @@ def packed(value: Any, *, sort_keys: bool = False) -> bytes:
 def decoded(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> Any:
     """Decodes untrusted JSON.
 
-    Accepts half a surrogate pair, as from a truncated tool output, and ``NaN`` in small documents.
+    Accepts lone surrogates, as in truncated tool output, and in small documents ``NaN``.
 
     Raises:
         TooMuch: The document exceeds its bounds.
-        ValueError, RecursionError: The document is not JSON.
+        ValueError, RecursionError: The document is not valid JSON.
     """
     check_bounds(raw, bounds)
     try:
@@ -110,7 +110,7 @@ def decoded(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> Any:
 
 
 def check_bounds(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> None:
-    """Checks a document before it is decoded, to bound the time and memory of decoding.
+    """Checks a document against bounds before it is decoded, to limit the time and memory of decoding.
 
     Raises:
         TooMuch: The document exceeds its bounds.
@@ -125,16 +125,16 @@ def check_bounds(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> None:
 
 
 def brackets(raw: bytes | bytearray) -> Iterator[tuple[bytes, int]]:
-    """Yields the brackets outside strings and the number of commas, for some kilobytes of a document at a time.
+    """Yields the brackets outside strings and the number of commas, a few kilobytes of the document at a time.
 
-    For a malformed document, these are the brackets that a decoder sees up to the mistake.
+    For a malformed document, these are the brackets that a decoder sees before the syntax error.
     """
     for part in _outside_strings(raw):
         yield part.translate(None, _NO_BRACKETS), part.count(b",")
 
 
 def _running_counts(raw: bytes | bytearray) -> Iterator[Bounds]:
-    """Yields the counts of a document's parts up to the end of each window."""
+    """Yields the cumulative counts of a document's parts at the end of each window."""
     objects = names = values = 0
     for part in _outside_strings(raw):
         objects += part.count(b"{") + part.count(b"[")
@@ -144,7 +144,7 @@ def _running_counts(raw: bytes | bytearray) -> Iterator[Bounds]:
 
 
 def _outside_strings(raw: bytes | bytearray) -> Iterator[bytes]:
-    """Yields a document without its strings, some kilobytes at a time."""
+    """Yields a document without its strings, a few kilobytes at a time."""
     start, in_string = 0, 0
     while start < len(raw):
         end = _cut(raw, start)
@@ -156,7 +156,7 @@ def _outside_strings(raw: bytes | bytearray) -> Iterator[bytes]:
 
 
 def _cut(raw: bytes | bytearray, start: int) -> int:
-    """Returns the end of the window that begins at ``start``, without cutting an escape sequence."""
+    """Returns the end of the window that begins at ``start``, without splitting an escape sequence."""
     end = min(start + _WINDOW, len(raw))
     escapes = 0
     while end - escapes > start and raw[end - escapes - 1] == 0x5C:

@@ -1,11 +1,11 @@
 """One adapter per engine: turns the campaign's ``model:`` section into a :class:`Launch`.
 
-A launch has a command line, variables, and an address: a Unix socket in a private directory where the engine supports
-one (vLLM ``--uds``), else a free loopback port. The section's ``args`` become command-line options:
+A launch has a command line, environment variables, and an address: a Unix socket in a private directory if the engine
+supports one (vLLM ``--uds``), otherwise a free loopback port. The section's ``args`` become command-line options:
 ``{max-model-len: 8192, enforce-eager: true, override-generation-config: {temperature: 1}}``.
 
-An engine's interpreter is ``model.python`` (a virtual environment or an interpreter), else that of the virtual
-environment ``MEGAFLOW_ENGINE_VENV``, else the server's own. With ``model.image`` it is an interpreter of the image.
+An engine's interpreter is ``model.python`` (a virtual environment or an interpreter) if set, then that of the virtual
+environment ``MEGAFLOW_ENGINE_VENV``, then the server's own. With ``model.image`` it is an interpreter in the image.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from megaflow_hpc.model.engines import container, multinode
 from megaflow_hpc.model.engines.launch import Launch
 
 NO_HOST = "nowhere.invalid"
-"""A host that cannot exist (RFC 6761). vLLM would allow all hosts if the list were empty."""
+"""A host that cannot exist (RFC 6761). An empty list would make vLLM allow all hosts."""
 MAX_IMAGE_PIXELS = 40_000_000
-"""Largest image. It decodes to some 120 MB, even from a file of a few kilobytes."""
+"""Maximum pixels of an image. Even a file of a few kilobytes can decode to this size, some 120 MB."""
 MAX_SOCKET_PATH = 100
-"""Longest path of a Unix socket in bytes (sun_path has 108)."""
+"""Maximum length of a Unix socket path in bytes (sun_path holds 108)."""
 
 
 def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[Path] = ()) -> Launch:
-    """Returns the launch of a ``model:`` section's engine.
+    """Returns the launch for the engine of a ``model:`` section.
 
     Args:
         model: The section: ``engine``, ``path``, ``gpus``, ``nodes``, ``args``, ``python``, ``image``, ``script``, …
         policy: Name under which the model is served.
         private: A directory of mode 0700 on a local file system, for the socket.
-        seen: Host paths that an engine in an image sees read-only, in addition to the model.
+        seen: Host paths mounted read-only for an engine in an image, in addition to the model.
 
     Raises:
-        ConfigError: The section does not fit the engine.
+        ConfigError: The section is invalid for the engine.
     """
     engine = str(model.get("engine") or "vllm")
     if engine not in ADAPTERS:
@@ -61,7 +61,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     options = dict(model.get("args") or {})
     gpus, nodes = int(model.get("gpus") or 0), int(model.get("nodes") or 1)
     built_in: dict[str, Any] = {"model": _path(model), "served-model-name": policy, "enable-scale-out": True}
-    # Record the probability with which a token was drawn, after temperature and all other options.
+    # Report log-probabilities of the distribution actually sampled from, after temperature and all other options.
     built_in |= {"uvicorn-log-level": "warning", "logprobs-mode": "processed_logprobs"}
     built_in["allowed-media-domains"] = list(model.get("media_domains") or [NO_HOST])
     if gpus > 1:
@@ -71,26 +71,26 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     if nodes > 1:
         built_in |= {"pipeline-parallel-size": nodes, "nnodes": nodes, "master-addr": address()}
         built_in["master-port"] = free_port("")
-        program, subcommand = "vllm.entrypoints.cli.main", ["serve"]  # the API server alone lacks --headless
+        program, subcommand = "vllm.entrypoints.cli.main", ["serve"]  # the API server's own module lacks --headless
     enforced: dict[str, str] = {}
-    """Variables that replace those of the server's own environment."""
+    """Environment variables that override the server's own."""
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     if nodes == 1:
-        env["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise torch.distributed listens on the address of the host's name
+        env["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise torch.distributed listens on the address of the host name
     env |= {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_MAX_IMAGE_PIXELS": str(MAX_IMAGE_PIXELS)}
-    # Otherwise the parsers of some models enforce a grammar even if the model may choose whether to call a tool.
+    # Otherwise the parsers of some models enforce a grammar even if calling a tool is optional.
     env["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
-    env["VLLM_SERVER_DEV_MODE"] = "1"  # endpoints that change weights; the proxy passes them with the admin key only
+    env["VLLM_SERVER_DEV_MODE"] = "1"  # endpoints that change weights; the proxy requires the admin key for them
     if options.get("enable-lora") or options.get("enable_lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    if len(os.fsencode(private)) + 38 < 107:  # sockets of its processes, named by a UUID, outlive a killed engine
+    if len(os.fsencode(private)) + 38 < 107:  # a killed engine leaves its processes' sockets behind, named by a UUID
         env["VLLM_RPC_BASE_PATH"] = str(private)
         if nodes == 1:
-            enforced["TMPDIR"] = str(private)  # its rendezvous file outlives a killed engine too
+            enforced["TMPDIR"] = str(private)  # a killed engine leaves its rendezvous file behind too
     if _is_cpu_build(python):
         built_in["enforce-eager"] = True
-        env["TORCHDYNAMO_DISABLE"] = "1"  # log-probabilities would be compiled all the same, which needs g++
-    elif model.get("sleep_level"):  # the CPU build ignores it
+        env["TORCHDYNAMO_DISABLE"] = "1"  # log-probabilities would still be compiled, which needs g++
+    elif model.get("sleep_level"):  # the CPU build ignores sleep mode
         built_in["enable-sleep-mode"] = True
     result = Launch(
         [python, "-m", program, *subcommand, *flags({**built_in, **options})],
@@ -110,7 +110,7 @@ def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     port = free_port()
     built_in: dict[str, Any] = {"model-path": _path(model), "served-model-name": policy}
     built_in |= {"host": LOOPBACK, "port": port, "tp": max(1, int(model.get("gpus") or 1))}
-    # No key: SGLang accepts one on its command line only, where other users could read it.
+    # No key: SGLang accepts one only on its command line, which other users can read.
     return Launch(
         [interpreter(model), "-m", "sglang.launch_server", *flags({**built_in, **(model.get("args") or {})})],
         {"HF_HUB_OFFLINE": "1"},
@@ -159,7 +159,7 @@ def _external(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         api_url=given if urlsplit(given).path else f"{given}/v1",
         key=_key_file(model.get("api_key_file")),
         model_name=str(options.get("model") or model.get("path") or policy),
-        protocol=str(options.get("protocol", "text")),  # "plain" if it is a vLLM
+        protocol=str(options.get("protocol", "text")),  # "plain" if the endpoint is a vLLM server
         start_timeout_s=120.0,
     )
 
@@ -175,7 +175,7 @@ ADAPTERS: Mapping[str, Adapter] = {
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """Returns ``{"max-model-len": 8, "enforce-eager": True, "x": False, "y": {…}}`` as command-line arguments.
+    """Converts ``{"max-model-len": 8, "enforce-eager": True, "x": False, "y": {…}}`` to command-line arguments.
 
     ``True`` gives the bare option, ``False`` and ``None`` omit it, a list gives several values, a mapping gives JSON.
     """
@@ -195,10 +195,10 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def interpreter(model: Mapping[str, Any]) -> str:
-    """Returns the path of the engine's Python, inside the image if there is one.
+    """Returns the path of the engine's Python interpreter, inside the image if there is one.
 
     Raises:
-        ConfigError: It does not exist or cannot be run.
+        ConfigError: The interpreter does not exist or is not executable.
     """
     if model.get("image"):
         inside = str(model.get("python") or container.PYTHON)
@@ -218,7 +218,7 @@ def socket_path(private: Path) -> str:
     """Returns the path of the engine's Unix socket.
 
     Raises:
-        ConfigError: It is longer than :data:`MAX_SOCKET_PATH`.
+        ConfigError: The path is longer than :data:`MAX_SOCKET_PATH`.
     """
     path = str(private / "engine.sock")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
@@ -227,12 +227,13 @@ def socket_path(private: Path) -> str:
 
 
 def _is_cpu_build(python: str) -> bool:
-    """Returns whether the virtual environment has ``vllm-cpu``, by its metadata: importing takes many seconds."""
+    """Returns whether the virtual environment has ``vllm-cpu``. Checks its metadata, because an import takes many
+    seconds."""
     return any(Path(python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info"))
 
 
 def _number(options: Mapping[str, Any], name: str) -> int:
-    """Returns an integer option, spelt with dashes or underscores; 0 if it is not given."""
+    """Returns an integer option, spelt with dashes or underscores; 0 if it is not set."""
     for key, value in options.items():
         if value and str(key).lstrip("-").replace("_", "-") == name:
             return int(value)

@@ -4,11 +4,11 @@
 
     apptainer exec --cleanenv --home PRIVATE/home --pwd / [--nv] [--unsquash] --bind … IMAGE python3 -m …
 
-The engine sees the server's private directory (socket, home, Apptainer's temporary files), the model and the run's
-published weights read-only, and the paths in ``model.binds``. The image does not confine the engine, which is its
-user's own program: it keeps the host's network, processes and /dev/shm, through which its processes pass tensors. Only
-variables of engines and GPUs are passed on (:data:`PASSED`). They are passed by ``APPTAINERENV_``, because other users
-can read the command line.
+The engine sees the server's private directory (socket, home, Apptainer's temporary files) and the paths in
+``model.binds``, and read-only the model and the run's published weights. The image is not a sandbox, because the engine
+is the user's own program. It shares the host's network, processes and /dev/shm, through which its processes pass
+tensors. Only environment variables for engines and GPUs are passed on (:data:`PASSED`). They are passed as
+``APPTAINERENV_`` variables, because other users can read the command line.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ PASSED = re.compile(
     r"(VLLM|SGLANG|SGL|HF|HUGGING_FACE|TRANSFORMERS|SAFETENSORS|TORCH|PYTORCH|TRITON|CUDA|NVIDIA|NCCL|HIP|ROCR|RCCL|"
     r"GLOO|UCX|FI|OMP|KMP|MKL|MEGAFLOW)_.*|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK|LANG|LC_ALL|TZ|no_proxy|NO_PROXY"
 )
-"""Names of the variables that an engine in an image inherits, in addition to those that its adapter sets."""
+"""Environment variables inherited by an engine in an image, in addition to those set by its adapter."""
 PYTHON = "python3"
-"""Interpreter in the image if ``model.python`` is not set."""
+"""Default interpreter in the image, if ``model.python`` is not set."""
 HOME, UNPACKED = "home", "image"
 FUSE = "/dev/fuse"
-"""Device without which an ordinary user cannot mount a SIF file, so each start unpacks it."""
+"""Without this device, unprivileged users cannot mount a SIF file, and each start has to unpack it."""
 
 
 def in_image(launch: Launch, model: Mapping[str, Any], private: Path, seen: Iterable[Path] = ()) -> Launch:
-    """Returns the same engine, started in ``model.image``.
+    """Wraps a launch so that the engine runs in ``model.image``.
 
     Args:
-        launch: The engine's launch on the host, with an interpreter of the image.
+        launch: The engine's launch on the host, with an interpreter in the image.
         model: The campaign's ``model:`` section.
         private: The server's private directory.
-        seen: Host paths bound read-only in addition to the model. Missing ones are omitted.
+        seen: Host paths bound read-only in addition to the model. Missing paths are skipped.
 
     Raises:
         ConfigError: The image or Apptainer is missing, or a path cannot be bound.
@@ -59,7 +59,7 @@ def in_image(launch: Launch, model: Mapping[str, Any], private: Path, seen: Iter
     except SiteError as error:
         raise ConfigError(f"model.image: {error} (slurm.setup may load it)") from None
     prefix = Path(runtime).name.upper()
-    remove_tree(private / UNPACKED, ignore_errors=True)  # a killed engine left it
+    remove_tree(private / UNPACKED, ignore_errors=True)  # left behind by a killed engine
     make_directories(private)
     command = [runtime, "-q", "exec", "--cleanenv", "--home", str(private / HOME), "--pwd", "/", *gpu_flags(model)]
     if image.is_file() and prefix == "APPTAINER" and not os.access(FUSE, os.R_OK | os.W_OK):
@@ -74,20 +74,20 @@ def in_image(launch: Launch, model: Mapping[str, Any], private: Path, seen: Iter
 
 
 def make_directories(private: Path) -> None:
-    """Creates the directories that a container needs in a server's private directory, on each of its nodes."""
+    """Creates the directories that a container needs in a server's private directory, on the current node."""
     for name in (HOME, UNPACKED):
         (private / name).mkdir(mode=0o700, exist_ok=True)
 
 
 def gpu_flags(model: Mapping[str, Any], devices: Path = Path("/dev")) -> list[str]:
-    """Returns Apptainer's option for the node's GPUs and their driver."""
+    """Returns the Apptainer option that exposes the node's GPUs and their driver."""
     if not model.get("gpus"):
         return []
     return ["--rocm"] if (devices / "kfd").exists() and not (devices / "nvidiactl").exists() else ["--nv"]
 
 
 def _model_paths(model: Mapping[str, Any]) -> list[Path]:
-    """Returns the model's directory with the targets of its links, as in a hub's cache, or the whole cache."""
+    """Returns the script and the model's directory with its symlink targets, or the whole Hugging Face cache."""
     paths = [Path(str(model["script"]))] if model.get("script") else []
     path = Path(str(model.get("path") or ""))
     if model.get("path") and path.is_dir():
@@ -99,10 +99,10 @@ def _model_paths(model: Mapping[str, Any]) -> list[Path]:
 
 
 def _read_only(paths: Iterable[Path]) -> list[str]:
-    """Returns values of ``--bind`` for the paths that exist, without duplicates and paths below another one.
+    """Returns read-only ``--bind`` values for the paths that exist. Skips duplicates and paths below another path.
 
     Raises:
-        ConfigError: A path has a comma or colon, which ``--bind`` cannot express.
+        ConfigError: A path contains a comma or colon, which ``--bind`` cannot express.
     """
     existing = [Path(os.path.abspath(path)) for path in dict.fromkeys(paths) if path.exists()]
     roots = [path for path in existing if not any(path != other and path.is_relative_to(other) for other in existing)]

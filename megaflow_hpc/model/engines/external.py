@@ -1,8 +1,8 @@
-"""Checks whether an external endpoint can be used, with few requests.
+"""Checks with few requests whether an external endpoint is usable.
 
-``GET …/models`` costs nothing, and an endpoint that lists the model is ready. If it does not list the model, the check
-asks for a completion. The request has only the model and a message, because some endpoints refuse ``max_tokens`` and
-others ``max_completion_tokens``.
+``GET …/models`` costs nothing, and an endpoint that lists the model is ready. Otherwise the check requests a
+completion. The request contains only the model and a message, because some endpoints reject ``max_tokens`` and others
+``max_completion_tokens``.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from megaflow_hpc.model.engines import failure
 from megaflow_hpc.model.engines.launch import Launch
 
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
-"""Seconds before a retry if the endpoint is unreachable or limits its rate; doubled each time."""
+"""Initial and maximum seconds between retries if the endpoint is unreachable or rate-limited; doubled each time."""
 TEMPORARY = frozenset({408, 425, 429})
-"""HTTP statuses below 500 that may change soon."""
+"""HTTP statuses below 500 that are worth a retry."""
 QUESTION = "Are you ready?"
 
 
 Ask = Callable[[str, dict[str, Any] | None, float], Awaitable[tuple[int, str]]]
-"""Path, JSON body (``None`` for a GET) and timeout in seconds → status and text of the answer."""
+"""(path, JSON body or ``None`` for a GET, timeout in seconds) → (status, response text)."""
 
 
 class _Unavailable(Exception):
-    """The endpoint does not answer now, but may answer later."""
+    """The endpoint is temporarily unavailable."""
 
 
 async def until_answering(launch: Launch, ask: Ask) -> None:
-    """Waits until the endpoint lists the model or answers a request for a completion.
+    """Waits until the endpoint lists the model or returns a completion.
 
     Raises:
-        ModelServiceError: The endpoint refuses the key or the request, or did not answer within ``start_timeout_s``.
+        ModelServiceError: The endpoint rejects the key or the request, or is not ready within ``start_timeout_s``.
     """
     deadline, pause = time.monotonic() + launch.start_timeout_s, BACKOFF_S
     while True:
@@ -69,7 +69,7 @@ async def _listed(launch: Launch, ask: Ask) -> list[str]:
 
 
 async def _complete(launch: Launch, ask: Ask, listed: list[str]) -> None:
-    """Asks for a chat completion, and for a plain completion if the endpoint refuses that."""
+    """Requests a chat completion or, if the endpoint rejects that, a plain completion."""
     requests: dict[str, dict[str, Any]] = {
         CHAT: {"messages": [{"role": "user", "content": QUESTION}]},
         COMPLETIONS: {"prompt": QUESTION},
@@ -88,7 +88,7 @@ async def _complete(launch: Launch, ask: Ask, listed: list[str]) -> None:
 
 
 def _check(launch: Launch, path: str, status: int, text: str) -> None:
-    """Raises :class:`_Unavailable` for a temporary status, and ModelServiceError if the key is refused."""
+    """Raises :class:`_Unavailable` for a temporary status, and ModelServiceError if the key is rejected."""
     answer = f"HTTP {status}: {_short(text)}"
     if status in (401, 403):
         raise ModelServiceError(f"{launch.url(path)} {failure.KEY} of model.api_key_file: {answer}")

@@ -1,11 +1,11 @@
-"""Finds the cause of an engine's end in its log, as one line for ``status``."""
+"""Extracts from an engine's log why the engine ended, as one line for ``status``."""
 
 from __future__ import annotations
 
 import re
 
 KEY, REFUSED = "refuses the key", "refuses the request"
-"""Causes at an external endpoint."""
+"""Causes of failure at an external endpoint."""
 CAUSES: tuple[tuple[str, str, bool], ...] = (
     (r"CUDA out of memory|OutOfMemoryError|No available memory for the cache blocks|Free memory on device",
      "out of GPU memory", False),
@@ -25,34 +25,35 @@ CAUSES: tuple[tuple[str, str, bool], ...] = (
     (r"^FATAL:", "its image cannot be started", False),
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit", True),
 )  # fmt: skip
-"""Pattern of a log line, cause, and whether another start would fail for the same cause. The first match applies."""
+"""(pattern of a log line, cause, True if another start would fail for the same cause). The first match applies."""
 LASTING = (KEY, REFUSED, *(cause for _, cause, lasting in CAUSES if lasting))
-"""Causes that another start would have too."""
+"""Causes that another start would not fix."""
 REJECTED = (
     r"^exit code \d+: \S*\b(ValueError|TypeError|KeyError|AttributeError|NameError|ImportError|NotImplementedError"
     r"|ValidationError|SyntaxError)\b: "
 )
-"""Matches the last error of an engine that refuses its configuration. No node is at fault."""
+"""Matches the last error of an engine that rejects its configuration, so that the node is not blamed."""
 
 MAX_LENGTH = 600
-"""Characters of a cause."""
+"""Maximum length of a cause, in characters."""
 
 ERROR = r"\b\w*(Error|Exception)\b: |^error: "
 NEXT = r"^(Traceback|During handling|The above exception|For further information|File )"
-"""Lines after an error that do not belong to it."""
+"""Matches lines that follow an error but are not part of it."""
 FOLLOWS = r"EngineDeadError|Engine core initialization failed|See (stack trace|root cause)"
-"""Errors that only point to another error."""
+"""Matches errors that only point to another error."""
 
 IGNORED = r"^(\([^)]*\)\s*)?(DEBUG|INFO|WARNING)\b|^slurmstepd-\S+: error: \*\*\* STEP|^srun: launch"
-"""Lines that name no cause: messages of a running engine, and of a job step that ends because one of its parts did."""
+"""Matches lines that name no cause: messages of a running engine, and of a job step ended by the exit of one of its
+tasks."""
 
 
 def cause(log_tail: str, exit_code: int | None) -> str:
     """Returns why an engine ended, in one line: a known cause with its log line, or else the last error line.
 
     Args:
-        log_tail: The end of its log, beginning with the latest start.
-        exit_code: Exit code of its process; ``None`` if it has no process.
+        log_tail: The end of the engine's log, from its latest start on.
+        exit_code: Exit code of the engine's process; ``None`` if it has no process.
     """
     lines = [x.strip() for x in log_tail.splitlines() if x.strip() and not re.search(IGNORED, x)]
     for pattern, meaning, _ in CAUSES:
@@ -65,7 +66,7 @@ def cause(log_tail: str, exit_code: int | None) -> str:
 
 
 def _whole(lines: list[str], number: int) -> str:
-    """Returns an error line. Appends the next lines to one that ends with a colon, and to pydantic's errors."""
+    """Returns a complete error message. Joins following lines if the first ends with a colon or is a pydantic error."""
     text = _plain(lines[number])
     if not re.search(r":$|\d validation errors? for \w+$", text):
         return text
@@ -78,15 +79,15 @@ def _whole(lines: list[str], number: int) -> str:
 
 
 def lasting(cause: str) -> bool:
-    """Returns whether another start of an engine that has not served would fail for the same cause."""
+    """Returns whether restarting an engine that never served would fail for the same cause."""
     return any(meaning in cause for meaning in LASTING) or re.match(REJECTED, cause) is not None
 
 
 def _plain(line: str) -> str:
-    """Returns a log line without its prefix."""
+    """Strips the prefix from a log line."""
     return _short(re.sub(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR)\s+[\d-]+ [\d:]+ (\[[^]]*\]\s*)?)?", "", line))
 
 
 def _short(text: str) -> str:
-    """Returns a text, or the beginning and end of a long one, which may name the cause."""
+    """Shortens a long text to its beginning and end, either of which may name the cause."""
     return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH // 2]} … {text[-MAX_LENGTH // 2 :]}"

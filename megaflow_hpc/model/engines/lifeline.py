@@ -1,13 +1,13 @@
-"""The parent of an engine's processes. Ends all of them on a signal or when its own parent ends.
+"""Parent process of an engine's processes. Stops all of them on a signal or when its own parent exits.
 
-``python -m megaflow_hpc.model.engines.lifeline COMMAND…`` starts the command in a session of its own and waits.
-End-of-file on standard input (the server died), SIGTERM, SIGINT or SIGHUP end it. The lifeline then sends SIGTERM to
+``python -m megaflow_hpc.model.engines.lifeline COMMAND…`` starts the command in a new session and waits for it.
+End-of-file on standard input (the server died), SIGTERM, SIGINT or SIGHUP stop it. The lifeline then sends SIGTERM to
 the session, and after :data:`GRACE_S` SIGKILL to all remaining processes. These include processes in other sessions,
-which a subreaper inherits as orphans. The exit code is the command's, 128+n for signal n. The command's standard input
-is closed first, so that lifelines on other nodes, started by ``srun``, end too.
+because the lifeline is a subreaper and inherits orphans. The exit code is the command's, or 128+n for signal n. The
+command's standard input is closed first, so that lifelines on other nodes, started by ``srun``, stop too.
 
 Engines pass tensors through files in ``/dev/shm``, which outlive killed processes and occupy the node's memory. The
-lifeline removes those files that one of its processes had mapped.
+lifeline removes the files that any of its processes had mapped.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from megaflow_hpc.host.child import adopt_orphans, die_with_parent
 from megaflow_hpc.host.process import descendants, kill_each, mapped_files
 
 GRACE_S = 8.0
-"""Seconds for an engine to release its GPU memory and shared memory."""
+"""Seconds that an engine gets to release its GPU memory and shared memory."""
 SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
-"""Path prefixes of the shared memory and semaphores of Python's multiprocessing."""
+"""Path prefixes of shared memory and semaphores created by Python's multiprocessing."""
 POLL_INTERVAL_S = 5.0
-"""Seconds between two polls of the files that the processes have mapped."""
+"""Seconds between polls of the files that the processes have mapped."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def _mapped() -> set[str]:
-    """Returns the files of shared memory that a descendant has mapped now."""
+    """Returns the shared-memory files that descendants currently have mapped."""
     files = set().union(*map(mapped_files, descendants(os.getpid())))
     return {path for path in files if path.startswith(SHARED)}
 
 
 def _kill_all() -> None:
-    """Sends SIGKILL to every descendant. Orphans become children of this process and get it in the next round."""
+    """Sends SIGKILL to all descendants. Orphans are reparented to this process and killed in the next round."""
     for _ in range(100):
         kill_each(descendants(os.getpid()))
         try:
@@ -51,11 +51,11 @@ def _kill_all() -> None:
 
 
 def main(command: Sequence[str], end_on: Sequence[int] = SIGNALS) -> int:
-    """Runs the command to its end and returns its exit status.
+    """Runs the command until it exits and returns its exit status.
 
     Args:
         command: A program and its arguments.
-        end_on: Signals that end the command. The others of :data:`SIGNALS` are ignored.
+        end_on: Signals that end the command. Other signals in :data:`SIGNALS` are ignored.
     """
     adopt_orphans()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -104,7 +104,7 @@ def main(command: Sequence[str], end_on: Sequence[int] = SIGNALS) -> int:
     for path in shared:
         try:
             os.unlink(path)
-        except OSError:  # its owner has removed it
+        except OSError:  # already removed by its owner
             pass
     if code is None:
         code = -signal.SIGKILL

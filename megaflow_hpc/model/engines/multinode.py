@@ -1,4 +1,4 @@
-"""Runs an engine over several nodes of its server's allocation (``model.nodes``), as one job step with a task per node.
+"""Runs an engine across several nodes of its server's allocation (``model.nodes``), as a job step with a task per node.
 
 ::
 
@@ -6,9 +6,9 @@
                                 └─ node k:     lifeline ── engine --node-rank k --headless
 
 The server runs on the first node, so its proxy reaches the engine's Unix socket as usual. Each part watches the step's
-standard input: end-of-file there, however the server ended, ends all parts, and the end of one part ends the step.
-``srun`` starts ``python -m megaflow_hpc.model.engines.multinode PRIVATE COMMAND…`` on each node. The command names the
-server's private directory, so the other nodes create a directory of the same name.
+standard input: end-of-file stops all parts, however the server ended. The exit of one part ends the step. ``srun``
+starts ``python -m megaflow_hpc.model.engines.multinode PRIVATE COMMAND…`` on each node. The command names the server's
+private directory, so the other nodes create a directory of the same name.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megaflow_hpc.model.engines.launch import Launch
 
 
 def over_nodes(launch: Launch, nodes: int, private: Path, environ: Mapping[str, str] = os.environ) -> Launch:
-    """Returns the same engine as a job step of ``nodes`` tasks, one per node.
+    """Wraps a launch in a job step of ``nodes`` tasks, one per node.
 
     Raises:
-        ConfigError: The allocation has fewer nodes.
+        ConfigError: The allocation has too few nodes.
     """
     given = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 0)
     if given < nodes:
@@ -41,19 +41,19 @@ def over_nodes(launch: Launch, nodes: int, private: Path, environ: Mapping[str, 
         )
     srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--mpi=none", "--overlap"]
     srun += ["--kill-on-bad-exit=1", "--input=all", "--export=ALL"]
-    if environ.get("SLURM_CPUS_PER_TASK"):  # steps do not inherit the option of sbatch
+    if environ.get("SLURM_CPUS_PER_TASK"):  # job steps do not inherit this option from sbatch
         srun.append(f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}")
     part = [sys.executable, "-m", "megaflow_hpc.model.engines.multinode", str(private)]
     return replace(launch, command=[*srun, *part, *launch.command])
 
 
 def part_command(rank: int, command: Sequence[str]) -> list[str]:
-    """Returns the command of one node. Ranks above 0 serve no requests."""
+    """Returns the engine command for one node. Ranks above 0 serve no requests."""
     return [*command, "--node-rank", str(rank), *(["--headless"] if rank else [])]
 
 
 def main(private: Path, command: Sequence[str]) -> int:
-    """Runs the engine's part on this node until it or the server ends. Returns its exit status."""
+    """Runs the engine's part on this node until it or the server exits. Returns its exit status."""
     rank = int(os.environ["SLURM_PROCID"])
     for name in list(os.environ):
         if name.startswith(("PMI_", "PMIX_")):
@@ -70,7 +70,7 @@ def main(private: Path, command: Sequence[str]) -> int:
                 print(f"error: {private} belongs to another user, or is open to others", file=sys.stderr)
                 return 1
     try:
-        # Slurm signals a step before the server has answered requests in flight. The server ends the step itself.
+        # Slurm signals the step while the server is still draining requests. The server ends the step itself.
         return lifeline.main(part_command(rank, command), end_on=(signal.SIGHUP,))
     finally:
         if created:

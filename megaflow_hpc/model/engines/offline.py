@@ -1,8 +1,8 @@
-"""Checks while a campaign is planned whether its engine can load the model on nodes without a network.
+"""Checks during planning whether an engine can load its model on nodes without network access.
 
 Nothing is loaded. The checks look for the files of a model directory, for a Hugging Face name in the cache, and for the
 engine in its interpreter. The caller checks the contents of safetensors files. ``args`` that name another tokenizer or
-another way to load are not checked.
+another load format are not checked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines.adapters import interpreter
 
 MODULES = {"vllm": "vllm", "sglang": "sglang", "transformers": "transformers"}
-"""Engine that loads a model itself → its Python module."""
+"""Engine that loads models itself → its Python module."""
 CONFIGS = ("config.json", "params.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json", "spiece.model")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -25,7 +25,7 @@ PYTHON_TIMEOUT_S = 30.0
 
 
 def hub_cache() -> Path:
-    """Returns the directory of Hugging Face's cache according to its variables."""
+    """Returns the Hugging Face cache directory, as set by environment variables."""
     if named := os.environ.get("HF_HUB_CACHE"):
         return Path(named).expanduser()
     home = os.environ.get("HF_HOME")
@@ -35,13 +35,13 @@ def hub_cache() -> Path:
 
 
 def cached_models() -> list[str]:
-    """Returns the Hugging Face names of cached models that have a configuration file."""
+    """Returns the Hugging Face names of cached models that have a config file."""
     names = (entry.name.removeprefix("models--").replace("--", "/") for entry in hub_cache().glob("models--*"))
     return sorted(name for name in names if _snapshot(name) is not None)
 
 
 def _snapshot(name: str) -> Path | None:
-    """Returns the directory of a model's latest revision in the cache; ``None`` if it has no configuration file."""
+    """Returns the snapshot directory of a cached model's latest revision; ``None`` if it has no config file."""
     repository = hub_cache() / f"models--{name.replace('/', '--')}"
     try:
         revision = (repository / "refs" / "main").read_text().strip()
@@ -56,7 +56,7 @@ def _has_config(directory: Path) -> bool:
 
 
 def why_not_loaded(model: Mapping[str, Any]) -> str:
-    """Returns why the ``path`` of a ``model:`` section cannot be loaded offline, and what to do; empty if it can."""
+    """Returns why the ``path`` of a ``model:`` section cannot be loaded offline, and how to fix it; empty if it can."""
     path, args = str(model.get("path") or ""), _options(model)
     if model.get("engine") not in MODULES or not path:
         return ""
@@ -80,7 +80,7 @@ def why_not_loaded(model: Mapping[str, Any]) -> str:
 
 
 def weights_of(model: Mapping[str, Any]) -> Path | None:
-    """Returns the directory whose safetensors files the engine will load; ``None`` if it is unknown."""
+    """Returns the directory with the safetensors files that the engine will load; ``None`` if unknown."""
     path = str(model.get("path") or "")
     if model.get("engine") not in MODULES or not path or "load-format" in _options(model):
         return None
@@ -89,7 +89,7 @@ def weights_of(model: Mapping[str, Any]) -> Path | None:
 
 
 def _directory(path: str) -> Path | None:
-    """Returns the file or directory of a ``path``, which may be a name in the cache; ``None`` if it is missing."""
+    """Resolves a ``path``, which may be a name in the cache, to a file or directory; ``None`` if it is missing."""
     if os.path.exists(path):
         return Path(path)
     return _snapshot(path) if "/" in path and not os.path.isabs(path) else None
@@ -104,9 +104,9 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def why_no_engine(model: Mapping[str, Any]) -> str:
-    """Returns why the interpreter of a ``model:`` section cannot start its engine, and what to do; empty if it can.
+    """Returns why the interpreter of a ``model:`` section cannot start its engine, and how to fix it; empty if it can.
 
-    An engine in an image is not checked.
+    Engines in images are not checked.
     """
     module = MODULES.get(str(model.get("engine")))
     if module is None or model.get("image") or model.get("pool"):

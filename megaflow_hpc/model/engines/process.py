@@ -1,4 +1,4 @@
-"""Starts an engine under a lifeline, waits for its first completion, and ends it with all its processes."""
+"""Starts an engine under a lifeline, waits for its first completion, and stops it with all its processes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from megaflow_hpc.model.engines import external, failure
 from megaflow_hpc.model.engines.launch import Launch
 
 WARM_UP_TOKENS = 3
-"""Tokens of the first completion. With a single one, the engine would compile prefill but not decoding."""
+"""Length of the first completion in tokens. With a single token, the engine would compile prefill but not decode."""
 LOG_TAIL_BYTES = 200_000
-"""Bytes at the end of the engine's log that are searched for a cause, because many errors may follow the first."""
+"""Bytes at the end of the engine's log searched for a cause. Large, because the first error may cause many others."""
 END_TIMEOUT_S = 20.0
-"""Seconds for the lifeline to end the engine before it is killed."""
+"""Seconds that the lifeline gets to stop the engine before it is killed."""
 NOT_PASSED = ("PMI_", "PMIX_", "APPTAINER", "SINGULARITY")
-"""Prefixes of variables that engines do not get: those of an MPI world, and binds that a site's module adds."""
+"""Prefixes of environment variables withheld from engines: MPI's, and binds added by a site's Apptainer module."""
 
 
 class EngineProcess:
-    """The process of a :class:`~megaflow_hpc.model.engines.launch.Launch`. An external engine has none.
+    """The process of a :class:`~megaflow_hpc.model.engines.launch.Launch`. An external engine has no process.
 
     Args:
-        launch: The engine.
-        log_file: The engine's output is appended to this file.
+        launch: The engine's launch.
+        log_file: File to which the engine's output is appended.
     """
 
     def __init__(self, launch: Launch, log_file: Path) -> None:
@@ -40,7 +40,7 @@ class EngineProcess:
         self._log_start = 0
 
     async def start(self) -> None:
-        """Starts the process, if there is one, with its output appended to the log."""
+        """Starts the process, if any, and appends its output to the log."""
         if self.launch.uds:
             Path(self.launch.uds).unlink(missing_ok=True)
         if not self.launch.command:
@@ -61,11 +61,12 @@ class EngineProcess:
             os.close(descriptor)
 
     async def wait(self) -> None:
-        """Waits until the process ends. Never returns for an external engine."""
+        """Waits until the process exits. Never returns for an external engine."""
         await (self._process.wait() if self._process else asyncio.Event().wait())
 
     async def end(self) -> None:
-        """Ends the process and all its descendants by end-of-file on the lifeline, or else by SIGKILL."""
+        """Stops the process and its descendants: closes the lifeline's standard input, then sends SIGKILL if
+        necessary."""
         engine = self._process
         if engine is not None and engine.returncode is None:
             if engine.stdin is not None:
@@ -87,13 +88,13 @@ class EngineProcess:
         return failure.cause(tail, self._process.returncode if self._process else None)
 
     async def until_healthy(self, ask: external.Ask) -> None:
-        """Waits until the engine gives a completion.
+        """Waits until the engine returns a completion.
 
         Args:
             ask: Sends one request to the engine.
 
         Raises:
-            ModelServiceError: There was no completion within ``start_timeout_s``, or an external engine refuses it.
+            ModelServiceError: There was no completion within ``start_timeout_s``, or an external engine rejects it.
         """
         launch = self.launch
         if not launch.command:
@@ -101,7 +102,7 @@ class EngineProcess:
         deadline = time.monotonic() + launch.start_timeout_s
         pause, last = 0.05, "it did not listen"
         messages = [{"role": "user", "content": external.QUESTION}]
-        scores = launch.protocol != "text"  # as the gateway asks, so that everything is compiled in advance
+        scores = launch.protocol != "text"  # as the gateway requests, so everything is compiled in advance
         requests: list[tuple[str, dict[str, Any]]] = [
             (CHAT, {"messages": messages, **({"logprobs": True} if scores else {})}),
             (COMPLETIONS, {"prompt": external.QUESTION, **({"logprobs": 1} if scores else {})}),

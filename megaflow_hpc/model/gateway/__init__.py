@@ -1,7 +1,7 @@
-"""The gateway of a worker rank: one HTTP server on loopback that answers every rollout's model calls and records them.
+"""The gateway of a worker rank: one HTTP server on loopback that serves and records every rollout's model calls.
 
 The runner opens and closes rollouts, and passes on the list of engine servers. An agent sends requests in any of the
-dialects and gets answers in the same dialect. The gateway routes each call to a server, tries it elsewhere if that
+dialects and gets responses in the same dialect. The gateway routes each call to a server, retries it elsewhere if that
 server fails, and records it as token sequences with log-probabilities and weight versions. Closing a rollout returns
-its ``Recording``. A recorded campaign may answer instead of the engines. The gateway uses no files and no Slurm.
+its ``Recording``. A recorded campaign can take the place of the engines. The gateway uses neither files nor Slurm.
 """

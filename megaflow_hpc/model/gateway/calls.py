@@ -1,4 +1,4 @@
-"""Answers a call of a rollout, from the agent's request to the recorded answer."""
+"""Handles a rollout's model call, from the agent's request to the recorded response."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ T = TypeVar("T")
 
 
 class Calls:
-    """Answers the calls of all rollouts of a gateway, and records the answers.
+    """Handles and records the model calls of all rollouts of a gateway.
 
     Args:
         caller: Calls the engines.
-        policies: Model names that select a policy. Every other name selects the rollout's own policy.
-        replays: Policies that are answered from a recorded campaign.
-        media_domains: Policy → hosts from which its engines may fetch images. Default: no host.
-        sampling: Policy → how its tokens are sampled. Default: neutral settings.
+        policies: Model names that select a policy. Any other name selects the rollout's own policy.
+        replays: Policies served from a recorded campaign.
+        media_domains: Policy → hosts from which its engines may fetch images. Default: none.
+        sampling: Policy → its sampling settings. Default: neutral settings.
         keep_thoughts: Policies whose prompts keep earlier answers as they were sampled.
     """
 
@@ -61,15 +61,15 @@ class Calls:
         self._caller, self._policies, self._replays = caller, frozenset(policies), replays
         self._media_domains, self._sampling, self._keep_thoughts = media_domains, sampling, keep_thoughts
         self.tokens = 0
-        """Tokens that engines have sampled."""
+        """Tokens sampled by engines so far."""
 
     def end(self, rollout: OpenRollout) -> None:
-        """Ends a rollout's sessions of replay."""
+        """Ends a rollout's replay sessions."""
         for replay in self._replays.values():
             replay.end(rollout.token)
 
     def models(self, rollout: OpenRollout, name: str) -> web.Response:
-        """Returns the model of this name, or the list of models that an agent may name if it is empty."""
+        """Returns the model called ``name``. If ``name`` is empty, lists the models that the agent may request."""
 
         def card(name: str) -> dict[str, Any]:
             openai = {"id": name, "object": "model", "created": 0, "owned_by": "megaflow-hpc"}
@@ -84,17 +84,17 @@ class Calls:
     async def complete(
         self, rollout: OpenRollout, http: web.BaseRequest, endpoint: str, body: dict[str, Any], size: int
     ) -> web.StreamResponse:
-        """Answers a request for a completion.
+        """Handles a completion request.
 
         Args:
             rollout: The rollout that makes the call.
             http: The HTTP request.
-            endpoint: Its path without ``/v1``, which selects the dialect.
-            body: Its body.
-            size: Bytes of the body.
+            endpoint: Request path without ``/v1``; selects the dialect.
+            body: Decoded request body.
+            size: Size of the body in bytes.
 
         Raises:
-            CallError: The request is refused, or no engine answers.
+            CallError: The request is refused, or no engine responds.
         """
         dialect = DIALECTS[endpoint]
         if rollout.suspended:
@@ -105,7 +105,7 @@ class Calls:
         request = request._replace(free=not is_constrained(request.body, request.sampling.settings))
         try:
             async with rollout.reserved(asked, request.choices) as limit:
-                if rollout.suspended:  # while this call waited for budget
+                if rollout.suspended:  # the rollout was suspended while this call waited for budget
                     raise _suspension(rollout)
                 rollout.recorder.request_arrived()
                 rollout.in_flight += 1
@@ -128,7 +128,7 @@ class Calls:
     def _convert(
         self, rollout: OpenRollout, path: str, convert: Callable[[Mapping[str, Any]], dict[str, Any]], body: Any
     ) -> dict[str, Any]:
-        """Converts and checks an agent's request. Returns the options that the engine gets."""
+        """Converts and checks an agent's request. Returns the request for the engine."""
         try:
             asked = convert(body)
             domains = self._media_domains.get(self._policy(rollout, asked), ())
@@ -137,7 +137,7 @@ class Calls:
             raise CallError(400, str(error)) from None
 
     def _policy(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> str:
-        """Returns the policy that the request names as its model, or else the rollout's own."""
+        """Returns the policy that the request names as its model, or else the rollout's own policy."""
         model = asked.get("model")
         return model if isinstance(model, str) and model in self._policies else rollout.policy
 
@@ -154,7 +154,7 @@ class Calls:
         body: dict[str, Any],
         request: EngineRequest,
     ) -> web.StreamResponse:
-        """Sends the engine's answer to the agent, as JSON or as a stream."""
+        """Sends the engine's response to the agent, as JSON or as a stream."""
         async with rollout.quota.large_answer() as gate:
             answer = self._answer(rollout, request._replace(gate=gate))
             if not body.get("stream"):
@@ -168,7 +168,7 @@ class Calls:
             )
 
     async def _answer(self, rollout: OpenRollout, request: EngineRequest) -> protocols.Answer:
-        """Returns the answer of an engine or of a recorded campaign, and records it."""
+        """Gets a response from an engine or a recorded campaign, records it and returns it."""
         asked = dict(request.body)
         conversation = await offload(
             request.size, rollout.recorder.restore, asked.get("messages") or (), request.policy
@@ -220,7 +220,7 @@ class Calls:
     def _replayed(
         self, rollout: OpenRollout, request: EngineRequest, conversation: AskedPrompt, digest: str
     ) -> protocols.Answer:
-        """Returns the recorded answer to a call, and records it again."""
+        """Returns the recorded response to a call, and records it again."""
         try:
             sample = self._replays[request.policy].answer(rollout.token, rollout.id, digest)
         except ModelServiceError as error:

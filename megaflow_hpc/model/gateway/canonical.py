@@ -1,4 +1,4 @@
-"""Canonical forms of OpenAI messages, to recognise a message that a client has written in another form."""
+"""Canonical forms of OpenAI messages, to recognise messages that a client has rewritten."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from megaflow_hpc.model.json_text import LARGE, decoded, packed
 from megaflow_hpc.texts import containers_at
 
 RAW_ARGUMENT = "input"
-"""Name of the only argument of a tool call whose arguments are not a JSON object."""
+"""Name of the single argument of a tool call whose arguments are not a JSON object."""
 MAX_DEPTH = 64
-"""Nesting of arrays and objects in a tool call's arguments."""
+"""Maximum nesting of arrays and objects in a tool call's arguments."""
 
 
 def conversation_digest(messages: Any) -> str:
-    """Returns a digest of a conversation, independent of the order of keys."""
+    """Returns a digest of a conversation, independent of key order."""
     try:
         text = orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # half a surrogate pair, or numbers as keys
+    except TypeError:  # lone surrogates, or non-string keys
         text = repr(messages).encode("utf-8", "backslashreplace")
     return hashlib.blake2b(text, digest_size=12).hexdigest()
 
 
 def message_digest(message: Mapping[str, Any]) -> str:
-    """Returns a digest of a message. Ignores empty fields, and whether the text is a string or a list of one part."""
+    """Returns a digest of a message. Ignores empty fields, and treats a string and a list with one text part as
+    equal."""
     fields = {name: value for name, value in message.items() if value not in (None, "", [])}
     content = fields.get("content")
     if isinstance(content, list) and len(content) == 1 and set(content[0]) == {"type", "text"}:
@@ -37,7 +38,7 @@ def message_digest(message: Mapping[str, Any]) -> str:
 
 
 def meaning_digest(message: Mapping[str, Any]) -> str:
-    """Returns a digest of a message's role, text and tool calls. Ignores reasoning and the ids of tool calls."""
+    """Returns a digest of a message's role, text and tool calls. Ignores reasoning and tool-call ids."""
     content = message.get("content") or ""
     if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
         content = "".join(str(part.get("text") or "") for part in content)
@@ -57,8 +58,8 @@ def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def arguments_of(text: Any) -> dict[str, Any]:
     """Returns a tool call's arguments.
 
-    Text that is not a JSON object, or is nested deeper than :data:`MAX_DEPTH`, becomes the only argument
-    :data:`RAW_ARGUMENT`, because not every encoder accepts it.
+    Some encoders reject text that is not a JSON object or is nested deeper than :data:`MAX_DEPTH`. Such text becomes
+    the single argument :data:`RAW_ARGUMENT`.
     """
     if not text:
         return {}
@@ -74,12 +75,12 @@ def arguments_of(text: Any) -> dict[str, Any]:
 
 
 def call_ids(message: Mapping[str, Any]) -> str:
-    """Returns the ids of a message's tool calls, one per line."""
+    """Returns the tool-call ids of a message, one per line."""
     return "\n".join(str(call.get("id") or "") for call in message.get("tool_calls") or ())
 
 
 def completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
-    """Returns whether a message has the meaning of an answer with the same tool-call ids.
+    """Returns whether a message means the same as an answer with the same tool-call ids.
 
     Ignores additional arguments of its tool calls, because clients fill in defaults.
     """
@@ -95,10 +96,10 @@ def completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
 
 
 def raw_reasoning_of(message: Mapping[str, Any]) -> str:
-    """Returns a message's reasoning, which engines put into a field of either of two names."""
+    """Returns a message's reasoning, for which engines use two field names."""
     return message.get("reasoning") or message.get("reasoning_content") or ""
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """Returns a message's reasoning without the white space around it."""
+    """Returns a message's reasoning without leading and trailing whitespace."""
     return str(raw_reasoning_of(message)).strip()

@@ -1,14 +1,14 @@
-"""Builds the token ids of a prompt: the chat template's rendering, with earlier answers replaced by the sampled ids.
+"""Builds the token ids of a prompt: the chat template's rendering, with earlier answers replaced by their sampled ids.
 
-A rendering re-encodes the text of each earlier answer, often to other ids than the sampled ones. If the rendering
-contains the full text of an answer, the sampled ids replace it, and the sequence grows. White space between thought,
-text and tool calls may differ, because parsers drop it and templates add it again. If the template omits or changes a
-part of an answer, the rendering is sent unchanged, and a new sequence starts::
+A rendering re-encodes the text of each earlier answer, often to other ids than were sampled. If the rendering contains
+the full text of an answer, the sampled ids replace it, and the sequence grows. Whitespace between reasoning, text and
+tool calls may differ, because parsers drop it and templates add it again. If the template omits or changes a part of an
+answer, the rendering is sent unchanged, and a new sequence starts::
 
     rendered      [ prompt i           ][ answer i, re-encoded     ][ end of turn, observation, … ]
     sent          [ the sequence so far, with answer i as sampled  ][ end of turn, observation, … ]
 
-Many templates omit the thoughts of earlier answers; Qwen3's does so after the next user message. With
+Many templates omit the reasoning of earlier answers; Qwen3's does so after the next user message. With
 ``thoughts: keep`` in the campaign file's model section, every answer stays in the prompt as it was sampled.
 """
 
@@ -26,13 +26,13 @@ from megaflow_hpc.model.gateway.recorder import Tip
 from megaflow_hpc.model.json_text import offload
 
 _MAX_SEQUENCES = 4
-"""Sequences that a call with ``thoughts: keep`` is compared with, if its prompt extends no recorded rendering."""
+"""Maximum sequences compared with a ``thoughts: keep`` call whose prompt extends no recorded rendering."""
 _CONTEXT_TOKENS = 16
-"""Prompt tokens that give the engine context to decode the start of an answer."""
+"""Prompt tokens decoded along with an answer, so that its start is decoded in context."""
 
 
 async def continued(call: Call, rendered: array[int]) -> array[int]:
-    """Returns the prompt to send for a rendering. Raises as :meth:`Call.post` does, or if a reply is incomplete."""
+    """Returns the prompt to send for a rendering. Raises like :meth:`Call.post`, or if a reply is incomplete."""
     request = call.request
     messages = request.body.get("messages") or ()
     continues = await offload(request.size, request.recorder.tip, rendered, messages, request.policy)
@@ -58,7 +58,8 @@ async def continued(call: Call, rendered: array[int]) -> array[int]:
 
 
 async def _with_thoughts(call: Call, rendered: array[int], messages: Sequence[Mapping[str, Any]]) -> array[int]:
-    """Returns a prompt that keeps the sampled answers, although the template now renders earlier turns differently."""
+    """Returns a prompt that keeps the sampled answers even though the template now renders earlier turns
+    differently."""
     request = call.request
     tips = await offload(request.size, request.recorder.answered, messages, request.policy, _MAX_SEQUENCES)
     for sequence, tip in tips:
@@ -69,7 +70,7 @@ async def _with_thoughts(call: Call, rendered: array[int], messages: Sequence[Ma
 
 
 async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Tip) -> bool:
-    """Returns whether two encodings of an answer have the same text. Invalid UTF-8 at the end is ignored."""
+    """Returns whether two encodings of an answer decode to the same text. Ignores invalid UTF-8 at the end."""
     end = None if tip.stop is None else -1
     encodings = [list(part[:end]) for part in (sampled, given)]
     asked = [tokens for tokens in encodings if tokens]
@@ -83,7 +84,7 @@ async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Ti
     try:
         choices = (await call.post(TEXTS, request, 8 * len(sampled)))["choices"] if asked else []
     except RefusedCall:
-        return False  # this server cannot decode ids
+        return False  # this server cannot decode token ids
     texts = [str(choice["text"]).rstrip("\ufffd") for choice in choices]
     if len(texts) != len(asked):
         raise ValueError(f"{len(texts)} texts of {len(asked)}")
@@ -92,7 +93,7 @@ async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Ti
 
 
 def _parts(text: str, answer: Mapping[str, Any]) -> list[str]:
-    """Splits a decoded answer into thought, text and the rest, and strips the white space that parsers also strip."""
+    """Splits a decoded answer into reasoning, text and the rest, and strips the whitespace that parsers also strip."""
     parts = []
     for part in (reasoning_of(answer), str(answer.get("content") or "").strip()):
         if part and part in text:
@@ -102,9 +103,9 @@ def _parts(text: str, answer: Mapping[str, Any]) -> list[str]:
 
 
 async def _tail(call: Call, rendered: array[int], messages: Sequence[Mapping[str, Any]], tip: Tip) -> array[int]:
-    """Returns the tokens after the answer in a rendering; empty if they cannot be determined.
+    """Returns the tokens that follow the answer in a rendering; empty if they cannot be determined.
 
-    Renders the conversation once more with a different answer: both renderings end with the same tokens.
+    Renders the conversation again with a different answer: both renderings end with the same tokens.
     """
     content = str(tip.answer.get("content") or "").rstrip()
     changed = [dict(m) for m in messages]

@@ -1,16 +1,16 @@
 """The conversations of one rollout, stored as a tree of messages.
 
-A call's conversation is the path from a root to its answer. Conversations with a common beginning share its nodes::
+A call's conversation is the path from a root to its answer. Conversations with a common prefix share its nodes::
 
     system ── user ── answer 0 ── tool ── answer 1 ── tool ── answer 3      the agent
                                                   └── tool ── answer 4      the agent, with an edited history
     system ── user ── answer 2                                              a sub-agent, started by call 1
 
-Clients change earlier answers before they send them back. They re-encode the arguments of a tool call, fill in
-defaults, trim white space, and drop reasoning that their API does not carry. Such a message is matched with a recorded
-answer if it has the same meaning **and** the same position in the same conversation. The engine then gets the answer as
-it was generated. If several answers match, later messages of the conversation narrow them down. If the remaining ones
-differ, the engine gets what the client sent, and the conversation becomes a branch.
+Clients modify earlier answers before they send them back. They re-encode the arguments of a tool call, fill in
+defaults, trim whitespace, and drop reasoning that their API does not carry. Such a message matches a recorded answer if
+it has the same meaning **and** the same position in the same conversation. The engine then gets the answer as it was
+generated. If several answers match, later messages of the conversation narrow them down. If the remaining ones differ,
+the engine gets the client's version, and the conversation becomes a branch.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Message = Mapping[str, Any]
 
 
 class AskedPrompt(list[Message]):
-    """The messages of a call, as they are sent to the engine, and their position in the tree.
+    """The messages of a call, as sent to the engine, and their position in the tree.
 
     Args:
         messages: The messages.
         keys: Digest of each message.
-        nodes: Nodes of the leading messages that the tree already has.
+        nodes: Nodes of the leading messages that are already in the tree.
         started_by: The call that started this conversation (:attr:`~megaflow_hpc.trajectory.Turn.started_by`).
     """
 
@@ -54,12 +54,13 @@ class Conversations:
         self._recording = recording
         self._messages, self._parents = recording.messages, recording.parents
         self._children: dict[tuple[int, str], list[int]] = {}
-        """Parent and key of a message → nodes. The key is the message's digest. Answers are also stored under the
-        digest of their meaning and under the ids of their tool calls."""
+        """(parent node, message key) → nodes. The key is the message's digest. Answers are also stored under the digest
+        of their meaning and under their tool-call ids.
+        """
         self._turns: dict[int, int] = {}
         """Node of an answer → its call."""
         self._open: dict[int, None] = {}
-        """Nodes of answers with tool calls whose results no call has sent yet."""
+        """Nodes of answers with tool calls for which no call has sent results yet."""
         answers = {turn.message: number for number, turn in enumerate(recording.turns) if turn.message >= 0}
         for node, parent in enumerate(self._parents):
             self._index(node, message_digest(self._messages[node]), answers.get(node))
@@ -70,7 +71,7 @@ class Conversations:
 
         Args:
             messages: The client's messages, in OpenAI form.
-            policy: The policy that the call is for. Only its own answers are restored.
+            policy: The policy called. Only this policy's answers are restored.
         """
         keys = [message_digest(message) for message in messages]
         levels: list[list[int]] = []
@@ -82,7 +83,7 @@ class Conversations:
         nodes = [min(levels[-1])] if levels else []
         narrowed = False
         for depth in range(len(levels) - 2, -1, -1):
-            # A later answer narrows the candidates down. Other messages may be new to each of them.
+            # A later answer narrows down the candidates. Other messages may be new under each candidate.
             narrowed = narrowed or messages[depth + 1].get("role") == "assistant"
             if narrowed:
                 levels[depth] = sorted({self._parents[node] for node in levels[depth + 1]})
@@ -98,7 +99,7 @@ class Conversations:
         return AskedPrompt(sent, keys, nodes, self._starter(sent, nodes))
 
     def add(self, asked: AskedPrompt, answer: Message | None, turn: int) -> int:
-        """Stores the new messages of a call, and its answer. Returns the answer's node, -1 if there is no answer."""
+        """Stores the new messages of a call, and its answer. Returns the answer's node, or -1 if there is no answer."""
         node = asked.nodes[-1] if asked.nodes else -1
         for message, key in zip(asked[len(asked.nodes) :], asked.keys[len(asked.nodes) :], strict=True):
             existing = [child for child in self._children.get((node, key), ()) if child not in self._turns]
@@ -127,7 +128,7 @@ class Conversations:
             self._children.setdefault((parent, each), []).append(node)
 
     def _matching(self, parents: Sequence[int], message: Message, key: str) -> list[int]:
-        """Returns the children of ``parents`` that ``message`` may be."""
+        """Returns the children of ``parents`` that match ``message``."""
         matches = [node for parent in parents for node in self._children.get((parent, key), ())]
         if message.get("role") != "assistant":
             return matches
@@ -143,9 +144,9 @@ class Conversations:
         return [node for node in matches if call_ids(self._messages[node]) == ids] or matches
 
     def _as_written(self, node: int, message: Message, key: str, policy: str) -> Message | None:
-        """Returns the recorded answer at a node, with the client's ids of tool calls, because later messages use them.
+        """Returns the recorded answer at a node, with the client's tool-call ids, because later messages refer to them.
 
-        Returns ``None`` if another policy gave the answer and the client's message differs from it.
+        Returns ``None`` if the answer is another policy's and the client's message differs from it.
         """
         if node not in self._turns:
             return message
@@ -158,14 +159,15 @@ class Conversations:
         return answer
 
     def _starter(self, messages: Sequence[Message], nodes: Sequence[int]) -> int:
-        """Returns the call that started the conversation, -1 if none did, and closes tool calls that have results.
+        """Returns the call that started the conversation, or -1, and closes tool calls that have results.
 
-        A conversation without an earlier answer that begins while another one waits for tool results was started by a
-        waiting call: the latest whose arguments appear in the new conversation's user messages, or else the latest.
+        A conversation is a sub-agent's if it has no earlier answer and begins while another one waits for tool results.
+        The latest waiting call whose arguments appear in its user messages has started it, or else the latest waiting
+        call.
         """
         for node in nodes[: len(messages) - 1]:
             self._close(node)
-        # The tree has no path for a truncated or edited history, so find its earlier answers by their ids.
+        # A truncated or edited history has no path in the tree, so find its earlier answers by their ids.
         by_ids = {call_ids(message): message for message in messages[len(nodes) : -1]}
         for node in list(self._open):
             message = by_ids.get(call_ids(self._messages[node]))
@@ -179,7 +181,7 @@ class Conversations:
         return self._turns[max(quoted or waiting)]
 
     def _close(self, node: int) -> None:
-        """Marks the tool calls of an answer as done, and those of its siblings: they will get no results."""
+        """Marks the tool calls of an answer and of its siblings as done. The siblings will get no results."""
         if node in self._open:
             for other in list(self._open):
                 if self._parents[other] == self._parents[node]:

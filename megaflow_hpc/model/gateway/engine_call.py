@@ -1,4 +1,4 @@
-"""A request of an agent, posted to one engine server, and the decision who is at fault if it fails."""
+"""Posts an agent's request to one engine server, and decides who is at fault if it fails."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from megaflow_hpc.model.json_text import ANSWER, TooMuch, decoded, offload, pack
 from megaflow_hpc.types import Sampling
 
 _SERVER_AT_FAULT = frozenset({401, 403, 408, 429})
-"""HTTP statuses below 500 that another server may not give."""
+"""HTTP statuses below 500 for which another server is worth trying."""
 _FORBIDDEN = frozenset({401, 403})
-"""The request is at fault if the engine sent one of these, the key if the engine's proxy did."""
+"""From the engine, these blame the request; from the engine's proxy, they blame the key."""
 _MAX_REFUSAL = 64 * 2**10
-"""Bytes of a refusal that the agent gets."""
+"""Maximum bytes of a refusal passed on to the agent."""
 _MAX_VERSION_DIGITS = 9
 
 
 class Reply(dict[str, Any]):
-    """A JSON object that an engine answered."""
+    """A JSON object returned by an engine."""
 
     weight_version: int = 0
-    """Version of the weights that sampled the answer."""
+    """Version of the weights that sampled the response."""
     size: int = 0
     """Bytes that the server sent."""
 
 
 class RefusedCall(Exception):
-    """The engine refused a request as wrong (4xx). The agent gets the refusal unchanged."""
+    """The engine rejected a request as invalid (4xx). The agent gets the error unchanged."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"HTTP {status}")
@@ -41,48 +41,48 @@ class RefusedCall(Exception):
 
 
 class Unavailable(Exception):
-    """The server failed, not the request. The call may be repeated there or elsewhere."""
+    """The server is at fault, not the request. The call may be retried there or elsewhere."""
 
     def __init__(self, message: str, wait_s: float = 0.0) -> None:
         super().__init__(message)
         self.wait_s = wait_s
-        """Seconds for which the server asks not to be called (``Retry-After``)."""
+        """Backoff in seconds that the server asks for (``Retry-After``)."""
 
 
 class UnusableAnswer(Exception):
-    """The server gave a complete answer that cannot be used. The server or the request may be at fault.
+    """The server sent a complete response that is unusable. The server or the request may be at fault.
 
-    The router does not back off from the server because of it. Otherwise one agent could keep all others from it.
+    The router does not back off from the server. Otherwise one agent could take it away from all others.
     """
 
     def __init__(self, message: str, retry: bool = True, by_request: bool = False) -> None:
         super().__init__(message)
         self.retry = retry
-        """True if the same server may give a better answer to the same request."""
+        """True if a retry at the same server may succeed."""
         self.by_request = by_request
-        """True if the request asked for such an answer. Then the service has not failed."""
+        """True if the request itself caused the response. Then the service is not at fault."""
 
 
 class EngineRequest(NamedTuple):
-    """A checked request of a rollout, before a server is chosen."""
+    """A validated request of a rollout, before a server is chosen."""
 
     policy: str
     path: str
-    """Path of the engine's API."""
+    """Path in the engine's API."""
     body: Mapping[str, Any]
     recorder: Recorder
     size: int = 0
-    """Bytes of the agent's request."""
+    """Size of the agent's request in bytes."""
     sampling: Sampling = Sampling()
     """The policy's sampling settings."""
     keep_thoughts: bool = False
-    """Keep earlier answers in the prompt as they were sampled, even if the chat template changes them."""
+    """If True, earlier answers stay in the prompt as they were sampled, even if the chat template changes them."""
     free: bool = True
     """True if nothing in the request constrains the policy's choice of tokens."""
     limit: int = 0
-    """Token limit of each answer from the rollout's budget, if the body has no limit; 0: no limit."""
+    """Token limit per choice imposed by the rollout's budget, if the body has no limit; 0 means no limit."""
     gate: Gate | None = None
-    """Awaited before a large answer is read."""
+    """Awaited before a large response is read."""
 
     @property
     def chat(self) -> bool:
@@ -91,7 +91,7 @@ class EngineRequest(NamedTuple):
 
     @property
     def choices(self) -> int:
-        """Number of answers that the request asks for: of a plain completion, some to each prompt."""
+        """Number of choices requested, over all prompts of a plain completion."""
         prompts, each = self.body.get("prompt"), int(self.body.get("n") or 1)
         if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
             return each * len(prompts)
@@ -99,12 +99,12 @@ class EngineRequest(NamedTuple):
 
     @property
     def may_be_large(self) -> bool:
-        """True if the request asks for several answers, or for log-probabilities of tokens that are not sampled."""
+        """True if the request asks for several choices, or for log-probabilities of tokens that are not sampled."""
         return self.choices > 1 or bool(self.body.get("top_logprobs")) or (self.body.get("logprobs") or 0) > 1
 
 
 class Call(NamedTuple):
-    """A request at one server."""
+    """A request to one specific server."""
 
     request: EngineRequest
     server: Server
@@ -112,15 +112,15 @@ class Call(NamedTuple):
     timeout_s: float
 
     async def post(self, path: str, body: Mapping[str, Any], size: int = 0) -> Reply:
-        """Posts one JSON request of the call and returns the answer.
+        """Posts one of the call's JSON requests and returns the reply.
 
         Args:
-            size: Bytes of an engine's answer that ``body`` contains.
+            size: Bytes of an earlier engine response that ``body`` contains.
 
         Raises:
             RefusedCall: The request is at fault.
-            UnusableAnswer: The engine failed at the request, refuses it as forbidden, or exceeds limits on answers.
-            Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, or an answer that is not JSON.
+            UnusableAnswer: The engine failed on the request, rejects it as forbidden, or exceeds response limits.
+            Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, or a response that is not JSON.
         """
         server, by_request = self.server, self.request.may_be_large
         encoded = await offload(max(self.request.size, size), packed, body)
@@ -131,7 +131,7 @@ class Call(NamedTuple):
                 key=server.key,
                 fingerprint=server.tls_fingerprint,
                 timeout_s=self.timeout_s,
-                # A rendered prompt is as long as the prompt, which the quota has already admitted.
+                # A rendered prompt is about as long as the request, which the quota has already admitted.
                 gate=None if path == RENDER else self.request.gate,
             )
         except AnswerTooLong as error:
@@ -144,7 +144,7 @@ class Call(NamedTuple):
         version_header = response.headers.get(WEIGHT_VERSION.lower())
         if status >= 300:
             message = f"{server.name}: HTTP {status}: {bytes(raw[:300]).decode('utf-8', 'replace')}"
-            by_engine = version_header is not None  # the proxy's own answers lack the header
+            by_engine = version_header is not None  # responses by the proxy itself lack the header
             if status == 500 or (status in _FORBIDDEN and by_engine):
                 raise UnusableAnswer(message)
             if status > 501 or status in _SERVER_AT_FAULT or status < 400:
@@ -166,10 +166,10 @@ class Call(NamedTuple):
         return reply
 
     async def complete(self, **changes: Any) -> Reply:
-        """Posts the request itself with ``changes``; raises as :meth:`post` does.
+        """Posts the request itself with ``changes``. Raises like :meth:`post`.
 
-        Engines refuse a limit above the context space that is left after the prompt. That space is then the smaller
-        limit, so the request is sent without one.
+        Engines reject a token limit that exceeds the context space left after the prompt. In that case the request is
+        sent without a limit, because the space left is the lower limit.
         """
         if self.request.limit:
             try:
@@ -181,9 +181,9 @@ class Call(NamedTuple):
     def asked(self, **changes: Any) -> dict[str, Any]:
         """Returns the body to send to the engine, with the engine's model name, no streaming, and ``changes``.
 
-        Fills in the policy's sampling settings that the agent has not set, because engines have defaults of their
-        own, such as those of ``generation_config.json``. Engines that report no tokens may support OpenAI's options
-        only, so they get only the settings that are not neutral.
+        Sets the policy's sampling settings where the agent has not, because engines have their own defaults, such as
+        those in ``generation_config.json``. Engines that report no tokens may support only OpenAI's options, so they
+        only get settings that are not neutral.
         """
         sampling = self.request.sampling
         settings = sampling.unusual if self.server.protocol == "text" else sampling.settings
@@ -191,13 +191,13 @@ class Call(NamedTuple):
 
 
 def parse_weight_version(text: Any) -> int | None:
-    """Returns the version of the weights in a text or number; ``None`` if it is invalid."""
+    """Parses a weight version from a string or number; ``None`` if it is invalid."""
     text = str(text)
     return int(text) if len(text) <= _MAX_VERSION_DIGITS and text.isascii() and text.isdecimal() else None
 
 
 def retry_after_s(value: str) -> float:
-    """Returns the seconds that a ``Retry-After`` header of either form asks for (RFC 9110); 0 if it is invalid."""
+    """Parses either form of a ``Retry-After`` header (RFC 9110) as seconds; 0 if it is invalid."""
     try:
         if value.isascii() and value.isdecimal():
             return float(value)

@@ -1,7 +1,7 @@
-"""The gateway's HTTP client: posts calls to engine servers over connections that are kept alive.
+"""The gateway's HTTP client: posts calls to engine servers over keep-alive connections.
 
-The client compares a server's certificate with its fingerprint before it sends a byte. Names and certificate
-authorities play no part then. Cancelling a call closes its connection, so the engine stops working on it.
+If a fingerprint is given, the client checks the server's certificate against it before it sends any data, and ignores
+host names and certificate authorities. Cancelling a call closes its connection, so the engine stops working on it.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import aiohttp
 
 CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 20.0
-"""Seconds after which an unused connection is closed. Servers keep theirs longer."""
+"""Seconds after which an idle connection is closed. Servers keep theirs open longer."""
 MAX_ANSWER = 32 * 2**20
-"""Largest body of an answer in bytes."""
+"""Maximum size of a response body, in bytes."""
 SMALL_ANSWER = 2**20
-"""Bytes of a body that are read before the rollout's quota for large answers is needed."""
+"""Bytes of a response body that are read without the rollout's quota for large responses."""
 GATE_TIMEOUT_S = 120.0
-"""Seconds that a large answer waits for the quota. Its server has other clients to serve."""
+"""Maximum seconds that a large response waits for the quota, because its server has other clients."""
 _HEADERS_LEFT_OUT = ("Accept", "Accept-Encoding", "User-Agent")
 Gate = Callable[[], Awaitable[None]]
-"""Returns once a large answer may be read."""
+"""Returns once a large response may be read."""
 
 
 class ExchangeFailed(Exception):
-    """There is no connection, the certificate is wrong, or the answer is incomplete or not HTTP."""
+    """The connection failed, the certificate is wrong, or the response is incomplete or not HTTP."""
 
 
 class AnswerTooLong(ExchangeFailed):
-    """The answer's body is longer than :data:`MAX_ANSWER`. The request may be at fault."""
+    """The response body is longer than :data:`MAX_ANSWER`. The request may be at fault."""
 
 
 class GateTimeout(ExchangeFailed):
-    """A large answer waited longer than :data:`GATE_TIMEOUT_S` for the rollout's quota."""
+    """A large response waited longer than :data:`GATE_TIMEOUT_S` for the rollout's quota."""
 
 
 @dataclass
 class Response:
-    """A complete answer. Header names are in lower case."""
+    """A complete response. Header names are lower case."""
 
     status: int
     headers: dict[str, str]
@@ -49,12 +49,12 @@ class Response:
 
 
 class EngineClient:
-    """Posts JSON requests to engine servers. Lives in one event loop."""
+    """Posts JSON requests to engine servers. Confined to one event loop."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
         self._fingerprints: dict[str, aiohttp.Fingerprint] = {}
-        """aiohttp reuses a connection only for the same fingerprint object, so each fingerprint has one object."""
+        """One object per fingerprint, because aiohttp reuses connections only for the same fingerprint object."""
 
     async def post(
         self,
@@ -66,19 +66,19 @@ class EngineClient:
         timeout_s: float,
         gate: Gate | None = None,
     ) -> Response:
-        """Posts a JSON body and returns the complete answer.
+        """Posts a JSON body and returns the complete response.
 
         Args:
             url: ``http://`` or ``https://``, with port and path.
-            key: Bearer token, sent after the certificate has been compared.
-            fingerprint: SHA-256 of the server's certificate in hexadecimal. Empty: the system's authorities decide.
+            key: Bearer token, sent once the certificate has been verified.
+            fingerprint: SHA-256 of the server's certificate in hexadecimal. If empty, the system's CAs are used.
             timeout_s: Seconds for the whole exchange.
-            gate: Awaited before more than :data:`SMALL_ANSWER` of the answer is read.
+            gate: Awaited before more than :data:`SMALL_ANSWER` bytes of the response are read.
 
         Raises:
-            AnswerTooLong: The answer has more than :data:`MAX_ANSWER` bytes.
+            AnswerTooLong: The response has more than :data:`MAX_ANSWER` bytes.
             GateTimeout: The gate did not open in time.
-            ExchangeFailed: There is no complete answer.
+            ExchangeFailed: There was no complete response.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -87,7 +87,7 @@ class EngineClient:
                 except aiohttp.ClientConnectorError:
                     raise
                 except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                    # The server may have closed an idle connection at this moment, so try once more.
+                    # The server may have closed the idle connection just now, so retry once.
                     return await self._exchange(url, body, key, fingerprint, gate)
         except aiohttp.ServerFingerprintMismatch as error:
             message = "FingerprintMismatch: another certificate than its endpoint file names; nothing was sent"
@@ -106,7 +106,7 @@ class EngineClient:
     async def _exchange(self, url: str, body: bytes, key: str, fingerprint: str, gate: Gate | None) -> Response:
         async with self._open_session().post(
             url,
-            data=io.BytesIO(body),  # aiohttp sends it in parts, so a large body does not block the event loop
+            data=io.BytesIO(body),  # aiohttp sends it in chunks, so a large body does not block the event loop
             headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
             ssl=self._pinned(fingerprint) if fingerprint else True,
             allow_redirects=False,
@@ -133,7 +133,7 @@ class EngineClient:
 
 
 async def _read(answer: aiohttp.ClientResponse, gate: Gate | None) -> bytearray:
-    """Reads the body of an answer. While the gate is closed, TCP's flow control slows its server down."""
+    """Reads a response body. While the gate is closed, TCP flow control slows down the server."""
     body = bytearray()
     while part := await answer.content.readany():
         body += part

@@ -1,14 +1,14 @@
-"""Retries a call at other servers until one answers it.
+"""Retries a call at other servers until one of them serves it.
 
-The agent gets an answer only once it is complete. So the gateway can retry a call if its server is unreachable, closes
+The agent gets a response only once it is complete. So the gateway can retry a call if its server is unreachable, closes
 the connection, or replies with 5xx or garbage.
 
-A server that is unreachable enters a backoff, and no call uses it meanwhile. A server that sends a complete but
-unusable answer (:class:`~megaflow_hpc.model.gateway.engine_call.UnusableAnswer`) does not: the agent may have sent a
-request that makes an engine fail. The gateway tries such a call at each other server. Then it retries that call with a
-backoff, and delays no other call.
+A server that is unreachable enters a backoff, during which no call uses it. A server that sends a complete but unusable
+response (:class:`~megaflow_hpc.model.gateway.engine_call.UnusableAnswer`) does not, because the agent's request may
+have made the engine fail. The gateway tries such a call at each other server. Then it retries that call with a backoff,
+without delaying other calls.
 
-When a call has failed for good, the gateway sends a short request of its own, the *control*. If a server answers the
+When a call has finally failed, the gateway sends a short request of its own, the *control*. If a server answers the
 control, the agent's request was at fault, and the agent gets an error. Otherwise the service is down, and the rollout
 is retried. So an agent cannot avoid its verdict by sending a request that breaks the engine.
 """
@@ -33,12 +33,12 @@ from megaflow_hpc.model.gateway.router import Router, Server
 
 T = TypeVar("T")
 RETRY_S = 0.5
-"""Seconds before a call is repeated after an unusable answer, doubled each time."""
+"""Seconds before a call is retried after an unusable response, doubled each time."""
 MAX_UNUSABLE, MAX_UNUSABLE_OF_ONE = 6, 3
-"""A call fails after this many unusable answers in total, or of one server that answers the control."""
+"""Unusable responses after which a call fails: in total, and from a single server that answers the control."""
 CONTROL_TIMEOUT_S = 30.0
 CONTROL_SERVERS = 4
-"""Number of servers, the least busy ones, that get a control at the same time."""
+"""Number of servers, the least busy ones, that get a control concurrently."""
 Ask = Callable[[Call], Awaitable[T]]
 
 
@@ -48,18 +48,18 @@ class Answered(NamedTuple, Generic[T]):
     answer: T
     server: Server
     model_s: float
-    """Seconds at the server that answered."""
+    """Seconds spent at the server that responded."""
     wait_s: float
-    """Seconds of waiting and failed attempts before that."""
+    """Seconds spent waiting and on failed attempts before that."""
 
 
 class Caller:
-    """Makes the calls of all rollouts of a gateway.
+    """Makes the engine calls of all rollouts of a gateway.
 
     Args:
-        wait_s: Seconds for which a call waits for an available server.
-        request_timeout_s: Timeout of one request in seconds. Exceeding it counts as the server's failure.
-        limits: Limits on the rate and number of requests in flight, for all calls together.
+        wait_s: Maximum seconds that a call waits for an available server.
+        request_timeout_s: Timeout of one request in seconds. A timeout counts as a failure of the server.
+        limits: Limits on the rate and on requests in flight, for all calls together.
     """
 
     def __init__(self, wait_s: float, request_timeout_s: float, limits: CallLimits | None = None) -> None:
@@ -77,12 +77,12 @@ class Caller:
 
         Args:
             rollout: The rollout that makes the call.
-            request: What it asks for.
+            request: The request to send.
             ask: Protocol function that sends the request to a server.
 
         Raises:
-            RefusedCall: The request is at fault, or its answer cannot be recorded.
-            ModelServiceError: No server answered in time. The rollout's ``failure`` has the cause.
+            RefusedCall: The request is at fault, or the response cannot be recorded.
+            ModelServiceError: No server responded in time. The cause is in the rollout's ``failure``.
         """
         arrived = time.monotonic()
         try:
@@ -95,13 +95,13 @@ class Caller:
     async def _try(self, rollout: OpenRollout, request: EngineRequest, ask: Ask[T], arrived: float) -> Answered[T]:
         router, policy, group = self.router, request.policy, rollout.group
         previous = rollout.servers.get(policy, "")
-        deadline = time.monotonic() + self._wait_s  # time spent waiting for a turn is not the servers' fault
+        deadline = time.monotonic() + self._wait_s  # time spent waiting for a turn must not count against the servers
         cause, unusable = "", Counter[str]()
         control, control_succeeded = partial(self._control, request, ask), False
         while True:
             server = router.pick(policy, previous, group, unusable)
             if server is None:
-                # If the agent times out during this wait, the service may be to blame.
+                # If the agent times out during this wait, the service may be at fault.
                 rollout.failed(cause or router.describe(policy), control)
                 try:
                     server = await router.acquire(policy, deadline, previous, group)
@@ -126,13 +126,13 @@ class Caller:
                     control_succeeded = await control()
                     if not control_succeeded:
                         raise ModelServiceError(f"policy {policy!r}: {cause}") from error
-                await asyncio.sleep(0)  # a server that fails at once must not block the event loop
+                await asyncio.sleep(0)  # a server that fails immediately must not block the event loop
                 continue
             except UnusableAnswer as error:
-                server.succeeded()  # it is reachable
+                server.succeeded()  # the server is reachable
                 problem = error
             except RefusedCall:
-                server.succeeded()  # it checked the request
+                server.succeeded()  # the engine validated the request, so it works
                 raise
             else:
                 server.succeeded()
@@ -157,7 +157,8 @@ class Caller:
         return Call(request, server, self._client, self._request_timeout_s)
 
     async def _control(self, request: EngineRequest, ask: Ask[Any]) -> bool:
-        """Returns whether a server answers a short request of the gateway, sent in the same way as the failed call."""
+        """Returns whether any server answers a short request of the gateway, sent in the same way as the failed
+        call."""
         timeout_s = min(CONTROL_TIMEOUT_S, self._request_timeout_s)
 
         async def answers(server: Server) -> bool:
@@ -166,7 +167,7 @@ class Caller:
             try:
                 await ask(self._at(server, own)._replace(timeout_s=timeout_s))
             except RefusedCall:
-                pass  # the engine works: it checked the request
+                pass  # the engine validated the request, so it works
             except (Unavailable, UnusableAnswer):
                 return False
             server.succeeded()

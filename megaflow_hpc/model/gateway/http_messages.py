@@ -1,4 +1,4 @@
-"""Requests and answers of the gateway's HTTP server: keys, JSON bodies, streams, and errors with their types."""
+"""Requests and responses of the gateway's HTTP server: keys, JSON bodies, streams, and errors with their types."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megaflow_hpc.model.json_text import decoded, effort, offload, packed
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
 SUSPENDED = "rollout_suspended"
-"""Types of errors that a client should not retry."""
+"""Error types that a client should not retry."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
 SEND_TIMEOUT_S = 60.0
-"""Seconds for an agent to read an answer. Other calls of its rollout may wait for that."""
+"""Seconds within which an agent must read a response. Other calls of its rollout may be waiting for it."""
 PING_INTERVAL_S = 20.0
-"""Seconds of silence in a stream after which a comment is sent."""
+"""Seconds of silence after which a comment is sent in a stream."""
 MAX_BODY = 32 * 2**20
-"""Largest body of a request in bytes."""
+"""Maximum size of a request body, in bytes."""
 MAX_BODY_OF_UNKNOWN_SIZE = 8 * 2**20
-"""Largest body in bytes without a ``Content-Length``, or of a compressed body."""
+"""Maximum size in bytes of a body that is compressed or has no ``Content-Length``."""
 MAX_FIELDS = 1000
-"""Fields of one request."""
+"""Maximum number of fields in a request."""
 
 
 class CallError(Exception):
@@ -37,8 +37,8 @@ class CallError(Exception):
 
     Args:
         status: HTTP status.
-        message: Text for the agent.
-        kind: The error's type.
+        message: Error message for the agent.
+        kind: Error type.
     """
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
@@ -51,7 +51,7 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 
 async def send_json(request: web.BaseRequest, size: int, body: Callable[[], Any]) -> web.StreamResponse:
-    """Answers with the result of ``body`` as JSON.
+    """Awaits ``body`` and sends the result as JSON.
 
     Args:
         size: Bytes that the engine sent.
@@ -69,25 +69,25 @@ async def send_stream(
     events: Callable[[dict[str, Any]], Iterator[Event]],
     failed: Callable[[Exception], Event],
 ) -> web.StreamResponse:
-    """Streams the events of an answer, which the engine gives as a whole.
+    """Sends a complete engine response as a stream of events.
 
     While the engine works, nothing is sent, so that a failure is an ordinary HTTP error. After
-    :data:`PING_INTERVAL_S` the stream opens with a comment, which clients skip, and repeats it, so that no client takes
-    the connection for dead. A later failure is an event of the stream.
+    :data:`PING_INTERVAL_S` the stream opens with a comment, and repeats it at that interval. Clients skip comments,
+    but comments keep them from giving up on the connection. A later failure is sent as an event of the stream.
 
     Args:
         request: The agent's request.
-        answer: The engine's answer, awaited here.
-        events: Converts the answer to events.
-        failed: Converts an exception, raised after the stream has begun, to an event.
+        answer: The engine's response, awaited here.
+        events: Converts the response to events.
+        failed: Converts an exception, raised after the stream has started, to an event.
 
     Raises:
-        Exception: As ``answer`` does before the stream has begun.
+        Exception: ``answer`` failed before the stream started.
     """
     work = asyncio.ensure_future(answer)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
-        with suppress(ConnectionResetError):  # the agent has left
+        with suppress(ConnectionResetError):  # the agent has disconnected
             while not (await asyncio.wait({work}, timeout=PING_INTERVAL_S))[0]:
                 if not response.prepared:
                     await response.prepare(request)
@@ -102,7 +102,7 @@ async def send_stream(
             async with _sending(request):
                 if not response.prepared:
                     await response.prepare(request)
-                await response.write(body)  # at once, so that a small answer is one packet
+                await response.write(body)  # in one write, so that a small response fits in one packet
                 await response.write_eof()
         return response
     finally:
@@ -110,14 +110,15 @@ async def send_stream(
 
 
 def _encode(name: str, data: Any) -> bytes:
-    """Encodes one server-sent event. Text is sent unchanged, other data as JSON."""
+    """Encodes a server-sent event. Strings are sent unchanged, other data as JSON."""
     head = f"event: {name}\n".encode() if name else b""
     return b"%bdata: %b\n\n" % (head, data.encode() if isinstance(data, str) else packed(data))
 
 
 @asynccontextmanager
 async def _sending(request: web.BaseRequest) -> AsyncIterator[None]:
-    """Closes the connection of an agent that has left, or does not read the answer within :data:`SEND_TIMEOUT_S`."""
+    """Closes the connection if the agent has disconnected, or does not read the response within
+    :data:`SEND_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(SEND_TIMEOUT_S):
             yield
@@ -127,14 +128,14 @@ async def _sending(request: web.BaseRequest) -> AsyncIterator[None]:
 
 
 def bearer_key(request: web.BaseRequest) -> bytes:
-    """Returns the key of a request, from ``Authorization: Bearer`` or ``x-api-key``; empty without one."""
+    """Returns the key of a request, from ``Authorization: Bearer`` or ``x-api-key``; empty if it is missing."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     given = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    return given.encode("utf-8", "surrogateescape")  # headers need not be UTF-8
+    return given.encode("utf-8", "surrogateescape")  # headers may not be valid UTF-8
 
 
 def body_size(request: web.BaseRequest) -> int:
-    """Returns an upper limit for the bytes of a request's body, before it is read.
+    """Returns an upper bound for the size of a request body in bytes, before it is read.
 
     Raises:
         CallError: The body is longer than :data:`MAX_BODY`.
@@ -148,7 +149,7 @@ def body_size(request: web.BaseRequest) -> int:
 
 
 async def read_object(request: web.BaseRequest, max_bytes: int) -> tuple[dict[str, Any], int]:
-    """Reads a request's body. Returns its JSON object, and its :func:`~megaflow_hpc.model.json_text.effort`.
+    """Reads and decodes a request body. Returns the JSON object and its :func:`~megaflow_hpc.model.json_text.effort`.
 
     Raises:
         CallError: The body is not a JSON object, is too long, or has too many values.
@@ -169,7 +170,7 @@ async def read_object(request: web.BaseRequest, max_bytes: int) -> tuple[dict[st
 
 
 def error_fields(error: Exception) -> tuple[int, str, str]:
-    """Returns HTTP status, message and type of an exception that ended a call."""
+    """Returns (HTTP status, message, error type) for an exception that ended a call."""
     if isinstance(error, CallError):
         return error.status, str(error), error.kind
     if isinstance(error, RecursionError):
@@ -178,7 +179,7 @@ def error_fields(error: Exception) -> tuple[int, str, str]:
 
 
 def refusal_fields(body: bytes) -> tuple[str, str]:
-    """Returns message and type of an engine's refusal. A body of another form is the message."""
+    """Returns (message, error type) of an engine's refusal. If the body has an unknown form, it becomes the message."""
     try:
         reply = orjson.loads(body)
         error = reply.get("error") or reply

@@ -1,7 +1,7 @@
 """Limits a gateway's requests to the engines: requests and tokens per second, and requests in flight.
 
-Calls wait in their order of arrival, and none is refused. The number of an answer's tokens is known only when it has
-arrived. It is charged then, and later calls wait until an overdraft is paid off. Bursts of one second's allowance pass.
+Calls wait in order of arrival and are never refused. The number of tokens is known only once the response has arrived.
+They are charged then, and later calls wait until any overdraft is paid off. Bursts up to one second's allowance pass.
 
 A campaign's limits are divided among its gateways (:meth:`Quotas.share`), so gateways need not communicate.
 """
@@ -18,27 +18,27 @@ from typing import Any
 Clock = Callable[[], float]
 _sleep = asyncio.sleep
 _ROUNDING = 1e-6
-"""Tolerance for rounding errors of a bucket's level."""
+"""Tolerance for rounding errors in a bucket's level."""
 
 
 @dataclass(frozen=True)
 class Quotas:
-    """Limits of a campaign or of one gateway; ``None`` is unlimited."""
+    """Limits of a campaign or of one gateway; ``None`` means unlimited."""
 
     requests_per_s: float | None = None
     tokens_per_s: float | None = None
-    """Prompt and sampled tokens together."""
+    """Prompt and sampled tokens combined."""
     in_flight: int | None = None
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> Quotas:
-        """Returns the quotas of a campaign's ``quotas:`` section."""
+        """Parses a campaign's ``quotas:`` section."""
         return cls(section.get("requests_per_s"), section.get("tokens_per_s"), section.get("in_flight"))
 
     def share(self, gateways: int) -> Quotas:
-        """Returns the part of one gateway out of ``gateways``. The parts add up to no more than the whole.
+        """Returns the share of one of ``gateways`` gateways. The shares never add up to more than the total.
 
-        A part allows at least one request in flight. Planning refuses campaigns with fewer of them than gateways.
+        Each share allows at least one request in flight. Planning ensures that there are enough for all gateways.
         """
         count = max(gateways, 1)
         return Quotas(
@@ -49,7 +49,7 @@ class Quotas:
 
 
 class Bucket:
-    """A token bucket of ``rate`` per second. It holds the tokens of one second, but at least 1."""
+    """A token bucket that refills at ``rate`` per second. It holds one second's worth of tokens, but at least 1."""
 
     def __init__(self, rate: float, clock: Clock = time.monotonic) -> None:
         self.rate, self._clock = rate, clock
@@ -57,12 +57,12 @@ class Bucket:
         self._level, self._at = self._size, clock()
 
     def take(self, amount: float) -> None:
-        """Takes ``amount`` now. The level may become negative."""
+        """Takes ``amount`` immediately. The level may become negative."""
         self._fill()
         self._level -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Returns the seconds until the bucket holds ``amount``, at most its size."""
+        """Returns the seconds until the bucket holds ``amount``, capped at its capacity."""
         self._fill()
         missing = min(amount, self._size) - self._level
         return missing / self.rate if missing > _ROUNDING else 0.0
@@ -73,7 +73,7 @@ class Bucket:
 
 
 class CallLimits:
-    """Enforces the quotas of one gateway. Lives in one event loop."""
+    """Enforces the quotas of one gateway. Confined to one event loop."""
 
     def __init__(self, quotas: Quotas | None = None, clock: Clock = time.monotonic) -> None:
         quotas = quotas or Quotas()
@@ -85,12 +85,12 @@ class CallLimits:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Waits until a call may be made. The context counts as one request in flight."""
+        """Waits until a call may be made. Inside the context, the call counts as in flight."""
         if self._unlimited:
             yield
             return
         async with self._in_flight or nullcontext():
-            async with self._entry:  # asyncio's locks are first come, first served
+            async with self._entry:  # asyncio locks are FIFO
                 while (wait_s := self._wait_s()) > 0:
                     await _sleep(min(wait_s, 1.0))
                 if self._requests is not None:
@@ -98,12 +98,12 @@ class CallLimits:
             yield
 
     def charge(self, tokens: int) -> None:
-        """Charges the tokens of an answer and its prompt."""
+        """Charges the tokens of a response and its prompt."""
         if self._tokens is not None:
             self._tokens.take(tokens)
 
     def _wait_s(self) -> float:
         requests = self._requests.wait_s(1) if self._requests is not None else 0.0
-        # Half a token suffices to start: an overdraft only has to be paid off.
+        # Half a token is enough to start, because only an overdraft has to be paid off.
         tokens = self._tokens.wait_s(0.5) if self._tokens is not None else 0.0
         return max(requests, tokens)

@@ -1,4 +1,4 @@
-"""A rollout while it is open at its gateway: address, key, budget, quota and recorder."""
+"""A rollout that is open at its gateway: address, key, budget, quota and recorder."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.types import CallBudget
 
 SEEDS = 2**31
-"""Seeds are below this number, which every engine supports."""
+"""Exclusive upper bound for seeds that every engine supports."""
 MAX_CALLS = 64
-"""Calls of one rollout that are read, decoded and answered at once."""
+"""Maximum concurrent calls of one rollout."""
 
 
 class OverBudget(Exception):
-    """The rollout's budget leaves no room for a call; the message names the limit."""
+    """The rollout's budget is too small for a call. The message names the limit."""
 
 
 class RolloutQuota:
-    """Limits what one rollout may hold of its gateway: calls, bytes of their bodies, and one large answer.
+    """Limits the gateway resources that one rollout can hold: calls, bytes of their bodies, and one large response.
 
-    Calls that exceed the quota wait, first come, first served, so that the gateway serves its other rollouts. Lives in
-    one event loop.
+    Calls over the quota wait in order of arrival, so that the gateway can serve its other rollouts. Confined to one
+    event loop.
 
     Args:
-        size: Bytes of the bodies of all calls together, and so the largest single body.
-        calls: Calls at once.
+        size: Maximum total bytes of the bodies of all calls, and so of a single body.
+        calls: Maximum concurrent calls.
     """
 
     def __init__(self, size: int, calls: int = MAX_CALLS) -> None:
@@ -42,7 +42,8 @@ class RolloutQuota:
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[None]:
-        """Waits until a call with a body of ``size`` bytes may be read, and holds its part of the quota."""
+        """Waits until a call with a body of ``size`` bytes may be read. Holds its part of the quota inside the
+        context."""
         if self._waiting or not self._fits(size):
             await self._wait(size)
         else:
@@ -54,7 +55,7 @@ class RolloutQuota:
 
     @asynccontextmanager
     async def large_answer(self) -> AsyncIterator[Gate]:
-        """Yields a gate to await before a large answer is read. It opens for one call at a time.
+        """Yields a gate to await before a large response is read. It opens for one call at a time.
 
         The call holds the gate until its context ends.
         """
@@ -90,7 +91,7 @@ class RolloutQuota:
             await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self._give(size)  # it got its part in the same instant
+                self._give(size)  # the call got its part just before the cancellation
             else:
                 self._waiting.pop(future, None)
                 self._wake()
@@ -114,45 +115,45 @@ class OpenRollout:
     id: str
     policy: str
     token: str
-    """The rollout's part of the address."""
+    """URL path segment that identifies the rollout."""
     key: str
-    """Bearer token of its clients."""
+    """Bearer token required from its clients."""
     recorder: Recorder
     budget: CallBudget = field(default_factory=CallBudget)
     servers: dict[str, str] = field(default_factory=dict)
-    """Policy → name of the server that answered last."""
+    """Policy → name of the server that served the latest call."""
     failure: str = ""
-    """Why the latest call got no answer or still waits; empty if it was answered."""
+    """Why the latest call failed or is still pending; empty if it succeeded."""
     control: Callable[[], Awaitable[bool]] | None = None
-    """Checks whether the service answers another request. ``None``: it is known not to."""
+    """Checks whether the service answers another request. ``None`` if it is known to be down."""
     listener: socket.socket | None = None
-    """Listening socket inside the sandbox, if the sandbox has a network of its own."""
+    """Listening socket inside the sandbox, if the sandbox has its own network."""
     quota: RolloutQuota = field(default_factory=lambda: RolloutQuota(MAX_BODY))
     in_flight: int = 0
-    """Calls that have arrived and are not answered."""
+    """Number of pending calls."""
     seed: int = -1
-    """Seed of the first call; -1 leaves sampling to the engine."""
+    """Seed of the first call; -1 leaves the seed to the engine."""
     suspended: bool = False
-    """True if further calls are refused because the rollout continues in another allocation."""
+    """True if new calls are refused because the rollout continues in another allocation."""
     interrupted: bool = False
-    """True if a call was refused for that reason."""
+    """True if a call was refused because the rollout is suspended."""
     ended: bool = False
-    """True if the rollout was closed. Later answers are not recorded."""
+    """True if the rollout was closed. Responses that arrive later are not recorded."""
     waiting: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Calls that wait for an engine's answer, of which nothing is recorded yet."""
+    """Calls that wait for an engine's response. Nothing of them is recorded yet."""
     reserved_calls: int = 0
-    """Answers that calls in progress have reserved."""
+    """Choices reserved by calls in progress."""
     reserved_tokens: int = 0
-    """Tokens that calls in progress have reserved."""
+    """Tokens reserved by calls in progress."""
     released: asyncio.Condition = field(default_factory=asyncio.Condition)
     """Notified when a call releases its reservation."""
 
     def failed(self, why: str, control: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """Records why the latest call failed, and how to check whether the service is to blame."""
+        """Records why the latest call failed, and how to check whether the service is at fault."""
         self.failure, self.control = why, control
 
     def suspend(self, now: bool) -> None:
-        """Refuses further calls, and with ``now`` also those that wait for an engine's answer."""
+        """Refuses new calls and, if ``now``, also those that are waiting for an engine's response."""
         self.suspended = True
         if now:
             for task in self.waiting:
@@ -160,27 +161,27 @@ class OpenRollout:
 
     @property
     def group(self) -> str:
-        """Name shared by the rollouts of one task and policy, whose prompts begin with the same tokens."""
+        """Name shared by all rollouts of the same task and policy, whose prompts begin with the same tokens."""
         return self.id.rpartition("/")[0] or self.id
 
     def set_seed(self, asked: dict[str, Any]) -> None:
-        """Sets the seed of the n-th call (from 0) to the rollout's seed + n, unless the agent set one."""
+        """Sets the seed of call n (from 0) to the rollout's seed + n, unless the agent has set one."""
         if self.seed >= 0 and asked.get("seed") is None:
             asked["seed"] = (self.seed + self.recorder.calls + self.in_flight - 1) % SEEDS
 
     @asynccontextmanager
     async def reserved(self, asked: dict[str, Any], answers: int) -> AsyncIterator[int]:
-        """Reserves a call's share of the budget while the context is open.
+        """Reserves a call's share of the budget inside the context.
 
-        Lowers ``max_tokens`` in ``asked`` to what is left. If calls in progress have reserved all that is left, this
+        Lowers ``max_tokens`` in ``asked`` to the remaining budget. If calls in progress have reserved all of it, this
         call waits until one of them ends.
 
         Args:
             asked: The engine's request.
-            answers: Number of answers that it asks for.
+            answers: Number of choices that it requests.
 
         Yields:
-            Token limit of each answer, if the request itself has none; 0: no limit.
+            Token limit of each choice, if the request itself has none; 0 means no limit.
 
         Raises:
             OverBudget: The budget is used up, or too small for this call.
@@ -211,7 +212,7 @@ class OpenRollout:
                 self.released.notify_all()
 
     async def _tokens_left(self, answers: int) -> int | None:
-        """Returns the token limit of each answer, at least 1; ``None`` if the budget has no limit."""
+        """Returns the token limit of each choice, at least 1; ``None`` if the budget has no limit."""
         tokens = self.budget.tokens
         if tokens is None:
             return None

@@ -1,21 +1,21 @@
 """The three protocols between gateway and engine, in order of how much they report about the sampled tokens.
 
-``text``: the plain OpenAI endpoint, for engines that refuse the parameters below. It reports no tokens; only the
+``text``: the plain OpenAI endpoint, for engines that reject the parameters below. It reports no tokens; only the
 conversation is recorded.
 
-``plain``: the OpenAI endpoint with ``logprobs`` and ``return_token_ids`` switched on (vLLM ≥ 0.10 and the scripted
-engine have both). The engine re-renders the whole history, so a history whose text does not encode to the sampled ids
+``plain``: the OpenAI endpoint with ``logprobs`` and ``return_token_ids`` enabled (supported by vLLM ≥ 0.10 and the
+scripted engine). The engine re-renders the whole history, so a history whose text does not encode to the sampled ids
 starts a new sequence.
 
 ``split`` (vLLM with ``--enable-scale-out``): ``…/render`` returns the prompt's token ids, ``/inference/v1/generate``
-maps ids to ids, and ``…/derender`` turns them into the agent's answer. Before the second step, the gateway replaces
-this rollout's earlier answers in the prompt by the sampled ids (:mod:`~megaflow_hpc.model.gateway.continuation`). So a
-conversation that only grows is one sequence, even if its text encodes to other ids.
+maps ids to ids, and ``…/derender`` turns them into the agent's response. Before the second step, the gateway replaces
+this rollout's earlier answers in the prompt with the sampled ids (:mod:`~megaflow_hpc.model.gateway.continuation`). So
+a conversation that only grows is one sequence, even if its text encodes to other ids.
 
 If a server lacks the endpoints of its protocol, the gateway falls back to the next lower one. It counts the protocols
 used per rollout (:attr:`~megaflow_hpc.trajectory.Recording.protocols`), so readers know which calls have no tokens.
 
-The gateway removes what it added to a request from the reply: the agent sees the reply to its own request.
+The gateway removes everything from the reply that it added to the request, so the agent sees only what it asked for.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from megaflow_hpc.model.json_text import TooMuch, offload
 
 T = TypeVar("T")
 _MALFORMED = (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError)
-"""Exceptions from reading a malformed answer."""
+"""Exceptions raised by parsing a malformed response."""
 _MAX_MESSAGE = 500
-"""Characters of an error message or a name."""
+"""Maximum length of an error message or a name, in characters."""
 _MAX_TOKENS = 2**31
 _NOT_SERVED = frozenset({404, 405, 501})
-"""HTTP statuses of a server that does not have a path."""
+"""HTTP statuses of a server that does not support a path."""
 
 
 @dataclass
 class Answer:
-    """An engine's answer, split into what the agent gets and what is recorded."""
+    """An engine's response, split into what the agent gets and what is recorded."""
 
     body: dict[str, Any]
     samples: list[SampledTokens] = field(default_factory=list)
     protocol: str = ""
-    """The protocol in which the engine answered."""
+    """The protocol that was used."""
     size: int = 0
     """Bytes that the engine sent."""
     total_tokens: int = 0
-    """Tokens of prompt and answer together."""
+    """Prompt and completion tokens combined."""
 
 
 async def ask(call: Call) -> Answer:
-    """Makes one call in the server's protocol; raises as :meth:`Call.post` does."""
+    """Makes one call in the server's protocol. Raises like :meth:`Call.post`."""
     return await PROTOCOLS[call.server.protocol](call)
 
 
 async def text(call: Call) -> Answer:
-    """Makes a call of which only the text is recorded."""
+    """Makes a call and records only its text."""
     reply = await call.complete()
     return await _read(call, reply, "an answer without a choice", _text, call, reply)
 
@@ -74,13 +74,13 @@ def _text(call: Call, reply: Reply) -> Answer:
 
 
 async def plain(call: Call) -> Answer:
-    """Calls ``/v1/chat/completions`` or ``/v1/completions`` with ids and log-probabilities switched on."""
+    """Calls ``/v1/chat/completions`` or ``/v1/completions`` with token ids and log-probabilities enabled."""
     server, request = call.server, call.request
     logprobs = True if request.chat else max(1, int(request.body.get("logprobs") or 0))
     try:
         reply = await call.complete(return_token_ids=True, logprobs=logprobs)
     except RefusedCall as refusal:
-        # The server may not support the parameter. The agent may also have written the word.
+        # The server may not support the parameter, but the agent's own text may also contain its name.
         if b"return_token_ids" not in refusal.body:
             raise
         supported = await _control_status(call, request.path, return_token_ids=True) < 400
@@ -108,7 +108,7 @@ async def split(call: Call) -> Answer:
     """Makes a chat call in three requests: render, generate, derender. Falls back to ``plain`` for other requests."""
     body, server = call.request.body, call.server
     if not call.request.chat or body.get("stop") or call.request.choices > 1:
-        return await plain(call)  # derender supports no stop strings and no several answers
+        return await plain(call)  # derender supports neither stop strings nor multiple choices
     asked = call.asked(logprobs=True)
     try:
         request = await call.post(RENDER, asked)
@@ -125,7 +125,7 @@ async def split(call: Call) -> Answer:
         )
         prompt = rendered if request.get("features") else await continued(call, rendered)
         if prompt is not rendered and not (body.get("max_tokens") or body.get("max_completion_tokens")):
-            sampling["max_tokens"] += len(rendered) - len(prompt)  # it was the space left after the rendered prompt
+            sampling["max_tokens"] += len(rendered) - len(prompt)  # the limit was the space after the rendered prompt
         if call.request.limit:
             sampling["max_tokens"] = min(sampling["max_tokens"], call.request.limit)
         sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
@@ -171,7 +171,7 @@ async def split(call: Call) -> Answer:
 
 
 def _generated(generated: Reply) -> tuple[dict[str, Any], array[int], array[float], list[tuple[int, int]]]:
-    """Returns the choice of an answer of generate, its ids and log-probabilities, and the versions of its tokens."""
+    """Returns the choice of a generate response, its token ids and log-probabilities, and its weight version spans."""
     (choice,) = generated["choices"]
     tokens = token_ids(choice["token_ids"])
     logprobs = log_probabilities([entry["logprob"] for entry in choice["logprobs"]["content"]], len(tokens))
@@ -189,7 +189,7 @@ async def _read(call: Call, reply: Reply, problem: str, read: Callable[..., T], 
 
 
 async def count(call: Call) -> int:
-    """Returns the number of tokens of the request's prompt; raises as :meth:`Call.post` does."""
+    """Returns the number of tokens of the request's prompt. Raises like :meth:`Call.post`."""
     try:
         if call.server.protocol == "split":
             return len((await call.post(RENDER, call.asked()))["token_ids"])
@@ -201,7 +201,7 @@ async def count(call: Call) -> int:
 
 
 def _text_answer(call: Call, reply: Reply) -> Answer:
-    """Returns an answer without tokens. The engine's usage, if it reports one, is counted for the first choice."""
+    """Returns an answer without tokens. If the engine reports usage, it is counted for the first choice."""
     usage = reply.get("usage") or {}
     total, sampled = (min(max(0, usage.get(k) or 0), _MAX_TOKENS) for k in ("total_tokens", "completion_tokens"))
     samples = []
@@ -246,15 +246,15 @@ def _sample(reply: Reply, choice: Mapping[str, Any], chat: bool, server: str) ->
 
 
 def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
-    """Returns version and end of each run of tokens; empty if the engine does not report them.
+    """Returns (weight version, end index) of each run of tokens; empty if the engine does not report versions.
 
-    An answer has several versions if the weights changed while it was sampled.
+    A response has several versions if the weights changed while it was sampled.
     """
     spans, last = list[tuple[int, int]](), 0
     for span in choice.get("weight_versions") or []:
         version, end = parse_weight_version(span["version"]), int(span["end"])
         if version is None:
-            return []  # the engine was started without a number; the proxy's header has it
+            return []  # the engine was started without a version number; the proxy's header has it
         if not last <= end <= tokens:
             raise ValueError(f"weight versions of {end} tokens after {last}, {tokens} token ids")
         spans.append((version, end))
@@ -265,14 +265,14 @@ def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
 
 
 def _name(value: Any) -> str:
-    """Returns a name that an engine gave; empty if it is invalid."""
+    """Returns a name reported by an engine; empty if it is invalid."""
     return value if isinstance(value, str) and len(value) <= _MAX_MESSAGE else ""
 
 
 async def _control_status(call: Call, path: str, **options: Any) -> int:
-    """Sends a request of the gateway's own to the server, and returns the HTTP status.
+    """Sends one of the gateway's own requests to the server and returns the HTTP status.
 
-    It decides in which protocol all rollouts use the server, so nothing that an agent wrote may affect it.
+    The result decides which protocol all rollouts use with the server, so no agent-written text may influence it.
     """
     body = {"model": call.server.model_name, "max_tokens": 1, **control_prompt(path), **options}
     try:
@@ -283,7 +283,7 @@ async def _control_status(call: Call, path: str, **options: Any) -> int:
 
 
 def control_prompt(path: str) -> dict[str, Any]:
-    """Returns the prompt of a short request of the gateway's own."""
+    """Returns the prompt of the gateway's own short request."""
     return {"prompt": "."} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "."}]}
 
 
@@ -293,7 +293,7 @@ def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strip(reply: dict[str, Any], body: Mapping[str, Any], chat: bool) -> None:
-    """Removes what the agent did not ask for."""
+    """Removes fields that the agent did not request."""
     if not body.get("return_token_ids"):
         reply.pop("prompt_token_ids", None)
         for choice in reply["choices"]:

@@ -11,8 +11,8 @@ as for a second conversation of the rollout or an edited history.
     call 3   [ summary ][ sampled 3 ]                              sequence 1, turn 2
 
 Invariants: a sampled token has a log-probability and the engine's weight version; every other token has NaN and -1.
-``loss_mask`` is 1 for exactly the tokens that the policy sampled freely (:attr:`SampledTokens.free`). Tokens are stored
-as the engine reported them; nothing is tokenised again.
+``loss_mask`` is 1 exactly for tokens that the policy sampled freely (:attr:`SampledTokens.free`). Tokens are stored as
+the engine reported them; nothing is tokenised again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megaflow_hpc.trajectory import Recording, TokenSequence, Turn
 
 @dataclass
 class SampledTokens:
-    """One answer of an engine: the ids as sampled, stop token included, with a log-probability for each."""
+    """One sampled answer: the token ids, including the stop token, with a log-probability for each."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -41,34 +41,35 @@ class SampledTokens:
     finish_reason: str = ""
     weight_version: int = 0
     weight_spans: Sequence[tuple[int, int]] = ()
-    """Version and end index of each run of tokens, if they are not all of ``weight_version``."""
+    """(weight version, end index) of each run of tokens, if not all tokens are of ``weight_version``."""
     server: str = ""
     message: Mapping[str, Any] | None = None
     """The answer as an OpenAI message; ``None`` for plain completions."""
     request_id: str = ""
     rendered: Sequence[int] | None = None
-    """The prompt as the engine rendered it from the messages, if known; ``prompt`` is what it sampled from."""
+    """The prompt as the engine rendered it from the messages, if known. ``prompt`` is what the engine actually
+    sampled from."""
     stopped: bool = False
-    """True if the last token ended the turn, false if a limit did."""
+    """True if the last token ended the turn, false if a limit ended it."""
     policy: str = ""
-    """Policy that answered; empty: the rollout's own."""
+    """Policy that answered. If empty, the rollout's own policy did."""
     free: bool = True
-    """True if the tokens were sampled under the policy's own settings, with nothing that constrained them."""
+    """True if the tokens were sampled with the policy's own settings and without constraints."""
     counted: int | None = None
-    """Number of sampled tokens, if the engine reports no ids; ``None``: ``tokens`` has the ids."""
+    """Number of sampled tokens if the engine reports no ids. ``None`` if ``tokens`` has the ids."""
 
 
 @dataclass
 class Tip:
-    """The end of a sequence. It lets a conversation that comes back as text continue with the sampled ids."""
+    """The end of a sequence. Lets a conversation that comes back as text continue from the sampled ids."""
 
     rendered: array[int]
-    """The prompt of the last turn, as the engine rendered it."""
+    """Prompt of the last turn, as the engine rendered it."""
     messages: int
     """Number of messages in the prompt."""
     answer: Mapping[str, Any]
     end: int
-    """Tokens of the sequence up to the end of the answer."""
+    """Number of tokens in the sequence up to the end of the answer."""
     stop: int | None
     """The token that ended the turn; ``None`` if a limit ended it."""
     start: int = 0
@@ -77,7 +78,7 @@ class Tip:
 
 @dataclass
 class Recorder:
-    """Records the calls of one rollout. Not thread-safe: lives in the gateway's event loop."""
+    """Records the calls of one rollout. Not thread-safe: confined to the gateway's event loop."""
 
     policy: str
     recording: Recording = field(default_factory=Recording)
@@ -86,21 +87,21 @@ class Recorder:
     calls: int = 0
     """Answers recorded so far."""
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
-    """Number of a sequence → its end."""
+    """Sequence number → its end."""
     conversations: Conversations = field(init=False, repr=False)
     _answered_at: float = field(default=0.0, repr=False)
-    """When the latest answer was recorded; 0 once a request has followed."""
+    """Time at which the latest answer was recorded; 0 once another request has arrived."""
     _operations: int = field(default=0, repr=False)
     """Sandbox operations in progress."""
     _operations_began: float = field(default=0.0, repr=False)
     _operating_turn: Turn | None = field(default=None, repr=False)
-    """The turn that started them."""
+    """Turn that started the sandbox operations in progress."""
 
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.recording)
 
     def request_arrived(self) -> None:
-        """Adds the time since the latest answer, without the sandbox's part, to that turn's ``agent_s``."""
+        """Adds the time since the latest answer, excluding sandbox time, to that turn's ``agent_s``."""
         if self.recording.turns and self._answered_at:
             turn, now = self.recording.turns[-1], time.monotonic()
             in_progress_s = now - self._operations_began if self._operations and turn is self._operating_turn else 0.0
@@ -109,7 +110,7 @@ class Recorder:
 
     @contextmanager
     def in_sandbox(self) -> Iterator[None]:
-        """Adds the time inside the context to ``sandbox_s`` of the latest turn. Concurrent operations count once."""
+        """Adds the time inside the context to the latest turn's ``sandbox_s``. Concurrent operations count once."""
         if not self._operations:
             self._operations_began = time.monotonic()
             self._operating_turn = self.recording.turns[-1] if self.recording.turns else None
@@ -148,8 +149,8 @@ class Recorder:
             sample: The answer as the engine reported it. Without token ids (``counted``), its turn is in no sequence.
             messages: The conversation that was sent, in OpenAI form, without the answer. Pass the value that
                 :meth:`restore` returned when the call arrived; otherwise it is computed again.
-            asked: Digest of the conversation, if the caller has it.
-            model_s: Seconds from the request to its answer at the engine.
+            asked: Digest of the conversation, if already computed.
+            model_s: Seconds from the request to the engine's response.
             wait_s: Seconds spent waiting for a server and on failed attempts.
 
         Raises:
@@ -186,7 +187,7 @@ class Recorder:
         return turn
 
     def _add_tokens(self, sample: SampledTokens, policy: str) -> tuple[int, int, int]:
-        """Appends prompt and sampled tokens to a sequence. Returns its number, and start and end of the answer."""
+        """Appends prompt and sampled tokens to a sequence. Returns its number, and the start and end of the answer."""
         prompt = _as_array(sample.prompt)
         number = self.find(prompt, policy)
         if number is None:
@@ -205,8 +206,8 @@ class Recorder:
 
         Args:
             protocol: ``text``, ``plain``, ``split`` or ``replay``.
-            degraded: The server reported less than its protocol promises.
-            free: Nothing constrained the call's tokens (:attr:`SampledTokens.free`).
+            degraded: True if the server reported less than its protocol promises.
+            free: True if the call's tokens were not constrained (:attr:`SampledTokens.free`).
         """
         self.recording.constrained += not free
         self.recording.protocols[protocol] = self.recording.protocols.get(protocol, 0) + 1
@@ -215,7 +216,7 @@ class Recorder:
     def tip(
         self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]], policy: str = ""
     ) -> tuple[TokenSequence, Tip] | None:
-        """Returns the latest turn that this conversation continues: the same prompt, then the unchanged answer."""
+        """Returns the latest turn that this conversation continues: same prompt, followed by the unchanged answer."""
         candidate = _as_array(rendered)
         return next(self._answered(messages, policy, lambda tip: candidate[: len(tip.rendered)] == tip.rendered), None)
 
@@ -236,19 +237,20 @@ class Recorder:
                 yield sequence, tip
 
     def restore(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> AskedPrompt:
-        """Returns a call's conversation with the policy's earlier answers restored to what the engine generated.
+        """Returns a call's conversation, with the policy's earlier answers restored as the engine generated them.
 
         See :mod:`~megaflow_hpc.model.gateway.conversations`.
         """
         return self.conversations.find(messages, policy or self.policy)
 
     def finish(self) -> Recording:
-        """Returns the recording, with the agent's time after the last turn."""
+        """Adds the agent's time after the last turn and returns the recording."""
         self.request_arrived()
         return self.recording
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for :meth:`resumed` in another process, as a dict that msgpack can encode."""
+        """Returns the state from which :meth:`resumed` continues in another process, as a dict that msgpack can
+        encode."""
         recording = self.finish()
         return {
             "policy": self.policy,
@@ -264,7 +266,7 @@ class Recorder:
 
     @classmethod
     def resumed(cls, state: Mapping[str, Any]) -> Recorder:
-        """Makes a recorder that continues from a :meth:`state`."""
+        """Creates a recorder that continues from a :meth:`state`."""
         record = state["recording"]
         sequences = [TokenSequence.from_record(sequence) for sequence in record["sequences"]]
         turns = [Turn(**turn) for turn in record["turns"]]
@@ -284,7 +286,7 @@ def _extend(
     version: int,
     free: bool = False,
 ) -> None:
-    """Appends tokens to all four columns; ``logprobs`` is ``None`` if they were not sampled."""
+    """Appends tokens to all four columns. ``logprobs`` is ``None`` for tokens that were not sampled."""
     count = len(tokens)
     sequence.tokens.extend(_as_array(tokens))
     sequence.logprobs.extend(array("f", [float("nan")]) * count if logprobs is None else array("f", logprobs))

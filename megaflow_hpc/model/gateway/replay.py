@@ -1,12 +1,12 @@
-"""Answers model calls from a recorded campaign instead of an engine, token by token.
+"""Serves model calls from a recorded campaign instead of an engine, token by token.
 
-``model: {engine: replay, path: RUN}`` starts no server: the gateway answers by itself. A call is identified by its
-rollout and the digest of its conversation, which every recorded call has. So calls may come in any order and
-concurrently, as from sub-agents. A call that was not recorded ends the rollout with the number of calls that were
-answered. ``args: {diverged: answer}`` gives it the next recorded answer instead, to see what follows.
+``model: {engine: replay, path: RUN}`` starts no server: the gateway itself responds. A call is identified by its
+rollout and the digest of its conversation, which is recorded with every call. So calls may arrive in any order and
+concurrently, as from sub-agents. A call that was not recorded ends the rollout, with the number of calls served so far.
+With ``args: {diverged: answer}``, such a call gets the next recorded answer instead, to see what happens next.
 
-The recording of a replayed rollout equals the first: prompts, sampled ids, log-probabilities and weight versions. Times
-are those of the replay.
+The recording of a replayed rollout equals the original: prompts, sampled ids, log-probabilities and weight versions.
+Times are those of the replay.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from megaflow_hpc.trajectory import Recording, TokenSequence, Trajectory
 from megaflow_hpc.types import Artifact
 
 ARTIFACT = "calls.jsonl"
-"""Name of the artifact with one line of JSON per turn: :attr:`~megaflow_hpc.trajectory.Recording.calls`."""
+"""Name of the artifact with one JSON line per turn: :attr:`~megaflow_hpc.trajectory.Recording.calls`."""
 _OLD_ARTIFACT = "engine.jsonl"
-"""Its name in older recordings, whose lines also have the sampled ids. It ends at 8 MiB."""
+"""Name of the artifact in older recordings. Its lines also contain the sampled ids, and it is truncated at 8 MiB."""
 
 
 class Recordings(Protocol):
     """A store of earlier rollouts."""
 
     def trajectory(self, rollout_id: str) -> Trajectory | None:
-        """Returns the recorded rollout of this id; ``None`` if it does not exist."""
+        """Returns the recorded rollout with this id; ``None`` if it does not exist."""
 
 
 @dataclass
@@ -43,7 +43,8 @@ class _Call:
 
 
 def calls_artifact(recording: Recording) -> Artifact:
-    """Returns the artifact from which a rollout can be replayed. The sampled tokens bound its size."""
+    """Returns the artifact from which a rollout can be replayed. Its size is bounded by the number of sampled
+    tokens."""
     lines = (json.dumps(call, ensure_ascii=False, separators=(",", ":")) + "\n" for call in recording.calls)
     return Artifact(ARTIFACT, "".join(lines).encode("utf-8", "backslashreplace"))
 
@@ -51,8 +52,8 @@ def calls_artifact(recording: Recording) -> Artifact:
 def calls_of(trajectory: Trajectory) -> list[_Call]:
     """Returns the recorded calls of a rollout.
 
-    Ids, log-probabilities and weight versions come from the token columns, answers from the messages, and digests of
-    the requests from an artifact. Older recordings have the answers in the artifact too.
+    Token ids, log-probabilities and weight versions come from the token columns, answers from the messages, and request
+    digests from an artifact. In older recordings, the artifact also contains the answers.
 
     Raises:
         ModelServiceError: The artifact lacks calls, as in older recordings of long rollouts.
@@ -84,7 +85,7 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
             message=message,
             request_id=call.get("id", ""),
             free=all(sequence.loss_mask[part]),
-            counted=None if prompt or tokens else 0,  # its engine reported no tokens
+            counted=None if prompt or tokens else 0,  # the engine reported no tokens
         )
         calls.append(_Call(call.get("asked", ""), sample))
     return calls
@@ -101,22 +102,22 @@ def _spans(versions: array[int]) -> list[tuple[int, int]]:
 
 @dataclass
 class Replay:
-    """The recorded answers of one policy.
+    """Recorded answers of one policy.
 
     Args:
-        recordings: Store of its rollouts.
-        policy: Its name in the recorded campaign; empty if it is the same.
-        answer_diverged: Give a call that was not recorded the next recorded answer instead of an error.
+        recordings: Store of the policy's rollouts.
+        policy: The policy's name in the recorded campaign; empty if unchanged.
+        answer_diverged: Serve the next recorded answer to a call that was not recorded, instead of an error.
     """
 
     recordings: Recordings
     policy: str = ""
     answer_diverged: bool = False
     _open: dict[str, list[_Call]] = field(default_factory=dict)
-    """Session → its calls. A second attempt of a rollout is another session and starts from the beginning."""
+    """Session → its calls. Each attempt of a rollout is a new session and starts from the beginning."""
 
     def begin(self, token: str, rollout_id: str) -> None:
-        """Reads the recorded calls of a rollout for a session.
+        """Loads the recorded calls of a rollout for a session.
 
         Raises:
             ModelServiceError: The rollout or one of its calls was not recorded.
@@ -133,12 +134,12 @@ class Replay:
         self._open.pop(token, None)
 
     def answer(self, token: str, rollout_id: str, asked: str) -> SampledTokens:
-        """Returns the recorded answer to a conversation. Each recorded call answers once.
+        """Returns the recorded answer to a conversation. Each recorded call is served only once.
 
         Args:
             token: Name of the session.
             rollout_id: ``<task>/<policy>/<sample>``.
-            asked: The conversation's digest.
+            asked: Digest of the conversation.
 
         Raises:
             ModelServiceError: The rollout or the conversation was not recorded.
@@ -161,7 +162,7 @@ class Replay:
 
 
 def body_of(sample: SampledTokens, chat: bool, model: str) -> dict[str, Any]:
-    """Returns a sample as the body of an engine's answer, a chat completion or a plain one."""
+    """Formats a sample as an engine response, a chat completion or a plain one."""
     counts = {"prompt_tokens": len(sample.prompt), "completion_tokens": len(sample.tokens)}
     choice: dict[str, Any] = {"index": 0, "finish_reason": sample.finish_reason, "logprobs": None}
     choice |= {"message": dict(sample.message or {})} if chat else {"text": sample.text}

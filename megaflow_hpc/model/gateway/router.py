@@ -1,15 +1,15 @@
-"""Chooses the server that answers a call: the least busy one, or one whose prefix cache probably holds the prompt.
+"""Chooses the server for a call: the least busy one, or one whose prefix cache probably holds the prompt.
 
 A server's *load* is its requests in flight divided by its weight, so a server of twice the weight gets twice as many.
-A rollout prefers the server that answered it last. Its first call prefers its group's server, which a hash of the group
+A rollout prefers the server that served it last. Its first call prefers its group's server, which a hash of the group
 and the servers' names selects (rendezvous hashing). All gateways of a campaign select the same server for a group, and
 groups spread by weight. A preferred server is used while it has at most ``AFFINITY`` requests more than the least busy.
 
-Health is decided by real requests. A server that refused or broke a connection, or answered 502 to 504, enters a
-backoff of half a second. It doubles up to half a minute with each failure in a row, or lasts as long as the server asks
-for (``Retry-After``). Then one call tries the server, and its success admits the others. Failures of calls that were
-in flight at once count as one. If every server of a policy is in backoff, calls wait for the first one to come back, so
-a short outage costs time and no rollout.
+Health is judged by real requests. A server that refused or broke a connection, or responded with 502 to 504, enters a
+backoff of half a second. The backoff doubles with each consecutive failure, up to half a minute, or lasts as long as
+the server asks for (``Retry-After``). Then one call tries the server, and its success admits the others. Failures of
+calls that were in flight at the same time count as one. If every server of a policy is in backoff, calls wait for the
+first one to come back, so a short outage costs time but no rollout.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from megaflow_hpc.rundir.endpoints import Endpoint
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 MAX_RETRY_AFTER_S = 60.0
-"""Longest backoff in seconds that a server may ask for. A call waits five minutes in total."""
+"""Maximum backoff in seconds that a server may ask for. A call waits five minutes in total."""
 ALL_FAILED_S = 15.0
-"""Seconds that a call waits when every server of its policy has given up, because one may have been requeued to another
-node. If each gave up for a lasting cause, calls do not wait."""
+"""Seconds that a call waits once every server of its policy has given up, because one may be requeued to another node.
+If every cause is lasting, calls do not wait.
+"""
 AFFINITY = 2
-"""Requests that a preferred server may have more than the least busy one; its prefix cache saves more time."""
+"""Requests that a preferred server may have above the least busy one, because its prefix cache saves more time."""
 
 
 class Server(Endpoint, kw_only=True, eq=False):
-    """An engine server as its endpoint file describes it, and its health as this gateway sees it."""
+    """An engine server as described by its endpoint file, and its health as seen by this gateway."""
 
     degraded: bool = False
-    """True if the server lacks what its protocol needs, and gets requests of a lower protocol."""
+    """True if the server lacks an endpoint of its protocol, and gets requests of a lower protocol."""
     outstanding: int = 0
-    """Requests of this gateway in flight."""
+    """This gateway's requests in flight."""
     failures: int = 0
-    """Failures in a row."""
+    """Consecutive failures."""
     failed_at: float = 0.0
     backoff_until: float = 0.0
     retry_after_until: float = 0.0
-    """End of the backoff that the server asked for. Answers to calls that were in flight do not end it."""
+    """End of the backoff that the server asked for. Responses to calls already in flight do not end it."""
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
@@ -56,7 +57,7 @@ class Server(Endpoint, kw_only=True, eq=False):
 
     @property
     def name(self) -> str:
-        """``<policy>.<n>``."""
+        """Server name, ``<policy>.<n>``."""
         return self.server
 
     @property
@@ -66,25 +67,25 @@ class Server(Endpoint, kw_only=True, eq=False):
 
     @property
     def available_at(self) -> float:
-        """When the backoff ends (``time.monotonic``)."""
+        """Time at which the backoff ends (``time.monotonic``)."""
         return max(self.backoff_until, self.retry_after_until)
 
     def available(self, now: float) -> bool:
-        """Returns whether a call may be sent to the server: after a backoff, one at a time until one succeeds."""
+        """Returns whether a call may be sent to the server. After a backoff, only one at a time until one succeeds."""
         return self.available_at <= now and not (self.failures and self.outstanding)
 
     def failed(self, began: float, now: float, wait_s: float = 0.0) -> None:
-        """Records that a call failed by the server's fault.
+        """Records that a call failed and the server is at fault.
 
         Args:
-            began: When the call began (``time.monotonic``).
-            now: When it failed.
-            wait_s: Seconds for which the server asked not to be called.
+            began: Time at which the call began (``time.monotonic``).
+            now: Time at which it failed.
+            wait_s: Backoff in seconds that the server asked for.
         """
         if wait_s:
             self.retry_after_until = max(self.retry_after_until, now + min(wait_s, MAX_RETRY_AFTER_S))
         if began < self.failed_at:
-            return  # the same outage as an earlier failure
+            return  # part of the same outage as an earlier failure
         self.failures += 1
         self.failed_at = now
         self.backoff_until = now + min(BACKOFF_S * 2 ** (self.failures - 1), MAX_BACKOFF_S)
@@ -96,25 +97,25 @@ class Server(Endpoint, kw_only=True, eq=False):
 
 
 class Router:
-    """Keeps the list of servers and picks one for each call. Lives in one event loop.
+    """Keeps the list of servers and picks one for each call. Confined to one event loop.
 
     Args:
-        clock: Returns seconds, as ``time.monotonic`` does.
+        clock: Monotonic clock in seconds, like ``time.monotonic``.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._servers: dict[str, Server] = {}
         self._causes: dict[str, str] = {}
-        """Policy → why a server of it gave up."""
+        """Policy → why one of its servers gave up."""
         self._all_failed: dict[str, float] = {}
-        """Policy whose servers have all given up → seconds for which a call still waits."""
+        """Policy whose servers have all given up → seconds for which calls still wait."""
         self._changed = asyncio.Event()
 
     def update(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces the list of servers by the records of ``RUN/endpoints/``.
+        """Replaces the list of servers with the records of ``RUN/endpoints/``.
 
-        A record without a ``url`` is that of a server that gave up. ``all_failed`` in a record marks that every server
+        A record without a ``url`` belongs to a server that gave up. ``all_failed`` in a record means that every server
         of its policy has given up.
         """
         servers: dict[str, Server] = {}
@@ -135,7 +136,7 @@ class Router:
         self._changed = asyncio.Event()
 
     def _kept(self, server: Server) -> Server:
-        """Returns the server with its health so far, if its record is of the same start."""
+        """Returns the known server with its health, if the record is of the same start."""
         earlier = self._servers.get(server.name)
         if earlier is None or (earlier.start, earlier.url) != (server.start, server.url):
             return server
@@ -150,9 +151,9 @@ class Router:
         """Returns the server for a call; ``None`` if none is available.
 
         Args:
-            previous: Server that answered the rollout last.
+            previous: Server that served the rollout last.
             group: The rollout's group.
-            without: Names of servers that are used only if no other is available.
+            without: Names of servers to use only if no other is available.
         """
         now = self._clock()
         available = [s for s in self.servers(policy) if s.available(now)]
@@ -172,7 +173,7 @@ class Router:
         """Waits for an available server until ``deadline`` (``time.monotonic``).
 
         Raises:
-            ModelServiceError: There was none. The message names the cause if it is known.
+            ModelServiceError: No server became available. The message names the cause if it is known.
         """
         began = self._clock()
         while True:
@@ -191,7 +192,7 @@ class Router:
                 pass
 
     def describe(self, policy: str) -> str:
-        """Returns in one line why no server answers."""
+        """Describes in one line why no server responds."""
         servers = self.servers(policy)
         if servers:
             names = ", ".join(s.name for s in servers)
@@ -201,7 +202,7 @@ class Router:
 
 
 def _draw(group: str, server: Server) -> float:
-    """Returns the server's draw for a group. The highest draw wins, in the long run in proportion to the weights."""
+    """Returns the server's score for a group. The highest score wins, on average in proportion to the weights."""
     digest = hashlib.blake2b(f"{group}\0{server.name}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     uniform = (int.from_bytes(digest, "big") + 0.5) / 2**64
     return -server.weight / math.log(uniform)

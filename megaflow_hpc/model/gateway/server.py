@@ -1,4 +1,4 @@
-"""The gateway: one per worker rank, on loopback. Every rollout has an address and a key of its own.
+"""The gateway: one per worker rank, on loopback. Every rollout has its own address and key.
 
 ::
 
@@ -6,21 +6,21 @@
                                                      │
                                                      └── Recorder of the rollout: ids, log-probabilities, weight version
 
-So the gateway knows whose call it is, and an agent needs only an address and a key. The agent may use any of the
-:mod:`~megaflow_hpc.model.gateway.dialects`; engines get one of them. An agent in a sandbox without a network uses a
-socket that listens in the sandbox. The gateway waits for the complete answer, and streams it if the agent asked for a
-stream. So a call whose server dies can be repeated at another until the last token has arrived.
+So the gateway knows which rollout a call belongs to, and an agent needs only an address and a key. The agent may use
+any of the :mod:`~megaflow_hpc.model.gateway.dialects`; engines only see one of them. An agent in a sandbox without
+network access connects to a socket inside the sandbox. The gateway waits for the complete response, and then streams it
+if the agent requested a stream. So if a server dies, the call can be retried elsewhere until the last token has
+arrived.
 
 Errors have the shape of the agent's API:
 
 =======================================  ============================================================================
-503 of type ``model_service_error``      no engine answered within ``wait_s``
+503 of type ``model_service_error``      no engine responded within ``wait_s``
 429 of type ``rollout_budget_exceeded``  the rollout has used up its budget
 503 of type ``rollout_suspended``        the rollout continues in another allocation, which will answer the same call
 =======================================  ============================================================================
 
-Answered calls are recorded, refused ones are not. These errors have a header
-``x-should-retry: false``.
+These errors have a header ``x-should-retry: false``. Successful calls are recorded, refused ones are not.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ from megaflow_hpc.types import CallBudget, ModelEndpoint, Sampling
 
 LOG = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
-"""Connections that one rollout may have to its gateway."""
+"""Maximum connections of one rollout to its gateway."""
 
 
 class ModelGateway:
     """Serves, routes and records the model calls of open rollouts. Use it as an async context manager.
 
     Args:
-        wait_s: Seconds for which a call waits for an available server before it fails with 503.
-        request_timeout_s: Timeout of one request in seconds. Exceeding it counts as the server's failure.
-        policies: Model names that select a policy. Every other name selects the rollout's own policy.
+        wait_s: Maximum seconds that a call waits for an available server before it fails with 503.
+        request_timeout_s: Timeout of one request in seconds. A timeout counts as a failure of the server.
+        policies: Model names that select a policy. Any other name selects the rollout's own policy.
         limits: Limits on this gateway's requests to the engines.
-        replays: Policies that are answered from a recorded campaign.
-        media_domains: Policy → hosts from which its engines may fetch images. Default: no host.
+        replays: Policies served from a recorded campaign.
+        media_domains: Policy → hosts from which its engines may fetch images. Default: none.
         keep_thoughts: Policies whose prompts keep earlier answers as they were sampled, even if the chat template
             changes them.
-        sampling: Policy → how its tokens are sampled. Default: neutral settings.
+        sampling: Policy → its sampling settings. Default: neutral settings.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class ModelGateway:
 
     @property
     def tokens(self) -> int:
-        """Tokens that engines have sampled for this gateway."""
+        """Tokens sampled by engines for this gateway."""
         return self._calls.tokens
 
     async def start(self) -> None:
-        """Listens; sets ``port``."""
+        """Starts listening and sets ``port``."""
         self._server = HttpServer(self._handle, LOG, max_per_owner=MAX_CONNECTIONS)
         listener = socket.create_server((LOOPBACK, 0))
         self.port = listener.getsockname()[1]
@@ -143,13 +143,13 @@ class ModelGateway:
         Args:
             rollout_id: ``task/policy/sample``.
             policy: Policy that answers its calls.
-            listener: A further listening socket. The gateway serves it until :meth:`close`.
-            budget: Calls and sampled tokens that it may use. Default: unlimited.
+            listener: An additional listening socket. The gateway serves it until :meth:`close`.
+            budget: Limits on its calls and sampled tokens. Default: unlimited.
             seed: Call n, from 0, is sampled with ``(seed + n) % 2**31``; -1 leaves the seed to the engine.
             recorded: State of a suspended rollout (:meth:`suspended`), whose recording continues.
 
         Raises:
-            MegaflowError: The gateway is not started, or the rollout is open already.
+            MegaflowError: The gateway is not started, or the rollout is already open.
         """
         if self._server is None:
             raise MegaflowError("the gateway is not started; call start() first")
@@ -169,7 +169,7 @@ class ModelGateway:
         return ModelEndpoint(f"http://{LOOPBACK}:{self.port}/r/{rollout.token}/v1", rollout.key, policy, sandbox_url)
 
     async def close(self, rollout_id: str) -> Recording:
-        """Ends an open rollout and returns what was recorded; later calls with its key are refused.
+        """Closes a rollout and returns its recording. Later calls with its key are refused.
 
         Raises:
             MegaflowError: The rollout is not open here.
@@ -187,11 +187,11 @@ class ModelGateway:
         return rollout.recorder.finish()
 
     async def outage(self, rollout_id: str) -> str:
-        """Returns why the latest call of an open rollout got no answer, if the service fails at other requests too.
+        """Returns why the latest call of an open rollout failed, if the service fails on other requests too.
 
-        Returns an empty text if the call was answered, or if a server answers the gateway's own request: then the
-        rollout's request was at fault. Some agents' clients swallow the 503. Call this after the agent has ended: it
-        cancels the rollout's calls and refuses further ones.
+        Returns an empty string if the call succeeded, or if a server answers the gateway's own request. In the latter
+        case, the rollout's request was at fault. This check is needed because some agents' clients swallow the 503.
+        Call it after the agent has ended: it cancels the rollout's calls and refuses new ones.
         """
         rollout = self._by_id[rollout_id]
         failure, control = rollout.failure, rollout.control
@@ -199,7 +199,7 @@ class ModelGateway:
         return "" if failure and control is not None and await control() else failure
 
     def suspend(self, rollout_id: str, now: bool) -> bool:
-        """Refuses an open rollout's further calls, and with ``now`` those that no engine has answered yet.
+        """Refuses an open rollout's new calls and, if ``now``, also those still waiting for an engine's response.
 
         Returns:
             True if the agent is waiting for such a call.
@@ -209,24 +209,26 @@ class ModelGateway:
         return bool(rollout.waiting)
 
     def suspended(self, rollout_id: str) -> dict[str, Any] | None:
-        """Returns the recorded state of an open rollout, for :meth:`open`, if :meth:`suspend` refused a call of it."""
+        """Returns the recorded state of an open rollout, for :meth:`open`, if :meth:`suspend` refused one of its
+        calls."""
         rollout = self._by_id[rollout_id]
         return rollout.recorder.state() if rollout.interrupted else None
 
     def in_sandbox(self, rollout_id: str) -> AbstractContextManager[None]:
-        """Returns a context that adds its duration to the sandbox's time of a rollout's latest turn."""
+        """Returns a context manager that adds its duration to the sandbox time of a rollout's latest turn."""
         rollout = self._by_id.get(rollout_id)
         return rollout.recorder.in_sandbox() if rollout else nullcontext()
 
     def activity(self) -> dict[str, tuple[int, int, bool]]:
-        """Returns each open rollout's number of answered calls and sampled tokens, and whether a call waits."""
+        """For each open rollout, returns the number of answered calls and sampled tokens, and whether a call is
+        pending."""
         return {
             rollout.id: (rollout.recorder.calls, rollout.recorder.sampled, rollout.in_flight > 0)
             for rollout in self._by_id.values()
         }
 
     def conversation(self, rollout_id: str) -> Sequence[Mapping[str, Any]]:
-        """Returns the conversation of a rollout's last answered call; empty if the rollout is not open."""
+        """Returns the conversation of a rollout's latest answered call; empty if the rollout is not open."""
         rollout = self._by_id.get(rollout_id)
         if rollout is None:
             return ()
@@ -235,18 +237,18 @@ class ModelGateway:
         return [recording.messages[node] for node in path_to(recording.parents, last)]
 
     def update_endpoints(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces the list of engine servers by decoded ``RUN/endpoints/*.json``."""
+        """Replaces the list of engine servers with decoded ``RUN/endpoints/*.json`` records."""
         self._caller.router.update(endpoints)
 
     # --- HTTP --------------------------------------------------------------------------------------------------------
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers a request to a rollout's address if it has the rollout's key."""
+        """Handles a request to a rollout's address if it carries the rollout's key."""
         assert self._server is not None
         rollout: OpenRollout | None = None
         parts = request.path.split("/", 3)
         if request.method == "HEAD" and len(parts) < 4:
-            return web.Response()  # clients check without a key whether the gateway listens
+            return web.Response()  # clients probe without a key whether the gateway is listening
         try:
             rollout = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
             if rollout is None or not hmac.compare_digest(bearer_key(request), rollout.key.encode()):

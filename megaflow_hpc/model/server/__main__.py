@@ -20,7 +20,7 @@ from megaflow_hpc.texts import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status."""
+    """Parses the command line, runs the server and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.model.server", description="one engine server")
     parser.add_argument("run", help="run directory")
     parser.add_argument("--policy", help="policy to serve; default: the policy of this element in run.json")

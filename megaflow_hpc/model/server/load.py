@@ -1,8 +1,7 @@
 """Computes how many engine servers a policy needs from the load that its servers report.
 
-With every heartbeat, a server reports how many requests wait in its engine's queue, and how long the last of them will
-wait at the rate of the past half minute. Servers are added when both numbers are high. Idle servers leave by
-themselves.
+With every heartbeat, a server reports the length of its engine's queue, and how long the last queued request will wait
+at the rate of the past half minute. Servers are added when both numbers are high. Idle servers exit on their own.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 QUEUE_LENGTH = 4.0
-"""Mean number of requests in an engine's queue at which a server is added, if they also wait long."""
+"""Mean engine queue length above which a server is added, provided that waits are also long."""
 QUEUE_WAIT_S = 10.0
-"""Mean waiting time in seconds of the last queued request at which a server is added."""
+"""Mean wait in seconds of the last queued request above which a server is added."""
 
 
 @dataclass(frozen=True)
@@ -22,19 +21,19 @@ class Load:
 
     in_flight: int = 0
     waiting: int = 0
-    """Requests that wait in the engine's queue or, in a pool, at the proxy."""
+    """Requests waiting in the engine's queue or, in a pool, at the proxy."""
     wait_s: float = 0.0
-    """Seconds until the last of them starts, at the rate of the past half minute."""
+    """Seconds until the last queued request starts, at the rate of the past half minute."""
 
 
 def wanted(least: int, most: int, loads: Iterable[Load], asking: bool) -> int:
-    """Returns the number of servers that a policy should have.
+    """Returns the desired number of servers for a policy.
 
     Args:
         least: Number of servers that start with the campaign.
         most: Maximum number of servers.
-        loads: Loads of the servers that answer now.
-        asking: True if rollouts of the policy are left to run.
+        loads: Loads of the servers that are currently responding.
+        asking: True if the policy still has rollouts to run.
     """
     loads = list(loads)
     if not asking:

@@ -1,11 +1,11 @@
-"""The only TCP listener in front of an engine: TLS, two keys, and a list of allowed paths.
+"""The only TCP listener in front of an engine: TLS, two keys, and an allowlist of paths.
 
-The engine itself listens on a Unix socket that other users cannot open. Paths that answer or render need the key of the
-endpoint file. Paths that change the engine need the admin key. All other paths are refused.
+The engine itself listens on a Unix socket that other users cannot open. Inference and rendering paths require the key
+of the endpoint file. Paths that change the engine require the admin key. All other paths are refused.
 
 A pool's server also accepts its members' keys, within each user's caps and fair share (:mod:`.tenants`).
 
-Every answer names the version of the weights that sampled it (:data:`~megaflow_hpc.model.api.WEIGHT_VERSION`). While
+Every response names the version of the weights that sampled it (:data:`~megaflow_hpc.model.api.WEIGHT_VERSION`). While
 the weights change, the proxy holds requests back, so that each is sampled by one version (:meth:`Proxy.hold`).
 """
 
@@ -38,25 +38,25 @@ from megaflow_hpc.rundir.weights import Version
 SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS))
 MODEL_PATHS = SAMPLING | {("GET", "/health"), ("GET", "/v1/models")}
 MODEL_PATHS |= {("POST", path) for path in (RENDER, DERENDER, TEXTS)}
-"""Paths that gateways use. An engine's other APIs accept options that no gateway has checked."""
+"""Paths that gateways use. Other engine APIs are blocked: they accept options that no gateway has checked."""
 ADMIN_PATHS = frozenset(("GET", path) for path in ("/metrics", "/weight_info", "/is_paused", "/is_sleeping"))
 ADMIN_PATHS |= {("POST", path) for path in ("/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache")}
 ADMIN_PATHS |= {("POST", path) for path in ("/collective_rpc", "/update_weight_version", "/update_weights")}
 ADMIN_PATHS |= {("POST", path) for path in ("/start_weight_update", "/finish_weight_update")}
 PASSED = ("accept", "content-type", "x-request-id", "traceparent", "tracestate", "anthropic-version")
-"""Headers of a request that the engine gets."""
+"""Request headers forwarded to the engine."""
 NOT_RETURNED = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
 )
-"""Headers of an answer that the client does not get."""
+"""Response headers not forwarded to the client."""
 MAX_BODY = 256 * 2**20
-"""Largest body of a request in bytes."""
+"""Maximum size of a request body, in bytes."""
 MAX_TENANT_BODY = 64 * 2**20
 CAMPAIGN = "the campaign"
 QUEUE_METRIC = re.compile(
     r"^(?:vllm:num_requests_waiting|sglang:num_queue_reqs)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE
 )
-"""Matches the number of waiting requests in the metrics of vLLM and SGLang."""
+"""Matches the queue length in the metrics of vLLM and SGLang."""
 LOG = logging.getLogger(__name__)
 
 
@@ -65,11 +65,11 @@ class Serving(NamedTuple):
 
     weights: Version
     adapter_name: str = ""
-    """The engine's name for the weights if they are a LoRA adapter. Requests are renamed to it."""
+    """The engine's name for the weights if they are a LoRA adapter; replaces the model name in requests."""
 
 
 class Proxy:
-    """Listens for one engine.
+    """Reverse proxy in front of one engine.
 
     Args:
         host: Address to listen on. The kernel chooses the port.
@@ -81,18 +81,18 @@ class Proxy:
         self.key, self.admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self.host, self.port = host, 0
         self.requests = 0
-        """POST requests passed on so far."""
+        """POST requests forwarded so far."""
         self.in_flight = 0
-        """Requests of any kind that wait for the engine now."""
+        """Requests of any kind currently waiting for the engine."""
         self.last_request = time.monotonic()
         self.draining = False
         self.serving = Serving(Version())
         self.opened = True
         """False until the version of the attached engine's weights is known."""
         self._sampling = {True: 0, False: 0}
-        """Requests being sampled: by the generate endpoint (``True``), and by others (``False``)."""
+        """Requests being sampled: ``True`` → by the generate endpoint, ``False`` → by other endpoints."""
         self._measured_requests, self._measured_at = 0, 0.0
-        """Requests answered at the latest :meth:`load`, and its time."""
+        """Requests answered as of the latest :meth:`load`, and its time."""
         self._gate = asyncio.Event()
         self._gate.set()
         self._holds = 0
@@ -101,7 +101,7 @@ class Proxy:
         self._server: HttpServer | None = None
 
     async def start(self, context: ssl.SSLContext | None = None) -> None:
-        """Listens, with TLS if there is a ``context``; sets ``port``."""
+        """Starts listening, with TLS if ``context`` is given, and sets ``port``."""
         self._server = HttpServer(self._handle, LOG, max_per_owner=sys.maxsize)
         listener = socket.create_server((self.host, 0))
         self.port = listener.getsockname()[1]
@@ -114,7 +114,7 @@ class Proxy:
         await self.attach(None)
 
     async def attach(self, engine: Launch | None) -> None:
-        """Sends requests to this engine from now on. With ``None`` they are refused with 503."""
+        """Forwards requests to this engine from now on. If ``None``, requests are refused with 503."""
         old_session, self._engine, self._session = self._session, engine, None
         if old_session is not None:
             await old_session.close()
@@ -129,14 +129,14 @@ class Proxy:
 
     @property
     def attached(self) -> bool:
-        """True if the proxy has an engine."""
+        """True if an engine is attached."""
         return self._session is not None
 
     async def drain(self, seconds: float) -> bool:
-        """Refuses new requests and waits up to ``seconds`` for those in flight.
+        """Refuses new requests and waits up to ``seconds`` for requests in flight.
 
         Returns:
-            True if all were answered.
+            True if all of them completed.
         """
         self.draining = True
         deadline = time.monotonic() + seconds
@@ -146,10 +146,10 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def hold(self, *, continued: bool) -> AsyncIterator[None]:
-        """Holds back new requests inside the context. Waits first until all requests being sampled are answered.
+        """Holds back new requests inside the context. First waits for all requests being sampled to complete.
 
         Args:
-            continued: Do not wait for requests to the generate endpoint, whose answers report each token's version.
+            continued: Do not wait for requests to the generate endpoint, whose responses report each token's version.
         """
         self._gate.clear()
         self._holds += 1
@@ -159,17 +159,17 @@ class Proxy:
             yield
         finally:
             self._holds -= 1
-            if not self._holds:  # no enclosing context
+            if not self._holds:  # the last hold has ended
                 self._gate.set()
 
     async def ask(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
-        """Sends a request of the server's own to the engine. Returns status and text.
+        """Sends one of the server's own requests to the engine. Returns status and text.
 
         Args:
-            body: JSON body of a POST; ``None``: send a GET.
+            body: JSON body of a POST request. If ``None``, a GET request is sent.
 
         Raises:
-            aiohttp.ClientError, OSError, TimeoutError: No answer within ``timeout_s`` seconds.
+            aiohttp.ClientError, OSError, TimeoutError: There was no response within ``timeout_s`` seconds.
         """
         assert self._engine is not None
         assert self._session is not None
@@ -212,7 +212,7 @@ class Proxy:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         assert self._server is not None
         endpoint = (request.method, request.path)
-        # Headers need not be UTF-8.
+        # Headers may not be valid UTF-8.
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
         is_model = hmac.compare_digest(given, self.key.encode())
         is_admin = hmac.compare_digest(given, self.admin_key.encode())
@@ -236,7 +236,7 @@ class Proxy:
     async def _pass(
         self, request: web.BaseRequest, endpoint: tuple[str, str], tenant: str | None
     ) -> web.StreamResponse:
-        while endpoint in SAMPLING and not self._gate.is_set():  # it may have closed again meanwhile
+        while endpoint in SAMPLING and not self._gate.is_set():  # another hold may have begun in the meantime
             await self._gate.wait()
         if self.draining or not self.opened or self._engine is None or self._session is None:
             return _refuse(503, "this server is leaving" if self.draining else "the engine is being restarted")
@@ -294,7 +294,7 @@ class Proxy:
             if request.transport is None or request.transport.is_closing():
                 return _refuse(502, "nobody is there to be answered")
             if "response" in locals():
-                raise  # half an answer was sent: break the connection, so that the client sees that it is incomplete
+                raise  # part of the response was sent: abort the connection, so that the client notices
             return _refuse(502, f"the engine does not answer: {type(error).__name__}")
 
     @staticmethod
@@ -303,7 +303,7 @@ class Proxy:
 
 
 def _with_model(body: bytes | bytearray, model: str) -> bytes | bytearray:
-    """Sets the ``model`` of a request. A body that is not a JSON object is returned unchanged."""
+    """Replaces ``model`` in a request body. A body that is not a JSON object is returned unchanged."""
     try:
         request = decoded(body)
         return packed({**request, "model": model}) if isinstance(request, dict) else body

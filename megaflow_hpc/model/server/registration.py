@@ -1,4 +1,4 @@
-"""The files of an engine server under ``RUN/endpoints``: its address, or why it does not serve."""
+"""An engine server's files under ``RUN/endpoints``: its address, or why it is not serving."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megaflow_hpc.rundir.record import ServerRecord
 
 
 class Assignment(NamedTuple):
-    """Entry ``number`` of ``servers`` in run.json: which model this element serves."""
+    """Entry ``number`` of ``servers`` in run.json: the model that this array element serves."""
 
     number: int
     policy: str
@@ -30,7 +30,7 @@ class Assignment(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The server's name, ``POLICY.NUMBER``."""
+        """Server name, ``POLICY.NUMBER``."""
         return f"{self.policy}.{self.number}"
 
 
@@ -39,11 +39,11 @@ def assignment(servers: Sequence[ServerRecord], index: int | None, policy: str |
 
     Args:
         servers: ``servers`` of run.json.
-        index: Number of the entry; ``None``: the first one of the policy.
-        policy: Policy to serve; ``None``: that of the entry.
+        index: Number of the entry. If ``None``, the first entry of the policy is used.
+        policy: Policy to serve. If ``None``, the policy of the entry is used.
 
     Raises:
-        ConfigError: There is no such entry.
+        ConfigError: No entry matches.
     """
     if index is None:
         index = next((n for n, server in enumerate(servers) if policy in (None, server.policy)), -1)
@@ -56,7 +56,7 @@ def assignment(servers: Sequence[ServerRecord], index: int | None, policy: str |
 
 
 class Registration:
-    """The files of one start of one server."""
+    """Endpoint files of one server, for one start of it."""
 
     def __init__(self, run: RunDir, what: Assignment, pool: EnginePool | None = None) -> None:
         self.what, self._pool = what, pool
@@ -68,7 +68,7 @@ class Registration:
         self._endpoint: Endpoint
 
     async def register(self, launch: Launch, proxy: Proxy, fingerprint: str) -> str:
-        """Collects what :meth:`beat` publishes. Returns address and behaviour of the chat template, for the log."""
+        """Collects the fields that :meth:`beat` publishes. Returns the address and template behaviour, for the log."""
         template = await probe(proxy.ask, launch, parses_thoughts(self.what.model))
         url = f"{'https' if fingerprint else 'http'}://{address()}:{proxy.port}"
         self._endpoint = Endpoint(
@@ -94,7 +94,7 @@ class Registration:
 
         Args:
             weight_version: Version of the weights being served.
-            refused: The latest version that this server could not load.
+            refused: Latest version that this server failed to load.
             load: Load since the previous heartbeat.
         """
         self.beats += 1
@@ -106,35 +106,35 @@ class Registration:
             self._pool.advertise(endpoint)
 
     def loading(self, version: int) -> None:
-        """Publishes that this server does not serve while it loads weights, for the policy's other servers."""
+        """Tells the policy's other servers that this server is loading weights and not serving."""
         server, policy = self.what.name, self.what.policy
         self._files.publish_loading(
             LoadingServer(server=server, policy=policy, start=self.start, weight_version=version)
         )
 
     def unregister(self) -> None:
-        """Withdraws the endpoint, from the pool too, unless a later start has replaced it."""
+        """Removes the endpoint, also from the pool, unless a later start has replaced it."""
         self.beats = 0
         if self._files.withdraw(self.what.name, self.start) and self._pool is not None:
             self._pool.withdraw(self.what.name)
 
     def leave(self) -> None:
-        """Withdraws everything of this start."""
+        """Removes all files of this start."""
         self.unregister()
         self._files.withdraw_loading(self.what.name, self.start)
         self._files.withdraw_starting(self.what.name)
 
     def failed(self, cause: str, lasting: bool) -> None:
-        """Publishes that this server gave up.
+        """Publishes that this server has given up.
 
         Args:
-            cause: One line.
-            lasting: True if another start would fail in the same way.
+            cause: Cause in one line.
+            lasting: True if another start would fail for the same reason.
         """
         self._files.publish_failed(self._failure(cause, lasting))
 
     def starts_again(self, cause: str) -> None:
-        """Publishes why the engine's latest start failed. The server tries again."""
+        """Publishes why the engine's latest start failed. The server will try again."""
         self._files.publish_starting(self._failure(cause, False))
 
     def _failure(self, cause: str, lasting: bool) -> FailedServer:

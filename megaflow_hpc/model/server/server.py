@@ -51,22 +51,22 @@ from megaflow_hpc.texts import printable
 
 HEARTBEAT_S = 30.0
 POLL_S = 5.0
-"""Seconds between two checks of the run directory and of the idle time."""
+"""Seconds between polls of the run directory and of the idle time."""
 IDLE_S = 300.0
 MAX_MISSING_POLLS = 5
-"""Polls in a row without a run directory, after which it counts as deleted."""
+"""Consecutive polls without a run directory after which it is considered deleted."""
 DRAIN_S = 25.0
-"""Seconds for requests in flight when the server leaves. Slurm sends SIGKILL 30 s after preemption (KillWait)."""
+"""Seconds that an exiting server gives requests in flight. Slurm sends SIGKILL 30 s after preemption (KillWait)."""
 MAX_STARTS = 3
-"""Starts in a row that may fail before the server gives up."""
+"""Consecutive failed starts after which the server gives up."""
 BACKOFF_S = 1.0
-"""Seconds before the second start; five times as many before the third."""
+"""Seconds before the second start; the third start waits five times as long."""
 STEADY_S = 60.0
-"""An engine that served for this many seconds resets the count of failed starts."""
+"""Seconds of serving after which the count of failed starts is reset."""
 RESTART_DRAIN_S = 900.0
-"""Seconds for requests in flight before a working engine is restarted with new weights."""
+"""Seconds given to requests in flight before a working engine is restarted with new weights."""
 IDLE_STATUS = 75
-"""Exit status of an idle server: the batch script requeues its array element and holds it."""
+"""Exit status of an idle server: tells the batch script to requeue and hold its array element."""
 
 
 class _RestartForWeights(Exception):
@@ -74,17 +74,17 @@ class _RestartForWeights(Exception):
 
 
 class EngineServer:
-    """Runs one engine behind a proxy until the server leaves.
+    """Runs one engine behind a proxy until the server has to exit.
 
     Args:
         run: The campaign's run directory.
         what: Model and name of this server.
-        idle_s: Seconds without a request, after the first one, until the server leaves.
-        poll_s: Seconds between two polls of the run directory.
-        weights_poll_s: Seconds between two polls of the pointer to the weights.
-        beat_s: Seconds between two heartbeats.
-        backoff_s: Seconds before the second start in a row; five times as many before the third.
-        caps: The ``pool`` section of a campaign that is a pool, otherwise ``None``.
+        idle_s: Seconds without a request, after the first one, until the server exits.
+        poll_s: Seconds between polls of the run directory.
+        weights_poll_s: Seconds between polls of the weights pointer.
+        beat_s: Seconds between heartbeats.
+        backoff_s: Seconds before the second start in a row; the third waits five times as long.
+        caps: The ``pool`` section if the campaign is a pool, otherwise ``None``.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class EngineServer:
         self._scaler, self._consumers = Leader(run, SCALER), Consumers()
 
     async def run(self) -> int:
-        """Serves until the server leaves. Returns the exit status."""
+        """Serves until the server has to exit. Returns the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             loop.add_signal_handler(number, self.leave, f"signal {signal.Signals(number).name}")
@@ -145,7 +145,7 @@ class EngineServer:
             remove_tree(private, ignore_errors=True)
 
     def leave(self, why: str) -> None:
-        """Makes :meth:`run` drain and return. May be called more than once."""
+        """Makes :meth:`run` drain and return. Idempotent."""
         if not self._leave.is_set():
             self._say(f"leaving: {why}")
             self._leave.set()
@@ -186,10 +186,10 @@ class EngineServer:
                 return 0
 
     async def _run_engine(self, private: Path, version: Version) -> None:
-        """Runs the engine from start to end. Returns when this server leaves.
+        """Runs one engine from start to end. Returns when the server has to exit.
 
         Raises:
-            ModelServiceError: The engine ended, or never answered.
+            ModelServiceError: The engine ended, or never became healthy.
             _RestartForWeights: The engine cannot load the current weights in place.
         """
         version = await asyncio.to_thread(self.weights.whole, version)
@@ -237,7 +237,7 @@ class EngineServer:
             await engine.end()
 
     async def _follow(self, launch: Launch) -> None:
-        """Loads new versions in place. Raises :class:`_RestartForWeights` if a version needs a restart."""
+        """Loads new weight versions in place. Raises :class:`_RestartForWeights` if a version needs a restart."""
         while True:
             await asyncio.sleep(self.weights_poll_s)
             async with self._sleeper.turn(self._proxy) if self._sleeper else contextlib.nullcontext() as slept:
@@ -257,7 +257,7 @@ class EngineServer:
         except ModelServiceError as error:
             self._say(str(error))
             self.files.loading(version.version)
-            self.files.unregister()  # gateways send requests to other servers, or let them wait
+            self.files.unregister()  # gateways send requests to other servers, or queue them
             await self._proxy.drain(DRAIN_S if launch.reload else RESTART_DRAIN_S)
             raise _RestartForWeights from error
         await self._beat()
@@ -270,11 +270,11 @@ class EngineServer:
         refused = [RefusedWeights(version, cause) for version, cause in self.weights.refused.items()]
         load = await self._proxy.load(time.monotonic())
         version = self._proxy.serving.weights.version
-        if self._proxy.attached:  # it may have been detached during the await
+        if self._proxy.attached:  # the engine may have been detached during the await
             self.files.beat(version, refused[-1] if refused else None, load)
 
     async def _watch(self) -> None:
-        """Renews the heartbeat, and leaves at the end of the campaign or when idle."""
+        """Renews the heartbeat, and makes the server exit when the campaign ends or the server is idle."""
         marks = Marks(self.run_dir)
         next_beat = time.monotonic() + self.beat_s
         missing = 0
@@ -302,7 +302,7 @@ class EngineServer:
             self.run_dir.run_json.stat()
         except FileNotFoundError:
             return True
-        except OSError:  # the file system is unreachable for a while
+        except OSError:  # the file system is temporarily unreachable
             pass
         return False
 
@@ -313,13 +313,13 @@ class EngineServer:
             self._say(f"GPU time: {error}")
 
     def _asked(self) -> bool:
-        """Returns whether a request has arrived, or this element was requeued and serves again."""
+        """Returns whether a request has arrived, or this element was requeued and is serving again."""
         return self._proxy.requests > 0 or (self.files.beats > 0 and os.environ.get("SLURM_RESTART_COUNT", "0") != "0")
 
     async def _may_idle(self) -> bool:
-        """Returns whether an idle server may leave.
+        """Returns whether an idle server may exit.
 
-        A held element needs a scaler that releases it. No trainer may be about to add rollouts after a long step.
+        A held array element needs a running scaler to release it. The server stays if a trainer may soon add rollouts.
         """
         if in_slurm() and not await asyncio.to_thread(self._scaler.confirmed):
             return False
@@ -340,7 +340,7 @@ def _named(version: Version) -> str:
 
 
 def scratch() -> str | None:
-    """Returns a node-local directory with a path short enough for sockets; ``None`` for the system's default."""
+    """Returns a node-local directory whose path is short enough for sockets. ``None`` selects the system's default."""
     for name in ("MEGAFLOW_SCRATCH", "SLURM_TMPDIR", "TMPDIR"):
         path = os.environ.get(name, "")
         if path and len(path) < adapters.MAX_SOCKET_PATH - 40 and os.access(path, os.W_OK | os.X_OK):

@@ -1,17 +1,17 @@
-"""Lends the GPUs of a trained policy's engine to the trainer for each step (``slurm.trainer.share: sleep``).
+"""Lends a trained policy's engine GPUs to the trainer for each step (``slurm.trainer.share: sleep``).
 
 ::
 
     trainer   requests the GPUs ───────────► moves onto them, steps, publishes, moves off ─► ends its request
-    server      └► holds calls, engine sleeps ─► gives them     engine wakes, loads the version, calls continue ◄┘
+    server      └► holds calls, engine sleeps ─► grants them    engine wakes, loads the version, calls continue ◄┘
 
 Trainer and server communicate through two files (:class:`~megaflow_hpc.rundir.training.SharedGpu`). The engine first
-answers the calls in flight. Calls that arrive meanwhile wait at the proxy, as they do while weights change. An engine
-that fails to sleep or wake is ended, which also frees the GPUs, and restarted when they are free. An engine whose
-server was killed is restarted in the same way, with the newest weights.
+completes the calls in flight. New calls wait at the proxy, as they do while weights change. An engine that fails to
+sleep or wake is killed, which also frees the GPUs, and restarted once they are free. If the server was killed, its
+engine is restarted in the same way, with the newest weights.
 
-vLLM's endpoints (``vllm/entrypoints/serve/dev/sleep``): level 1 keeps the weights in the host's memory, level 2
-discards them. After level 2 the server wakes the weights, loads them from their files, and then wakes the KV cache.
+vLLM's endpoints (``vllm/entrypoints/serve/dev/sleep``): level 1 keeps the weights in host memory, level 2 discards
+them. After level 2 the server wakes the weights, loads them from their files, and then wakes the KV cache.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megaflow_hpc.model.server.weight_updates import RELOADERS, WeightUpdater, p
 from megaflow_hpc.rundir.training import GpuGrant, SharedGpu
 
 MOVE_S = 300.0
-"""Timeout in seconds of sleep and of waking, which move up to some hundred gigabytes."""
+"""Timeout in seconds for sleeping and for waking, each of which moves up to a few hundred gigabytes."""
 POLL_INTERVAL_S = 0.2
-"""Seconds between two polls of the trainer's file while the trainer has the GPUs."""
+"""Seconds between polls of the trainer's file while the trainer has the GPUs."""
 
 
 class Sleeper:
     """Puts one server's engine to sleep while the trainer has the GPUs.
 
     Args:
-        gpu: The two files.
-        level: vLLM's level of sleep, 1 or 2.
+        gpu: The two files through which trainer and server communicate.
+        level: vLLM's sleep level, 1 or 2.
         weights: Chooses and loads the weights of a woken engine.
-        leave: Set when the server must leave.
+        leave: Set when the server must exit.
         say: Writes a line to the server's log.
     """
 
@@ -49,11 +49,11 @@ class Sleeper:
         self._wake_s = 0.0
 
     async def until_free(self) -> None:
-        """Gives the GPUs to the trainer as long as it requests them. Call it while the engine does not use them."""
+        """Lends the GPUs to the trainer for as long as it requests them. Call this while no engine is using them."""
         given = ""
         while not self._leave.is_set() and (turn := self._gpu.wanted()):
             if turn != given:
-                with contextlib.suppress(OSError):  # the next round tries again
+                with contextlib.suppress(OSError):  # retried in the next iteration
                     self._gpu.give(GpuGrant(turn, self._wake_s))
                     self._say("the trainer has the GPUs")
                     given, self._wake_s = turn, 0.0
@@ -61,13 +61,13 @@ class Sleeper:
 
     @contextlib.asynccontextmanager
     async def turn(self, proxy: Proxy) -> AsyncIterator[bool]:
-        """Lets the engine sleep as long as the trainer requests the GPUs. Held calls continue after the context.
+        """Puts the engine to sleep for as long as the trainer requests the GPUs. Held calls continue after the context.
 
         Yields:
-            True if the engine slept. At level 2 it has woken with the newest weights.
+            True if the engine slept. After level 2, it has woken with the newest weights.
 
         Raises:
-            ModelServiceError: The engine failed to sleep or wake, and must be ended.
+            ModelServiceError: The engine failed to sleep or wake, and must be killed.
         """
         if not self._gpu.wanted():
             yield False

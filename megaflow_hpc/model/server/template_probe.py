@@ -2,11 +2,11 @@
 
 ::
 
-    user → answer with a thought → user
-    user → answer with a thought and a tool call → tool → answer → user
+    user → answer with reasoning → user
+    user → answer with reasoning and a tool call → tool → answer → user
 
-If two different thoughts render to the same tokens, the template drops thoughts. If a rendering does not begin with the
-previous rendering, the template rewrites earlier messages. The gateway decides for each call
+If two different reasoning texts render to the same tokens, the template drops reasoning. If a rendering does not begin
+with the previous rendering, the template rewrites earlier messages. The gateway decides for each call
 (:mod:`megaflow_hpc.model.gateway.continuation`). The probe only tells the user in advance where sequences will end.
 """
 
@@ -32,18 +32,19 @@ Message = dict[str, Any]
 
 
 def parses_thoughts(model: Mapping[str, Any]) -> bool:
-    """Returns whether the engine of a ``model`` section reports thoughts in a separate field. vLLM needs an option."""
+    """Returns whether the engine of a ``model`` section reports reasoning in a separate field. vLLM needs an option
+    for it."""
     options = {str(name).lstrip("-").replace("_", "-") for name, value in (model.get("args") or {}).items() if value}
     return model.get("engine", "vllm") != "vllm" or "reasoning-parser" in options
 
 
 async def probe(ask: Ask, launch: Launch, parsed: bool) -> str:
-    """Returns the template's behaviour; empty if the engine cannot render these conversations.
+    """Returns a description of the template's behaviour; empty if the engine cannot render these conversations.
 
     Args:
         ask: Posts one request to the engine.
-        launch: The engine.
-        parsed: True if the engine reports thoughts in a separate field, false if they are part of the text.
+        launch: The engine's launch.
+        parsed: True if the engine reports reasoning in a separate field, false if it is part of the text.
     """
     if launch.protocol != "split":
         return ""

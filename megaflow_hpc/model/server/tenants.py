@@ -1,8 +1,8 @@
 """The users of a pool's server, and the fair queue in which their requests wait for the engine's slots.
 
-No request is refused for exceeding its user's cap on concurrent requests, which counts all campaigns of the user. The
-request waits at the proxy, and requests of other users overtake it. The engine gets no more requests than it answers at
-once, so that no request waits inside it behind another user's queue.
+A user's cap on concurrent requests covers all campaigns of that user. A request over the cap is not refused: it waits
+at the proxy, and other users' requests overtake it. The engine never gets more requests than it can process
+concurrently, so no request waits inside the engine behind another user's queue.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from megaflow_hpc.rundir.engine_pool import EnginePool, digest_of
 
 MIN_REFRESH_S = 2.0
-"""Seconds between two listings of the members because of unknown keys."""
+"""Minimum seconds between two listings of the members triggered by unknown keys."""
 REFRESH_S = 30.0
-"""Seconds after which the members are listed again. Removed members are refused from then on."""
+"""Seconds between listings of the members. Removed members are refused after the next listing."""
 DEFAULT_SLOTS = 256
-"""Concurrent requests of an engine that does not report its number; vLLM's default on most GPUs."""
+"""Concurrent requests assumed for an engine that does not report its limit; vLLM's default on most GPUs."""
 SMOOTHING = 0.1
-"""Weight of the latest turn in the moving average of a turn's seconds."""
+"""Weight of the latest turn in the moving average of turn durations."""
 
 
 @dataclass
@@ -31,10 +31,10 @@ class _User:
     share: float
     max_slots: int | None
     used_s: float = 0.0
-    """Slot-seconds used, divided by the share."""
+    """Slot-seconds used, divided by the user's share."""
     held: int = 0
     accounted_until: float = 0.0
-    """Time up to which ``used_s`` is accounted."""
+    """Time up to which ``used_s`` is current."""
     waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
 
     def account(self, now: float) -> None:
@@ -46,17 +46,17 @@ class _User:
 class FairQueue:
     """Admits users to an engine's slots in proportion to their shares (start-time fair queueing).
 
-    The queue shares slot-seconds, so a user with long requests has fewer at once than a user with short ones. Shares
-    also hold if there are more users than slots. A free slot goes to the waiting user with the least
+    The queue shares slot-seconds, so a user with long requests holds fewer slots than a user with short ones. Shares
+    also hold if there are more users than slots. A free slot goes to the waiting user with the lowest
 
-        (slot-seconds used so far + slots held, including this one, x the mean seconds of a turn) / share
+        (slot-seconds used so far + slots held, including this one, x mean seconds of a turn) / share
 
-    A user who was away or was kept back by a cap gains no credit. Both continue from the virtual time of the user
-    admitted last. Requests of one user are admitted in their order of arrival. Lives in one event loop.
+    A user who was idle or blocked by a cap gains no credit, and continues from the virtual time of the user admitted
+    last. Requests of one user are admitted in order of arrival. Confined to one event loop.
 
     Args:
-        slots: Slots of all users together; :meth:`resize` changes the number.
-        clock: Returns seconds that never decrease.
+        slots: Total slots for all users; :meth:`resize` changes the number.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(self, slots: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -70,7 +70,7 @@ class FairQueue:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for a slot."""
+        """Number of requests waiting for a slot."""
         return sum(len(user.waiting) for user in self._users.values())
 
     @contextlib.asynccontextmanager
@@ -78,8 +78,8 @@ class FairQueue:
         """Waits for a slot and holds it inside the context.
 
         Args:
-            share: Share of this user, relative to the shares of others.
-            max_slots: Slots that this user may hold, even if no other user waits. ``None``: unlimited.
+            share: This user's share, relative to the shares of other users.
+            max_slots: Maximum slots for this user, even if no other user is waiting. If ``None``, there is no limit.
         """
         user = self._users.setdefault(name, _User(share, max_slots))
         user.share, user.max_slots = share, max_slots
@@ -94,7 +94,7 @@ class FairQueue:
         except asyncio.CancelledError:
             user.waiting.pop(future, None)
             if future.done() and not future.cancelled():
-                self._release(user)  # it was granted in the same instant
+                self._release(user)  # the slot was granted just before the cancellation
             raise
         began = self._clock()
         try:
@@ -105,7 +105,7 @@ class FairQueue:
             self._release(user)
 
     def resize(self, slots: int) -> None:
-        """Sets the number of slots. Slots held beyond it are kept until their turns end."""
+        """Sets the number of slots. Excess slots already held are kept until their turns end."""
         self.slots = slots
         self._grant()
 
@@ -140,7 +140,7 @@ class FairQueue:
 
 
 class Tenants:
-    """Knows a pool's users by their keys and admits their requests.
+    """Identifies a pool's users by their keys and admits their requests.
 
     Args:
         pool: Lists the members' keys.
@@ -152,32 +152,32 @@ class Tenants:
         self._max_in_flight: int | None = settings.get("in_flight")
         self._weights: Mapping[str, float] = settings.get("weights") or {}
         self._user_of: dict[str, str] = {}
-        """Digest of a key → its user."""
+        """Digest of a key → user who owns it."""
         self._queue = FairQueue(DEFAULT_SLOTS)
         self._listed_at = -REFRESH_S
 
     def user(self, key: str) -> str | None:
-        """Returns the user of a key; ``None`` if the key is unknown."""
+        """Returns the user who owns a key; ``None`` if the key is unknown."""
         if not key:
             return None
         digest, age = digest_of(key), time.monotonic() - self._listed_at
         if age > REFRESH_S or (digest not in self._user_of and age > MIN_REFRESH_S):
             self._listed_at = time.monotonic()
-            with contextlib.suppress(OSError):  # the file system may be unreachable for a moment
+            with contextlib.suppress(OSError):  # the file system may be temporarily unreachable
                 self._user_of = self._pool.users()
         return self._user_of.get(digest)
 
     def set_capacity(self, slots: int) -> None:
-        """Sets how many requests the engine answers at once; 0 if unknown."""
+        """Sets how many requests the engine can process concurrently; 0 if unknown."""
         self._queue.resize(slots or DEFAULT_SLOTS)
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait to be admitted."""
+        """Number of requests waiting to be admitted."""
         return self._queue.waiting
 
     @contextlib.asynccontextmanager
     async def admit(self, name: str) -> AsyncIterator[None]:
-        """Waits until the cap and the queue admit a request of this user. The request is made inside the context."""
+        """Waits until the cap and the queue admit a request of this user. Make the request inside the context."""
         async with self._queue.turn(name, self._weights.get(name, 1.0), self._max_in_flight):
             yield

@@ -1,8 +1,8 @@
-"""Creates a certificate for one start of one server. Clients trust it by its fingerprint alone.
+"""Creates a TLS certificate for one start of one server. Clients trust it by its fingerprint alone.
 
-The fingerprint is in the endpoint file, which only the campaign's user can read. The gateway compares it after the
-handshake and before it sends a byte. So a process that takes over a dead server's port sees neither key nor prompt.
-No authority, host name or clock is involved.
+The fingerprint is stored in the endpoint file, which only the campaign's user can read. The gateway checks it after
+the handshake, before it sends any data. So a process that takes over a dead server's port sees neither key nor prompt.
+Certificate authorities, host names and validity dates are not used.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 VALIDITY_DAYS = 3650
-"""Gateways ignore the validity. Some TLS stacks refuse a certificate that expires soon."""
+"""Gateways ignore the validity period, but some TLS stacks reject certificates that expire soon."""
 
 
 def make_context(private: Path) -> tuple[ssl.SSLContext, str]:
     """Returns a TLS context with a new key, and the SHA-256 of its certificate in hexadecimal.
 
     Args:
-        private: A directory of mode 0700. The key is stored there while it is loaded.
+        private: A directory of mode 0700. The key is written there only while it is loaded.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "megaflow-hpc engine")])

@@ -1,23 +1,23 @@
-"""Changes an engine server from one version of its policy's weights to the next without losing a request.
+"""Moves an engine server from one version of its policy's weights to the next without losing a request.
 
-``RUN/weights/current.<policy>.json`` names the version to serve. A server polls it. It loads another version in place
-if its engine supports that, and otherwise restarts the engine. Meanwhile the proxy holds requests back, so that each is
-sampled by one version:
+``RUN/weights/current.<policy>.json`` names the version to serve. Each server polls it. The server loads a new version
+in place if its engine supports that, and otherwise restarts the engine. Meanwhile the proxy holds requests back, so
+that each is sampled by one version:
 
-``running: finish``     requests being sampled are answered by the old version first.
+``running: finish``     requests being sampled are completed with the old version first.
 ``running: continue``   the engine pauses, changes the weights, recomputes the state of its requests and continues them.
-                        Only requests whose answer reports each token's version (vLLM's generate) are continued. Others
-                        finish first, so every token's version is known in either case.
+                        Only requests whose response reports each token's version (vLLM's generate) are continued.
+                        Others finish first, so every token's version is known in either case.
 
-``update: rolling`` lets a policy's servers load one after the other, ``together`` all at once. If a server cannot load
-a version, it *refuses* it: it reports the version in its endpoint file and serves the previous one. With ``rolling``,
-later servers do not try that version.
+``update: rolling`` makes a policy's servers load one after the other, ``together`` all at the same time. If a server
+cannot load a version, it *refuses* it: it reports the version in its endpoint file and serves the previous one. With
+``rolling``, later servers do not try that version.
 
 A version may be a delta to an earlier one (:mod:`megaflow_hpc.rundir.weight_delta`). Each server builds the complete
-files on its node's own disk, so only the changes are read from the run directory.
+files on its node's local disk, so only the changes are read from the run directory.
 
-A LoRA adapter applies to the campaign's own model. vLLM loads it under a new name in addition to the previous adapter.
-Once nothing is being sampled, the proxy renames requests to the new adapter.
+A LoRA adapter applies to the campaign's original model. vLLM loads it under a new name next to the previous adapter.
+Once nothing is being sampled, the proxy switches requests to the new adapter's name.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import Version
 
 POLL_INTERVAL_S = 5.0
-"""Seconds between two polls of the pointer, if the campaign does not train the policy."""
+"""Seconds between polls of the weights pointer for a policy that the campaign does not train."""
 TRAINED_POLL_INTERVAL_S = 0.5
-"""Seconds between two polls, if it does. Half of this interval is part of the delay of a new version."""
+"""Seconds between polls for a trained policy. On average, half of it adds to the delay of a new version."""
 MAX_POLLS_PER_S = 100
-"""Polls per second of all servers of a policy. Each opens a file on the shared file system."""
+"""Maximum polls per second by all servers of a policy. Each poll opens a file on the shared file system."""
 STALE_S = 100.0
-"""Seconds without a new heartbeat (three periods) after which other servers do not wait for a server."""
+"""Seconds without a new heartbeat (three periods) after which other servers stop waiting for a server."""
 RESTART_S = 900.0
-"""Seconds for which other servers wait for a server that restarts its engine."""
+"""Seconds that other servers wait for a server that is restarting its engine."""
 LOAD_TIMEOUT_S = 1800.0
-"""Timeout of one step of loading, enough for a large model from a busy file system."""
+"""Timeout in seconds for one loading step, enough for a large model on a busy file system."""
 
 
 def poll_interval_s(record: RunRecord, policy: str) -> float:
-    """Returns the seconds between two polls of the pointer by each server of ``policy``."""
+    """Returns the poll interval of the weights pointer, in seconds, for each server of ``policy``."""
     trained = (record.campaign.get("training") or {}).get("policies") or ()
     if policy not in trained:
         return POLL_INTERVAL_S
@@ -70,7 +70,7 @@ def poll_interval_s(record: RunRecord, policy: str) -> float:
 
 
 class WeightUpdater:
-    """Chooses the version that one server serves, and loads it.
+    """Chooses the weight version that one server serves, and loads it.
 
     Args:
         run: The campaign's run directory.
@@ -84,11 +84,11 @@ class WeightUpdater:
         self._rolling = settings.get("update", "rolling") == "rolling"
         self._run, self._what, self._proxy = run, what, proxy
         self.refused: dict[int, str] = {}
-        """Version that this server could not load → cause."""
+        """Version that this server failed to load → cause."""
         self._seen: dict[str, tuple[Any, float]] = {}
-        """Name of another server → its latest state, and when the state changed by our clock."""
+        """Name of another server → its latest state, and when that state changed by our clock."""
         self.scratch = Path()
-        """Directory on the node's own disk for files built from deltas."""
+        """Node-local directory for files built from deltas."""
 
     def choose(self) -> Version:
         """Returns the version to start the engine with: the current one, or the latest earlier one not refused.
@@ -107,7 +107,7 @@ class WeightUpdater:
         return wanted
 
     def model(self, version: Version) -> Mapping[str, Any]:
-        """Returns the campaign's model section with this version's files in it."""
+        """Returns the campaign's model section, pointing to the files of this version."""
         if not version.path or version.adapter:
             return self._what.model
         if self._what.model.get("engine") == "scripted":
@@ -115,10 +115,10 @@ class WeightUpdater:
         return {**self._what.model, "path": version.path}
 
     def whole(self, version: Version) -> Version:
-        """Returns the version with complete files. Builds those of a delta on this node, and deletes earlier ones.
+        """Returns the version with complete files. Rebuilds a delta's files on this node, and deletes earlier ones.
 
         Raises:
-            ModelServiceError: The delta's base is missing, or the result differs from what was published.
+            ModelServiceError: The delta's base is missing, or the rebuilt files differ from the published ones.
         """
         if not version.path:
             return version
@@ -138,7 +138,7 @@ class WeightUpdater:
         return replace(version, path=str(built))
 
     def next(self) -> Version | None:
-        """Returns the version to load now; ``None`` if there is no new one, or other servers must load it first."""
+        """Returns the version to load now; ``None`` if there is no new version, or other servers must load it first."""
         handled = (self._proxy.serving.weights.version, *self.refused)
         try:
             wanted = weights.current(self._run, self._what.policy)
@@ -169,7 +169,7 @@ class WeightUpdater:
         return True
 
     def _changed_within(self, seconds: float, name: str, state: Any) -> bool:
-        """Returns whether a server's state has changed within the past ``seconds`` of our own clock."""
+        """Returns whether a server's state has changed within the past ``seconds``, by our clock."""
         now = time.monotonic()
         if self._seen.get(name, (None, 0.0))[0] != state:
             self._seen[name] = (state, now)
@@ -204,7 +204,7 @@ class WeightUpdater:
             proxy.serving = Serving(version)
 
     async def complete_start(self, version: Version, launch: Launch) -> None:
-        """Completes the start of an engine for ``version``: loads its adapter and sets the version's number.
+        """Completes an engine's start with ``version``: loads its adapter and sets the version number.
 
         Raises:
             ModelServiceError: The engine cannot load the adapter.
@@ -219,10 +219,10 @@ class WeightUpdater:
             try:
                 await post(proxy, "/update_weight_version", {"new_version": str(version.version)})
             except ModelServiceError:
-                pass  # an older engine, or one without its development mode, reports no versions
+                pass  # an older engine, or one not in development mode, reports no versions
 
     async def _load_adapter(self, version: Version) -> None:
-        """Has vLLM load an adapter, switches requests to it and unloads the previous one."""
+        """Makes vLLM load an adapter, switches requests to it and unloads the previous one."""
         proxy = self._proxy
         name, before = f"{version.policy}@{version.version}", proxy.serving.adapter_name
         await post(proxy, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": version.path})
@@ -230,7 +230,7 @@ class WeightUpdater:
             await post(proxy, "/update_weight_version", {"new_version": str(version.version)})
             proxy.serving = Serving(version, name)
         if before:
-            with contextlib.suppress(ModelServiceError):  # an adapter that stays loaded costs only memory
+            with contextlib.suppress(ModelServiceError):  # an adapter that remains loaded only costs memory
                 await post(proxy, "/v1/unload_lora_adapter", {"lora_name": before})
 
 
@@ -238,7 +238,7 @@ async def _vllm(proxy: Proxy, version: Version, keep_running: bool) -> None:
     await post(proxy, f"/pause?mode={'keep' if keep_running else 'wait'}", {})
     load = {"method": "reload_weights", "kwargs": {"weights_path": version.path or None}}
     await post(proxy, "/collective_rpc", load)
-    # Nothing computed with the old weights may be used again, not even by continued requests.
+    # Nothing computed with the old weights may be reused, not even by continued requests.
     reply = await post(proxy, f"/reset_prefix_cache?reset_running_requests={'true' if keep_running else 'false'}", {})
     if json.loads(reply or "{}").get("success") is False:
         raise ModelServiceError("the engine could not drop its prefix cache")
@@ -267,10 +267,10 @@ async def _reports_versions(proxy: Proxy) -> bool:
 
 
 async def post(proxy: Proxy, path: str, body: dict[str, Any], timeout_s: float = LOAD_TIMEOUT_S) -> str:
-    """Posts a request of the server's own to its engine. Returns the answer's text.
+    """Posts one of the server's own requests to its engine. Returns the response text.
 
     Raises:
-        ModelServiceError: The answer is not 200.
+        ModelServiceError: The status is not 200.
     """
     try:
         status, text = await proxy.ask(path, body, timeout_s)

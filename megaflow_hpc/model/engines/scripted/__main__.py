@@ -18,7 +18,7 @@ from megaflow_hpc.model.engines.scripted.script import Script, load
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serves a script until a signal ends it; exits with a message if the script is wrong."""
+    """Serves a script until a signal arrives. Exits with a message if the script is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m megaflow_hpc.model.engines.scripted", description="answers from a script"
     )

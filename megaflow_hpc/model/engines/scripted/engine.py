@@ -1,9 +1,9 @@
-"""The scripted engine's HTTP application, from messages to text with token ids.
+"""The scripted engine's HTTP application: turns messages into scripted text with token ids.
 
 It serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health``, and vLLM's ``/sleep``,
-``/wake_up`` and ``/is_sleeping``. While it sleeps, it answers requests for completions with an error.
-:class:`SplitEngine` adds vLLM's render, generate and derender. The engine runs in the same server as any other, so a
-campaign can be run to a known end without weights.
+``/wake_up`` and ``/is_sleeping``. While asleep, it answers completion requests with an error. :class:`SplitEngine` adds
+vLLM's render, generate and derender. The engine runs in the same server as any other, so a campaign can run without
+weights and with a known outcome.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from megaflow_hpc.model.engines.scripted.tokens import (
 )
 
 SLEEP_TAGS = frozenset({"weights", "kv_cache"})
-"""Parts of the engine that vLLM wakes separately."""
+"""Tags of the parts that vLLM can wake separately."""
 
 
 class ScriptedEngine:
     """Answers requests from a script.
 
     Args:
-        script: The answers.
-        model_name: Name under which it serves.
-        max_model_len: Longest sequence in tokens. Longer requests are refused as by vLLM.
-        slots: Concurrent answers; 0: unlimited.
+        script: The scripted answers.
+        model_name: Name under which the engine serves.
+        max_model_len: Maximum sequence length in tokens. Longer requests are rejected as by vLLM.
+        slots: Maximum concurrent answers; 0 means unlimited.
     """
 
     def __init__(self, script: Script, model_name: str, max_model_len: int = 1_000_000, slots: int = 0) -> None:
@@ -117,18 +117,18 @@ class ScriptedEngine:
         return web.json_response(_response(body, self.model_name, prompt, sampled, message, finish, chat=chat))
 
     def sample(self, text: str, prompt: Sequence[int]) -> list[int]:
-        """Returns the token ids of an answer's text. Overridden by engines whose sampling drifts."""
+        """Returns the token ids for an answer's text. Overridden by engines whose sampling drifts."""
         return [*text.encode("utf-8", "replace"), END]
 
     def on_sampled(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """Called with each answer. Overridden by engines that log their answers."""
+        """Hook called for each answer. Overridden by engines that log their answers."""
 
     async def refusal(self, answer: ScriptedAnswer, prompt: int, wanted: int) -> web.Response | None:
-        """Waits as long as the answer takes. Then returns an error to send instead of the answer, or ``None``.
+        """Waits for the answer's delay. Returns an error response to send instead of the answer, or ``None``.
 
         Args:
-            answer: The scripted answer, which may be an error itself.
-            prompt: Number of tokens of the prompt.
+            answer: The scripted answer, which may itself be an error.
+            prompt: Number of prompt tokens.
             wanted: Number of tokens requested for the answer.
         """
         async with self._slots:
@@ -150,19 +150,19 @@ class ScriptedEngine:
 class SplitEngine(ScriptedEngine):
     """A scripted engine with vLLM's render, generate and derender (``--enable-scale-out``).
 
-    With ``drift``, the text of an answer encodes to other ids than were sampled, as with real tokenizers.
+    With ``drift``, the text of an answer encodes to different ids than were sampled, as with real tokenizers.
 
     Args:
-        drift: Share of an answer's bytes, 0 to 1, that are sampled as other ids of the same byte
+        drift: Fraction of an answer's bytes, 0 to 1, that are sampled as alternative ids of the same byte
             (:data:`~megaflow_hpc.model.engines.scripted.tokens.OTHER` and above).
-        seed: Seed for the choice of these bytes.
+        seed: Random seed for the choice of these bytes.
     """
 
     def __init__(self, *args: Any, drift: float = 0.0, seed: int = 0, **options: Any) -> None:
         super().__init__(*args, **options)
         self.drift, self._random = drift, random.Random(seed)
         self.log: list[tuple[list[int], list[int]]] = []
-        """Prompt and sampled ids of each answer, for tests."""
+        """(prompt ids, sampled ids) of each answer, for tests."""
         self._answers: dict[str, tuple[dict[str, Any], str]] = {}
 
     def application(self) -> web.Application:
@@ -224,7 +224,7 @@ class SplitEngine(ScriptedEngine):
 
 
 async def body_of(request: web.Request) -> dict[str, Any]:
-    """Returns a request's JSON object. Raises HTTPBadRequest if the body is something else."""
+    """Parses the body of a request. Raises HTTPBadRequest if it is not a JSON object."""
     try:
         body = await request.json()
     except (ValueError, RecursionError, web.RequestPayloadError):
@@ -247,7 +247,7 @@ def _bad_request(message: str) -> web.HTTPBadRequest:
 
 @web.middleware
 async def _refuse_malformed(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 400 to a body with values of wrong types, as engines do."""
+    """Responds with 400 to a body with values of the wrong type, as real engines do."""
     try:
         return await handler(request)
     except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as mistake:
@@ -255,7 +255,7 @@ async def _refuse_malformed(request: web.Request, handler: Handler) -> web.Strea
 
 
 def message_of(answer: ScriptedAnswer) -> dict[str, Any]:
-    """Returns a scripted answer as an OpenAI message."""
+    """Converts a scripted answer to an OpenAI message."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.reasoning:
         message["reasoning"] = answer.reasoning
@@ -313,6 +313,6 @@ def _response(
 
 
 def error(status: int, message: str) -> web.Response:
-    """Returns an error in OpenAI's shape."""
+    """Returns an error response in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)

@@ -35,7 +35,7 @@ _KEYS = {"text", "file", "reasoning", "delay_s", "status", "tool", "arguments", 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool that the conversation offers."""
+    """A call of one of the conversation's tools."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -43,7 +43,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ScriptedAnswer:
-    """One scripted answer: given after ``delay_s`` seconds; an HTTP error unless ``status`` is 200."""
+    """One scripted answer, sent after ``delay_s`` seconds. It is an HTTP error unless ``status`` is 200."""
 
     text: str = ""
     delay_s: float = 0.0
@@ -54,7 +54,7 @@ class ScriptedAnswer:
 
 @dataclass(frozen=True)
 class ScriptedTask:
-    """The answers to conversations in which ``pattern`` is found; the last one repeats."""
+    """Answers to conversations that match ``pattern``. The last answer repeats."""
 
     pattern: re.Pattern[str]
     answers: tuple[ScriptedAnswer, ...]
@@ -67,7 +67,7 @@ class ScriptedTask:
 
 @dataclass(frozen=True)
 class Script:
-    """The answers of a scripted engine; ``default`` if no task matches."""
+    """Answers of a scripted engine; ``default`` applies if no task matches."""
 
     tasks: tuple[ScriptedTask, ...] = ()
     default: tuple[ScriptedAnswer, ...] = (ScriptedAnswer(DEFAULT),)
@@ -83,7 +83,7 @@ class Script:
 
 
 def load(path: Path) -> Script:
-    """Reads a script.
+    """Loads a script.
 
     Raises:
         ConfigError: The file cannot be read or is invalid. The message names the entry.
@@ -137,7 +137,7 @@ def _call(value: Any, where: str) -> ToolCall:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Returns the text of an OpenAI message, whose content is a text or a list of parts."""
+    """Returns the text of an OpenAI message, whose content is a string or a list of parts."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content

@@ -1,8 +1,8 @@
 """The scripted engine's tokenizer and chat template.
 
 Tokens are UTF-8 bytes (ids 0 to 255); 256 ends a turn and 257 starts one. Log-probabilities are a function of id and
-position. Reasoning and tool calls are text in tags, as models write them. So a conversation's prompt extends the
-previous one, and the recording has one sequence.
+position. Reasoning and tool calls are tagged text, as models write them. So each prompt of a conversation extends the
+previous one, and the recording has a single sequence.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from megaflow_hpc.model.engines.scripted.script import text_of
 
 END, START, OTHER = 256, 257, 512
-"""Ids from :data:`OTHER` on are bytes too. Only an engine whose sampling drifts samples them."""
+"""Ids from :data:`OTHER` on are alternative ids of bytes, sampled only by engines with drift."""
 
 
 def answer_text(message: Mapping[str, Any]) -> str:
-    """Returns an assistant message as the model writes it."""
+    """Returns an assistant message as the text that a model would generate."""
     thought = message.get("reasoning")
     calls = [
         f"\n<tool_call>{call['function']['name']} {call['function']['arguments']}</tool_call>"
@@ -28,9 +28,9 @@ def answer_text(message: Mapping[str, Any]) -> str:
 
 
 def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
-    """Returns a conversation's prompt: per message ``START role NEWLINE content END NEWLINE``, then the answer's head.
+    """Renders a prompt: ``START role NEWLINE content END NEWLINE`` per message, then the answer's head.
 
-    Tools come first, as in most chat templates, so a changed list gives a different prompt.
+    Tools come first, as in most chat templates, so a changed tool list changes the prompt.
     """
     tokens: list[int] = [START, *f"tools\n{json.dumps(tools)}".encode(), END, 10] if tools else []
     for message in messages:
@@ -40,17 +40,17 @@ def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> 
 
 
 def logprob(token: int, position: int) -> float:
-    """Returns an invented log-probability in (-2, 0)."""
+    """Returns a fake log-probability in (-2, 0), determined by id and position."""
     return -(1 + (token * 31 + position * 17) % 199) / 100
 
 
 def text_of_tokens(tokens: Sequence[int]) -> str:
-    """Returns the text of token ids. Turn markers have no text."""
+    """Decodes token ids to text. Turn markers have no text."""
     return bytes(t % OTHER for t in tokens if t not in (END, START)).decode("utf-8", "replace")
 
 
 def parse_prompt(tokens: Sequence[int]) -> tuple[list[dict[str, str]], list[str]]:
-    """Returns the messages of a prompt, and the names of the tools that it offers."""
+    """Parses a prompt. Returns its messages, and the names of the tools that it offers."""
     messages, tools = [], []
     part = bytearray()
     for token in tokens:

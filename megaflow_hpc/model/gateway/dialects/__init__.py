@@ -1,9 +1,9 @@
-"""Conversions between the APIs that agents speak and chat completions, one module per API; used by the gateway.
+"""Conversions between the APIs that agents use and chat completions, one module per API; used by the gateway.
 
-Engines are asked for chat completions (or plain ones) only, so recording and routing are the same for every API::
+Engines only receive chat completions (or plain ones), so recording and routing are the same for every API::
 
-    agent's request ── request() ──► chat request ──► engine ──► chat answer ── answer() ──► agent's answer
-                                                                              └─ events() ──► the same as a stream
+    agent's request ── request() ──► chat request ──► engine ──► chat reply ── answer() ──► agent's response
+                                                                             └─ events() ──► the same as a stream
 
 All functions are pure. :meth:`~megaflow_hpc.model.gateway.recorder.Recorder.restore` recognises earlier answers that
 an agent sends back. So a conversion may change the form of an answer (spaces in a tool call's arguments, reasoning that
@@ -22,7 +22,7 @@ __all__ = ["DIALECTS", "TABLES", "BadRequest", "Dialect", "Event", "dialect_of",
 
 
 class Dialect(Protocol):
-    """The functions of each dialect's module."""
+    """Interface of a dialect module."""
 
     def request(self, body: Mapping[str, Any], /) -> dict[str, Any]:
         """Returns the equivalent chat request.
@@ -32,16 +32,16 @@ class Dialect(Protocol):
         """
 
     def answer(self, reply: Mapping[str, Any], body: Mapping[str, Any], /) -> dict[str, Any]:
-        """Returns the API's answer to ``body`` for the engine's ``reply``."""
+        """Converts the engine's ``reply`` to this API's response to ``body``."""
 
     def events(self, answer: Mapping[str, Any], body: Mapping[str, Any], /) -> Iterator[Event]:
-        """Yields ``answer`` as the events of a stream."""
+        """Yields ``answer`` as stream events."""
 
     def error(self, status: int, message: str, kind: str, /) -> dict[str, Any]:
-        """Returns the body of an error."""
+        """Returns an error body."""
 
     def error_event(self, status: int, message: str, kind: str, /) -> Event:
-        """Returns an error as an event of a stream that has begun."""
+        """Returns an error as an event of a stream that has already started."""
 
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -57,11 +57,11 @@ TABLES: Mapping[str, Mapping[str, options.Option]] = {
     "/messages": messages.MESSAGES,
     "/responses": responses.RESPONSES,
 }
-"""Path below ``/v1`` → its options."""
+"""Path below ``/v1`` → its table of options."""
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Returns the dialect whose error shape a request expects, even if its path is not served."""
+    """Returns the dialect for a request's errors, even if its path is not served."""
     tail = path.partition("/v1")[2]
     if tail.startswith("/messages") or "anthropic-version" in headers:
         return messages

@@ -1,4 +1,4 @@
-"""Helpers that the dialects share: reading a request's fields as types, message parts, identifiers."""
+"""Helpers shared by the dialects: typed request fields, message parts, identifiers."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import msgspec
 from msgspec import inspect
 
 Event = tuple[str, Any]
-"""One server-sent event: its name (empty: no name is sent) and its data (text as it is, else sent as JSON)."""
+"""A server-sent event: its name (omitted if empty) and its data (a string is sent unchanged, anything else as JSON)."""
 Check = Callable[[Any, str], Any]
-"""Takes a value and its field's name. Returns what is passed on, or raises :class:`BadRequest`."""
+"""(value, field name) → the value to pass on. Raises :class:`BadRequest` if the value is invalid."""
 
 
 class BadRequest(ValueError):
-    """The request cannot be served; the message names field, value and remedy."""
+    """The request cannot be served. The message names field, value and remedy."""
 
 
 def typed(value: Any, kind: Any, field: str) -> Any:
-    """Returns ``value`` as a ``kind``, any type that msgspec reads. Fields that a struct does not have are dropped.
+    """Converts ``value`` to ``kind``, any type that msgspec supports. Unknown fields of a struct are dropped.
 
     Raises:
-        BadRequest: The value has another type. The message names the field, what was expected and what was found.
+        BadRequest: The value has another type. The message names the field, the expected type and the actual one.
     """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise BadRequest(_explained(error, value, kind, field)) from None
-    except UnicodeEncodeError:  # half a surrogate pair in the name of a struct's field
+    except UnicodeEncodeError:  # a lone surrogate in a key
         raise BadRequest(f"{field}: the name of a field is not valid Unicode") from None
 
 
 def of(kind: Any) -> Check:
-    """Returns a check for values of a type."""
+    """Returns a check that values have the given type."""
 
     def check(value: Any, field: str) -> Any:
         return typed(value, kind, field)
@@ -49,16 +49,16 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def _explained(error: msgspec.ValidationError, value: Any, kind: Any, field: str) -> str:
-    """Returns msgspec's error as a sentence that starts with the field."""
+    """Rewrites msgspec's error as a sentence that starts with the field."""
     match = _PATH.search(str(error))
     path = match[1] if match else ""
     where = field + path
-    if error.__cause__ is not None:  # raised by a struct of this package; the sentence starts with a field
+    if error.__cause__ is not None:  # raised by one of this package's structs; already starts with a field
         return f"{where}.{error.__cause__}"
     cause = _PATH.sub("", str(error))
     if missing := _MISSING.fullmatch(cause):
         return f"{where}.{missing[1]}: expected a value, found nothing"
-    if ", got" in cause or "[...]" in path:  # msgspec does not say which value of a map
+    if ", got" in cause or "[...]" in path:  # msgspec does not name the value in a map
         return f"{where}: {_lower(cause).replace(', got', ', found')}"
     wrong, choices = _value_at(value, kind, path)
     if choices:
@@ -67,7 +67,7 @@ def _explained(error: msgspec.ValidationError, value: Any, kind: Any, field: str
 
 
 def _value_at(value: Any, kind: Any, path: str) -> tuple[Any, list[str]]:
-    """Returns the value at a path, and the words that its type allows there: literals, or tags of structs."""
+    """Returns the value at a path, and the strings that its type allows there: literals or struct tags."""
     kinds = _members(inspect.type_info(kind))
     for name, number in _STEP.findall(path):
         tags = [str(kind.tag) for kind in kinds if isinstance(kind, inspect.StructType) and kind.tag_field == name]
@@ -80,7 +80,7 @@ def _value_at(value: Any, kind: Any, path: str) -> tuple[Any, list[str]]:
 
 
 def _within(kind: inspect.Type, value: Any, name: str) -> Iterator[inspect.Type]:
-    """Yields the types of a field of ``value``, or of its items if ``name`` is empty."""
+    """Yields the possible types of a field of ``value``, or of its items if ``name`` is empty."""
     if not name and isinstance(kind, inspect.ListType):
         yield from _members(kind.item_type)
     elif isinstance(kind, inspect.StructType) and kind.tag in (None, value.get(kind.tag_field, kind.tag)):
@@ -98,7 +98,7 @@ def _lower(sentence: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value for a message, at most a line long. A large value is shown by its type."""
+    """Formats a value for a message in at most one line. A large value is represented by its type."""
     if isinstance(value, str | bool | float) or value is None:
         return repr(value[:100] if isinstance(value, str) else value)
     if isinstance(value, int) and abs(value) < 2**70:
@@ -107,7 +107,7 @@ def shown(value: Any) -> str:
 
 
 def new_id(prefix: str) -> str:
-    """Returns a new identifier, ``prefix_`` and 24 hexadecimal digits."""
+    """Returns a new identifier: ``prefix_`` and 24 hexadecimal digits."""
     return f"{prefix}_{uuid.uuid4().hex[:24]}"
 
 
@@ -122,19 +122,20 @@ def image_part(url: str) -> dict[str, Any]:
 
 
 def content_of(parts: Sequence[Mapping[str, Any]], glue: str = "\n") -> str | list[dict[str, Any]]:
-    """Returns chat content: text alone as one string, which every chat template takes, else the parts."""
+    """Returns chat content: a single string if there is only text, which every chat template accepts, otherwise the
+    parts."""
     if all(part["type"] == "text" for part in parts):
         return glue.join(part["text"] for part in parts)
     return [dict(part) for part in parts]
 
 
 def text_of(parts: Sequence[Mapping[str, Any]], glue: str = "") -> str:
-    """Returns the text parts of chat content as one string."""
+    """Returns the concatenated text parts of chat content."""
     return glue.join(part["text"] for part in parts if part["type"] == "text")
 
 
 def function_tool(name: str, description: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a function as chat requests offer it; ``parameters`` is a JSON schema."""
+    """Returns a function tool for a chat request; ``parameters`` is a JSON schema."""
     function: dict[str, Any] = {"name": name, "parameters": parameters}
     if description:
         function["description"] = description

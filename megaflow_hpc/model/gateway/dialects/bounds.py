@@ -1,4 +1,4 @@
-"""Bounds on JSON that an engine decodes, prints or compiles: its depth, its size, and the values in it."""
+"""Limits on JSON that an engine decodes, prints or compiles: nesting, size, and number of values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from megaflow_hpc.model.json_text import LARGE, brackets
 from megaflow_hpc.texts import containers_at
 
 MAX_NESTING = 64
-"""Levels of objects and lists. Engines decode and print them by recursion, and answer 500 beyond their own limit."""
+"""Maximum nesting of objects and lists. Engines process them recursively, and respond with 500 beyond their own
+limit."""
 MAX_ARGUMENTS_LENGTH, MAX_ARGUMENTS_BRACKETS, MAX_ARGUMENTS_VALUES = 2**22, 10_000, 100_000
-"""Characters, objects and lists, and values of a tool call's arguments."""
+"""Limits for a tool call's arguments: characters, objects and lists, and values."""
 
 
 def shallow(value: Any, field: str) -> None:
@@ -26,17 +27,17 @@ def shallow(value: Any, field: str) -> None:
 
 def too_deep(value: Any) -> bool:
     """Returns whether objects and lists nest deeper than :data:`MAX_NESTING`."""
-    return any(containers_at(value, MAX_NESTING))  # an empty container holds nothing deeper
+    return any(containers_at(value, MAX_NESTING))  # an empty container adds no depth
 
 
 def bounded(value: Any, field: str, max_bytes: int) -> None:
-    """Raises :class:`BadRequest` if ``value`` as JSON is longer than ``max_bytes`` or too deep."""
+    """Raises :class:`BadRequest` if ``value`` encodes to more than ``max_bytes`` of JSON or is nested too deeply."""
     shallow(value, field)
     values, characters = _weight(value, max_bytes // 2, max_bytes)
-    if 2 * values + characters <= max_bytes:  # otherwise every encoding is too long
+    if 2 * values + characters <= max_bytes:  # more than this is too long in any encoding
         try:
             encoded = orjson.dumps(value)
-        except TypeError:  # half a surrogate pair
+        except TypeError:  # a lone surrogate
             encoded = json.dumps(value).encode()
         if len(encoded) <= max_bytes:
             return
@@ -44,7 +45,7 @@ def bounded(value: Any, field: str, max_bytes: int) -> None:
 
 
 def _weight(value: Any, max_values: int, max_characters: int) -> tuple[int, int]:
-    """Counts the values and the characters within a value. Stops soon after one maximum is exceeded."""
+    """Counts the values and characters in a value. Stops soon after either maximum is exceeded."""
     rest, values, characters = [value], 0, 0
     while rest and values <= max_values and characters <= max_characters:
         item = rest.pop()
@@ -61,7 +62,8 @@ def _weight(value: Any, max_values: int, max_characters: int) -> tuple[int, int]
 
 
 def bounded_arguments(text: str, field: str) -> str:
-    """Returns a tool call's arguments, which engines decode. They may be invalid JSON, because a model wrote them."""
+    """Checks a tool call's encoded arguments, which engines decode. They may be invalid JSON, because a model wrote
+    them."""
     if len(text) > MAX_ARGUMENTS_LENGTH:
         raise BadRequest(f"{field}: {len(text)} characters; {MAX_ARGUMENTS_LENGTH} are allowed")
     opened = deepest = containers = values = 0
@@ -80,7 +82,7 @@ def bounded_arguments(text: str, field: str) -> str:
 
 
 def written_arguments(value: Any, field: str) -> str:
-    """Returns the arguments of a tool call as JSON. The agent gave them as values."""
+    """Encodes a tool call's arguments, which the agent sent as values, as JSON."""
     shallow(value, field)
     values, characters = _weight(value, MAX_ARGUMENTS_VALUES, MAX_ARGUMENTS_LENGTH)
     if values > MAX_ARGUMENTS_VALUES or characters > MAX_ARGUMENTS_LENGTH:
@@ -94,4 +96,4 @@ def _decodes_deep(encoded: str) -> bool:
     except RecursionError:
         return True
     except ValueError:
-        return False  # an engine's decoder also stops at the mistake
+        return False  # an engine's decoder also stops at the syntax error

@@ -1,7 +1,7 @@
-"""Messages, tools and images of a chat request. Known fields of each are passed on, and every other field is dropped.
+"""Messages, tools and images of a chat request. Only their known fields are passed on; all others are dropped.
 
-An image is a ``data:`` URL, or its host is one that the campaign allows (``model.media_domains``): an engine fetches
-the URL from its own node, so it could reach that node's loopback. No field names a file.
+An image must be a ``data:`` URL, or be on a host that the campaign allows (``model.media_domains``). An engine fetches
+URLs from its own node, so an arbitrary URL could reach that node's loopback. No field names a file.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megaflow_hpc.model.gateway.dialects.bounds import bounded, bounded_argument
 from megaflow_hpc.model.gateway.dialects.schemas import check_progress, compiled_schema
 
 MAX_IMAGES = 100
-"""Images of one request."""
+"""Maximum images in a request."""
 MAX_TOOLS_BYTES = 2**21
-"""Largest list of tools, as JSON."""
+"""Maximum size of the tools list, as JSON, in bytes."""
 _DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 _REMOTE = re.compile(r"https?://([A-Za-z0-9.-]+)(?::\d{1,5})?(?:[/?][A-Za-z0-9._~:/?@!$&'()*+,;=%-]*)?")
-"""Matches a URL that all parsers read in the same way: without user, backslash and number in brackets."""
+"""Matches URLs that all parsers read the same way: without user, backslash or bracketed IP address."""
 FunctionName = Annotated[str, Meta(max_length=256)]
 
 
@@ -35,11 +35,11 @@ class Text(Struct, tag="text"):
 
 
 class InputText(Text, tag="input_text"):
-    """Text of the user, as the responses API names it."""
+    """User text in the responses API."""
 
 
 class OutputText(Text, tag="output_text"):
-    """Text of the model, as the responses API names it."""
+    """Model text in the responses API."""
 
 
 class Refusal(Struct, tag="refusal"):
@@ -61,7 +61,7 @@ Part = str | Text | InputText | OutputText | Refusal | ImagePart
 
 
 class CalledFunction(Struct):
-    """The function that a tool call names."""
+    """The function called by a tool call."""
 
     name: str
     arguments: str | None = None
@@ -76,7 +76,7 @@ class ChatToolCall(Struct, tag_field="type", tag="function", omit_defaults=True)
 
 
 class ChatMessage(Struct, tag_field="role", omit_defaults=True):
-    """Fields of every message."""
+    """Fields common to all messages."""
 
     content: str | list[Part] | UnsetType | None = UNSET
     name: str | None = None
@@ -87,11 +87,11 @@ class SystemMessage(ChatMessage, tag="system"):
 
 
 class DeveloperMessage(ChatMessage, tag="developer"):
-    """A system message by its newer name, which chat templates do not support."""
+    """A system message under its newer name, which chat templates do not support."""
 
 
 class UserMessage(ChatMessage, tag="user"):
-    """Text of the agent or of the task."""
+    """Text from the agent or the task."""
 
 
 class AssistantMessage(ChatMessage, tag="assistant"):
@@ -113,7 +113,7 @@ AnyMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage |
 
 
 def messages(value: Any, field: str, domains: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Returns a conversation with the known fields of each message.
+    """Validates a conversation and keeps the known fields of each message.
 
     Args:
         value: The field's value in the request.
@@ -121,7 +121,7 @@ def messages(value: Any, field: str, domains: Collection[str] = ()) -> list[dict
         domains: Hosts from which the engine may fetch images.
 
     Raises:
-        BadRequest: It is not a list of messages of known roles and content, or an image has another host.
+        BadRequest: ``value`` is not a list of messages with known roles and content, or an image has another host.
     """
     given: list[AnyMessage] = typed(value, list[AnyMessage], field)
     if not given:
@@ -171,7 +171,7 @@ def _check_image(url: str, field: str, domains: Collection[str]) -> None:
 
 
 class Function(Struct, omit_defaults=True):
-    """A function that is offered to the model."""
+    """A function offered to the model."""
 
     name: FunctionName
     parameters: dict[str, Any] | None = None
@@ -199,10 +199,10 @@ class ToolChoice(Struct):
 
 
 def tools(value: Any, field: str) -> list[dict[str, Any]]:
-    """Returns the functions that are offered to the model.
+    """Validates the functions offered to the model.
 
     Raises:
-        BadRequest: There is a tool of another kind, or they are too large or too deep.
+        BadRequest: A tool is of another kind, or the tools are too large or too deeply nested.
     """
     bounded(value, field, MAX_TOOLS_BYTES)
     offered: list[ChatTool] = typed(value, list[ChatTool], field)

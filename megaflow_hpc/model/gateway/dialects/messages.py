@@ -1,12 +1,12 @@
 """Anthropic's messages API.
 
 =====================================  =============================================================================
-system (text or blocks)                one system message; blocks that carry a hash of the request are left out
+system (text or blocks)                one system message; blocks that contain a hash of the request are omitted
 user: text, image, tool_result         a tool message per result, then one user message with the rest
 assistant: text, thinking, tool_use    one assistant message: content, reasoning, tool calls
-system or developer in the messages    a user message: many chat templates refuse a second system message, and moving
+system or developer in the messages    a user message: many chat templates reject a second system message, and moving
                                        it to the front would change the prompt of every earlier call
-tools with an ``input_schema``         functions; those that run at Anthropic (web search) are not offered to the model
+tools with an ``input_schema``         functions; tools that run at Anthropic (web search) are not offered to the model
 thinking, effort, cache_control        ignored: the campaign decides how a model thinks
 =====================================  =============================================================================
 """
@@ -44,7 +44,7 @@ from megaflow_hpc.model.gateway.dialects.options import (
 )
 
 BILLING = "x-anthropic-billing-header"
-"""First words of a system block in which Claude Code hashes the request, which would make every prompt differ."""
+"""Prefix of a system block in which Claude Code puts a hash of the request. It would make every prompt differ."""
 HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "advisor", "mcp_toolset")
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 KINDS |= {429: "rate_limit_error", 503: "overloaded_error"}
@@ -117,14 +117,14 @@ class SystemTurn(Struct, tag_field="role", tag="system"):
 
 
 class DeveloperTurn(SystemTurn, tag_field="role", tag="developer"):
-    """Instructions amid the conversation, by their newer name."""
+    """Instructions in the middle of the conversation, under their newer name."""
 
 
 Turn = UserTurn | AssistantTurn | SystemTurn | DeveloperTurn
 
 
 class MessagesTool(Struct):
-    """A tool of the agent, or one that runs at Anthropic, which has no ``input_schema``."""
+    """A tool of the agent, or a tool that runs at Anthropic and has no ``input_schema``."""
 
     type: str | None = None
     name: str | None = None
@@ -133,7 +133,7 @@ class MessagesTool(Struct):
 
 
 class MessagesToolChoice(Struct):
-    """Which tools the model may call."""
+    """Restricts which tools the model may call."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
@@ -163,7 +163,7 @@ MESSAGES: Mapping[str, Option] = {
     # Tools that run at Anthropic are not offered to the model.
     **dropped("container mcp_servers"),
 }
-"""``/v1/messages`` and ``/v1/messages/count_tokens``. The campaign decides how a model thinks."""
+"""Options of ``/v1/messages`` and ``/v1/messages/count_tokens``. The campaign decides how a model thinks."""
 
 
 # --- the request -----------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def request(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conversation(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the chat messages and tools of a request, the part that makes its prompt.
+    """Returns the chat messages and tools of a request, which determine its prompt.
 
     Raises:
         BadRequest: A message or tool cannot be converted.
@@ -227,7 +227,7 @@ def _user(blocks: list[Part | ToolResult]) -> Iterator[dict[str, Any]]:
             continue
         content = block.content or ""
         results = [text_part(content)] if isinstance(content, str) else [_part(part) for part in content]
-        # The API allows only text in a tool message. An image that a tool returned follows it in a user message.
+        # Tool messages may contain only text in the chat API. An image returned by a tool follows in a user message.
         parts += [result for result in results if result["type"] != "text"]
         yield {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": text_of(results, "\n")}
     if parts:
@@ -272,7 +272,7 @@ def _assistant(turn: AssistantTurn, where: str) -> dict[str, Any]:
 
 
 def _tools(tools: list[MessagesTool]) -> list[dict[str, Any]]:
-    """Returns the tools that are offered to the model. Those that run at Anthropic are not."""
+    """Returns the tools offered to the model, without those that run at Anthropic."""
     offered = []
     for number, tool in enumerate(tools):
         if tool.input_schema is not None:
@@ -357,7 +357,7 @@ def events(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[Event
 
 
 def _deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns a block as it opens in a stream, and the deltas that complete it."""
+    """Returns the opening form of a content block in a stream, and the deltas that complete it."""
     if block["type"] == "thinking":
         thought = {"type": "thinking_delta", "thinking": block["thinking"]}
         signature = {"type": "signature_delta", "signature": block["signature"]}
@@ -373,7 +373,8 @@ def _event(name: str, **data: Any) -> Event:
 
 
 def error(status: int, message: str, kind: str) -> dict[str, Any]:
-    """Returns an error body. The status decides its type, which clients evaluate; ``kind`` precedes the message."""
+    """Returns an error body. The status determines the error type, which clients check. ``kind`` is prefixed to the
+    message."""
     name = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     text = message if kind in ("invalid_request_error", name) else f"{kind}: {message}"
     return {"type": "error", "error": {"type": name, "message": text}}

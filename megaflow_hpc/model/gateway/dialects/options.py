@@ -1,16 +1,16 @@
 """Tables of the options of a model call, one per dialect.
 
-An option is passed on to the engine, dropped, or refused. Options that no table lists are dropped: each version of a
-client adds new ones. The engine's request is made in two steps::
+An option is passed on to the engine, dropped, or refused. Options not in a table are dropped, because every client
+version adds new ones. The engine's request is built in two steps::
 
     agent's request ── MESSAGES, RESPONSES: names and types ──► conversion ──► CHAT, COMPLETIONS ──► engine
 
-So :data:`CHAT` and :data:`COMPLETIONS` list everything that an engine can get, for every API. The other tables are in
-their dialects' modules. An option is refused instead of dropped if the agent would otherwise get an answer to a
-different question.
+So :data:`CHAT` and :data:`COMPLETIONS` list everything that an engine can receive, for every API. The other tables are
+in their dialects' modules. An option is refused instead of dropped if dropping it would change what the agent asked
+for.
 
-The tables also say which options constrain the policy's choice of tokens (:attr:`Option.constrains`).
-:func:`constraints` finds them in a request.
+The tables also state which options constrain the policy's choice of tokens (:attr:`Option.constrains`).
+:func:`is_constrained` checks a request for them.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from megaflow_hpc.model.gateway.dialects.schemas import response_format, structu
 
 COUNT = 2**31 - 1
 MAX_ANSWERS = 16
-"""Answers to one request. Each is recorded with the whole prompt."""
+"""Maximum choices per request. Each is recorded with the whole prompt."""
 MAX_PROMPTS = 16
-"""Prompts of one request for completions."""
+"""Maximum prompts in a plain completion request."""
 
 
 # --- types of options ------------------------------------------------------------------------------------------------
 
 
 def integer(low: int, high: int) -> Check:
-    """Returns a check for an integer from ``low`` to ``high``."""
+    """Returns a check for integers from ``low`` to ``high``."""
     return of(Annotated[int, Meta(ge=low, le=high)])
 
 
 def number(low: float, high: float) -> Check:
-    """Returns a check for a number from ``low`` to ``high``. NaN and infinity fail every range."""
+    """Returns a check for numbers from ``low`` to ``high``. NaN and infinity always fail."""
     return of(Annotated[float, Meta(ge=low, le=high)])
 
 
 def text(max_length: int) -> Check:
-    """Returns a check for a text of at most ``max_length`` characters."""
+    """Returns a check for strings of at most ``max_length`` characters."""
     return of(Annotated[str, Meta(max_length=max_length)])
 
 
@@ -61,7 +61,7 @@ Prompt = str | Annotated[list[TokenId | str | Annotated[list[TokenId], Meta(min_
 
 
 def logit_bias(value: Any, field: str) -> Any:
-    """Passes up to 1,024 token ids, each with a number from -100 to 100."""
+    """Accepts up to 1,024 token ids, each with a bias from -100 to 100."""
     biases = typed(value, LogitBias, field)
     for token in biases:
         if not re.fullmatch(r"[0-9]{1,9}", token):
@@ -70,7 +70,7 @@ def logit_bias(value: Any, field: str) -> Any:
 
 
 def prompt(value: Any, field: str) -> Any:
-    """Passes a text or a list of token ids, or a list of up to :data:`MAX_PROMPTS` of either."""
+    """Accepts a string or a list of token ids, or a list of up to :data:`MAX_PROMPTS` of either."""
     given = typed(value, Prompt, field)
     if isinstance(given, str):
         return given
@@ -83,7 +83,7 @@ def prompt(value: Any, field: str) -> Any:
 
 
 class TemplateSwitches(msgspec.Struct, omit_defaults=True):
-    """Switches of chat templates for reasoning. The campaign sets all other variables of a template."""
+    """Chat template variables that control reasoning. The campaign sets all other variables."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -94,7 +94,7 @@ class TemplateSwitches(msgspec.Struct, omit_defaults=True):
 
 
 def template_switches(value: Any, field: str) -> dict[str, Any]:
-    """Passes :class:`TemplateSwitches`."""
+    """Accepts :class:`TemplateSwitches`."""
     switches = TemplateSwitches.__struct_fields__
     for name, given in typed(value, dict[str, Any], field).items():
         if given is not None and name not in switches:
@@ -110,24 +110,24 @@ def template_switches(value: Any, field: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Option:
-    """How one option is handled. The value ``None`` counts as not given."""
+    """How one option is handled. ``None`` counts as not set."""
 
     check: Check | None = None
-    """Checks the value and returns what is passed on."""
+    """Validates the value and returns the value to pass on."""
     passed: bool = True
-    """True if the value is passed on. Otherwise it is dropped, or only the gateway uses it."""
+    """True if the value is passed to the engine. Otherwise it is dropped, or used only by the gateway."""
     refused: str = ""
-    """Why a value is refused, with the remedy."""
+    """Why the option is refused, with the remedy; empty if it is allowed."""
     harmless: Any = False
-    """A value that is dropped instead of refused, like every empty one: clients send defaults."""
+    """A value of a refused option that is dropped instead, as empty values are, because clients send defaults."""
     constrains: str = ""
-    """Condition under which the option constrains a call, so that its tokens get loss mask 0; empty: never."""
+    """When the option constrains a call, so that its tokens get loss mask 0. If empty, it never does."""
     becomes: str = ""
-    """Name of the chat option that it is converted to, if that differs."""
+    """Name of the chat option that it is converted to, if different."""
 
 
 def flags(names: str) -> dict[str, Option]:
-    """Returns options that are true or false."""
+    """Returns boolean options."""
     return dict.fromkeys(names.split(), FLAG)
 
 
@@ -167,14 +167,14 @@ SAMPLING: Mapping[str, Option] = {
     **flags("return_token_ids return_tokens_as_token_ids"),
     "stream": Option(of(bool), passed=False),
     "stream_options": Option(of(dict[str, Any]), passed=False),
-    # Clients send these, but they have no effect here.
+    # Sent by clients, but without effect here.
     **dropped("user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention"),
     **dropped("request_id session_id include_reasoning stream_interval length_penalty truncation_side"),
-    # With these, the recorder cannot tell sampled tokens from others.
+    # With these options, the recorder cannot distinguish sampled tokens from others.
     **refused(_RECORDED, "echo suffix use_beam_search prompt_logprobs logprob_token_ids truncate_prompt_tokens"),
     **refused(_RECORDED, "prompt_embeds return_prompt_text return_token_offsets routed_experts_prompt_start"),
     "best_of": Option(refused=f"{_RECORDED}; give n", harmless=1),
-    # These change the engine for other calls, name its files, hosts or code, or need unbounded computation.
+    # These affect the engine's other calls, name its files, hosts or code, or need unbounded computation.
     **refused(_ENGINES, "kv_transfer_params ec_transfer_params vllm_xargs priority cache_salt mm_processor_kwargs"),
     **refused(_ENGINES, "media_io_kwargs mm_payload return_mm_kwargs watermarking repetition_detection"),
     **refused(_ENGINES, "min_tokens ignore_eos stop_token_ids allowed_token_ids bad_words thinking_token_budget"),
@@ -202,30 +202,30 @@ CHAT: Mapping[str, Option] = {
     **refused("is not served; give tools and tool_choice", "functions function_call"),
     **refused("is not served; ask for text", "audio"),
 }
-"""``/v1/chat/completions``. The messages and responses APIs are converted to it."""
+"""Options of ``/v1/chat/completions``. The messages and responses APIs are converted to it."""
 
 COMPLETIONS: Mapping[str, Option] = {
     **SAMPLING,
     "prompt": Option(prompt),
     "logprobs": Option(integer(0, 20)),
 }
-"""``/v1/completions``."""
+"""Options of ``/v1/completions``."""
 
 CONVERTED: Mapping[str, Option] = {
     **{name: SAMPLING[name] for name in ("model", "temperature", "top_p", "top_k")},
     "stream": FLAG,
-    # vLLM's own, which the APIs themselves do not have.
+    # vLLM extensions that the APIs themselves do not define.
     **dropped("kv_transfer_params ec_transfer_params cache_salt mm_payload return_mm_kwargs watermarking"),
     **dropped("vllm_xargs priority media_io_kwargs mm_processor_kwargs chat_template_kwargs"),
 }
-"""Options that the messages and responses APIs have in common."""
+"""Options shared by the messages and responses APIs."""
 
 
 def allowed(table: Mapping[str, Option], body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a request that are passed on, checked.
+    """Validates the options of a request and returns those to pass on.
 
     Raises:
-        BadRequest: One is refused, or has a value that is not allowed.
+        BadRequest: An option is refused, or its value is not allowed.
     """
     passed: dict[str, Any] = {}
     for name, value in body.items():
@@ -245,15 +245,15 @@ def allowed(table: Mapping[str, Option], body: Mapping[str, Any]) -> dict[str, A
 
 
 def engine_request(request: Mapping[str, Any], chat: bool, domains: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the checked request for the engine: only options that the tables pass on.
+    """Returns the validated request for the engine, with only the options that the tables pass on.
 
     Args:
         request: The request that the dialect built.
-        chat: True for a chat request, false for a completion.
+        chat: True for a chat request, false for a plain completion.
         domains: Hosts from which the engine may fetch images.
 
     Raises:
-        BadRequest: An option is refused or missing, or has a value that is not allowed.
+        BadRequest: An option is refused or missing, or its value is not allowed.
     """
     table = CHAT if chat else COMPLETIONS
     if chat and domains:
@@ -263,7 +263,7 @@ def engine_request(request: Mapping[str, Any], chat: bool, domains: Collection[s
     if required not in passed:
         raise BadRequest(f"{required}: expected {kind}, found nothing")
     if not passed.get("tools", True):
-        del passed["tools"]  # engines refuse an empty list
+        del passed["tools"]  # engines reject an empty list
     if chat:
         content.compiled_tools(passed)
     elif isinstance(passed["prompt"], list) and not isinstance(passed["prompt"][0], int):
@@ -286,7 +286,7 @@ def is_constrained(request: Mapping[str, Any], settings: Mapping[str, float]) ->
             if (-1 if is_off else value) != settings[name]:
                 return True
         elif name == "tools" and request.get("tool_choice") == "none":
-            continue  # the model sees the tools, but the engine enforces none
+            continue  # the model sees the tools, but the engine does not enforce their schemas
         elif name in CONSTRAINING and CONSTRAINING[name](value):
             return True
     return False
@@ -299,4 +299,4 @@ CONSTRAINING: Mapping[str, Callable[[Any], bool]] = {
     "tool_choice": lambda value: value not in ("none", "auto"),
     "tools": lambda value: any(tool["function"].get("strict") for tool in value),
 }
-"""Option other than a sampling setting → test whether a checked value constrains the tokens."""
+"""Option, other than a sampling setting → test whether a validated value constrains the tokens."""

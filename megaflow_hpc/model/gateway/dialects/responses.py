@@ -2,11 +2,11 @@
 
 =============================================  =====================================================================
 instructions, and system or developer          one system message
-messages before all others; later ones         user messages: many chat templates refuse a second system message
-reasoning, message, function_call in a row     one assistant message
-function_call_output                           a tool message; images in it follow as the user's
+messages before all others; later ones         user messages: many chat templates reject a second system message
+consecutive reasoning, message, function_call  one assistant message
+function_call_output                           a tool message; its images follow in a user message
 function tools                                 functions; ``namespace`` tools are flattened to ``namespace__name``
-custom tools (free text)                       functions with the one argument ``input``
+custom tools (free text)                       functions with the single argument ``input``
 tools that run at OpenAI (web search)          not offered to the model
 reasoning effort, include, store, metadata     ignored: the campaign decides how a model thinks; nothing is stored
 previous_response_id, conversation, background refused: every request must contain the whole input
@@ -81,7 +81,7 @@ class ReasoningItem(Struct, tag="reasoning"):
 
 
 class CallItem(Struct):
-    """Fields of every call."""
+    """Fields common to all calls."""
 
     name: str
     call_id: str | None = None
@@ -102,7 +102,7 @@ class ResultItem(Struct, tag="function_call_output"):
 
 
 class CustomResultItem(ResultItem, tag="custom_tool_call_output"):
-    """The result of a custom tool's call."""
+    """The result of a custom tool call."""
 
 
 Item = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | ResultItem | CustomResultItem
@@ -115,7 +115,7 @@ class FunctionTool(Struct, tag="function"):
 
 
 class Grammar(Struct):
-    """The form of a custom tool's text."""
+    """Input format of a custom tool."""
 
     definition: str | None = None
 
@@ -154,7 +154,7 @@ class TextOptions(Struct):
 
 
 def items(value: Any, field: str) -> list[Item]:
-    """Returns the items of a conversation. An item without a type is a message."""
+    """Validates the items of a conversation. An item without a type is a message."""
     if isinstance(value, str):
         return [MessageItem("user", value)]
     objects = typed(value, list[dict[str, Any]], field)
@@ -166,7 +166,7 @@ RESPONSES_SAMPLING = (
     *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "logit_bias"),
     "structured_outputs",
 )
-"""Options of a chat request that vLLM's responses API also has."""
+"""Chat options that vLLM's responses API also accepts."""
 
 RESPONSES: Mapping[str, Option] = {
     **CONVERTED,
@@ -187,7 +187,7 @@ RESPONSES: Mapping[str, Option] = {
         "previous_response_id conversation background prompt previous_input_messages",
     ),
 }
-"""``/v1/responses``."""
+"""Options of ``/v1/responses``."""
 
 
 # --- the request -----------------------------------------------------------------------------------------------------
@@ -250,11 +250,12 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 ORDER = ("reasoning", "content", "tool_calls")
-"""Order of the parts of one answer."""
+"""Order of the parts of an answer."""
 
 
 def _answer_of(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
-    """Returns the assistant message that an item belongs to: the last, unless it has such a part or a later one."""
+    """Returns the assistant message for an item: the last one, or a new one if the last already has this part or a
+    later one."""
     last = messages[-1] if messages else {}
     later = ORDER[ORDER.index(part) + (part == "tool_calls") :]
     if last.get("role") != "assistant" or any(name in last for name in later):
@@ -289,11 +290,11 @@ def _part(part: Part) -> dict[str, Any]:
 
 
 Kind = tuple[str, str, str]
-"""Item type, namespace and name by which a function is called in this API."""
+"""Item type, namespace and name of a function in this API."""
 
 
 def _tools(body: Mapping[str, Any]) -> Iterator[tuple[Kind, dict[str, Any]]]:
-    """Yields the functions that are offered to the model. Tools that run at OpenAI are not."""
+    """Yields the functions offered to the model, without tools that run at OpenAI."""
     for number, given in enumerate(body.get("tools") or ()):
         where = f"tools[{number}]"
         if given.get("type") not in SERVED_TOOLS:

@@ -1,9 +1,9 @@
 """JSON schemas and formats that constrain an answer. Engines compile them to a grammar.
 
-A schema's size, depth, counts and expressions are bounded. References that form a cycle without describing a part of
-the value are refused. An example is ``{"$ref": "#"}``. Engines compile it to a grammar that allows no token, and answer
-500. Longer cycles through ``allOf``, ``anyOf`` and other keywords that apply a schema to the same value do the same. A
-cycle through ``properties`` or ``items`` describes a part of the value, and is valid.
+A schema's size, nesting, counts and regular expressions are limited. References that form a cycle without descending
+into the value are refused. An example is ``{"$ref": "#"}``: engines compile it to a grammar that allows no token, and
+respond with 500. The same happens with longer cycles through ``allOf``, ``anyOf`` and other keywords that apply a
+schema to the same value. A cycle through ``properties`` or ``items`` descends into the value, and is valid.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megaflow_hpc.model.gateway.dialects.base import BadRequest, of, shown, type
 from megaflow_hpc.model.gateway.dialects.bounds import bounded
 
 MAX_SCHEMA_BYTES = 2**16
-"""Largest schema of an answer, as JSON."""
+"""Maximum size of a schema that constrains an answer, as JSON, in bytes."""
 MAX_SCHEMA_COUNT = 100_000
-"""Largest ``maxLength``, ``minItems`` and the like."""
+"""Maximum value of ``maxLength``, ``minItems`` and similar keywords."""
 MAX_PATTERN_LENGTH = 512
-"""Characters of a regular expression."""
+"""Maximum length of a regular expression, in characters."""
 MAX_PATTERN_COUNT = 1000
-"""Largest ``{count}`` in a regular expression."""
+"""Maximum ``{count}`` in a regular expression."""
 MAX_PATTERN_GROUPS = 100
-"""Largest product of the counts of groups in a regular expression."""
+"""Maximum product of the repeat counts of groups in a regular expression."""
 SAME_VALUE = ("not", "if", "then", "else")
-"""Keywords with one schema that applies to the same value, like ``$ref``."""
+"""Keywords that apply one schema to the same value, like ``$ref``."""
 SAME_VALUE_LISTS = ("allOf", "anyOf", "oneOf", "dependentSchemas", "dependencies")
-"""Keywords with a list or map of schemas that apply to the same value."""
+"""Keywords that apply a list or map of schemas to the same value."""
 DYNAMIC_REFS = ("$dynamicRef", "$recursiveRef")
 """References whose target depends on the context. Engines ignore them."""
 _COUNTS = frozenset(f"{end}{of}" for end in ("min", "max") for of in ("Items", "Length", "Properties", "Contains"))
@@ -53,7 +53,7 @@ class TextFormat(msgspec.Struct, tag="text"):
 
 
 class ObjectFormat(msgspec.Struct, tag="json_object"):
-    """Any JSON object."""
+    """Any JSON object, without a schema."""
 
 
 class NamedSchema(msgspec.Struct, omit_defaults=True):
@@ -68,13 +68,13 @@ class NamedSchema(msgspec.Struct, omit_defaults=True):
 
 
 class SchemaFormat(msgspec.Struct, tag="json_schema"):
-    """JSON of one schema."""
+    """JSON that matches a schema."""
 
     json_schema: NamedSchema
 
 
 def response_format(value: Any, field: str) -> dict[str, Any]:
-    """Passes ``text``, ``json_object``, and ``json_schema`` with a schema that :func:`compiled_schema` passes."""
+    """Accepts ``text``, ``json_object``, and ``json_schema`` with a schema that :func:`compiled_schema` accepts."""
     given = typed(value, TextFormat | ObjectFormat | SchemaFormat, field)
     if isinstance(given, SchemaFormat):
         compiled_schema(given.json_schema.schema, f"{field}.json_schema.schema")
@@ -82,7 +82,7 @@ def response_format(value: Any, field: str) -> dict[str, Any]:
 
 
 class StructuredOutputs(msgspec.Struct, omit_defaults=True):
-    """vLLM's constraints, of which a request has one. Agents may not send regular expressions and grammars."""
+    """vLLM's constraints; a request may have only one. Agents may not send regular expressions or grammars."""
 
     json: dict[str, Any] | None = None
     json_object: bool | None = None
@@ -90,7 +90,7 @@ class StructuredOutputs(msgspec.Struct, omit_defaults=True):
 
 
 def structured_outputs(value: Any, field: str) -> dict[str, Any]:
-    """Passes vLLM's ``json``, ``json_object`` and ``choice``, one of them."""
+    """Accepts exactly one of vLLM's ``json``, ``json_object`` and ``choice``."""
     options = typed(value, dict[str, Any], field)
     chosen = {name: given for name, given in options.items() if given not in (None, False)}
     if len(chosen) != 1 or not chosen.keys() <= {"json", "json_object", "choice"}:
@@ -106,7 +106,7 @@ def structured_outputs(value: Any, field: str) -> dict[str, Any]:
 
 
 def compiled_schema(schema: Mapping[str, Any], field: str) -> None:
-    """Raises :class:`BadRequest` if a schema costs an engine too much to compile, or compiles to nothing."""
+    """Raises :class:`BadRequest` if a schema is too expensive to compile, or matches nothing."""
     bounded(schema, field, MAX_SCHEMA_BYTES)
     for inner in _schemas(schema):
         for name, value in inner.items():
@@ -126,7 +126,7 @@ def _check_keyword(name: str, value: Any, field: str) -> None:
         raise BadRequest(f"{field}: enum [] allows no value")
     elif name == "multipleOf" and isinstance(value, int | float) and not value > 0:
         raise BadRequest(f"{field}: multipleOf {shown(value)}: expected a number above 0")
-    elif name in _COUNTS and not isinstance(value, Mapping):  # a map describes a property of that name
+    elif name in _COUNTS and not isinstance(value, Mapping):  # a map here describes a property of that name
         _count(int(value) if isinstance(value, float) and value.is_integer() else value, f"{field}: {name}")
 
 
@@ -157,7 +157,7 @@ def _too_large(pattern: str) -> bool:
 
 
 def _parses(pattern: str) -> bool:
-    """Returns whether an expression parses in Python, which has another syntax for named groups."""
+    """Returns whether a regular expression parses in Python, whose syntax for named groups is different."""
     try:
         re.compile(pattern.replace("(?<", "(?P<"))
     except (re.error, RecursionError, OverflowError):
@@ -169,15 +169,15 @@ def _parses(pattern: str) -> bool:
 
 
 def check_progress(schema: Mapping[str, Any], field: str, compiled: bool) -> None:
-    """Raises :class:`BadRequest` if references form a cycle without describing a part of the value.
+    """Raises :class:`BadRequest` if references form a cycle without descending into the value.
 
     Args:
         schema: The whole schema.
-        field: Its name.
-        compiled: The engine compiles it to a grammar, so dangling references are refused too.
+        field: Name of the field that contains it.
+        compiled: True if the engine compiles it to a grammar. Dangling references are then refused too.
     """
     checked: set[int] = set()
-    """Ids of the schemas that are fully checked."""
+    """``id()`` of each schema that is fully checked."""
     for start in _schemas(schema):
         path: list[tuple[int, Iterator[Any]]] = []
         on_path: set[int] = set()
@@ -200,7 +200,7 @@ def check_progress(schema: Mapping[str, Any], field: str, compiled: bool) -> Non
 
 
 def _schemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields every object within a schema."""
+    """Yields every object inside a schema."""
     rest: list[Any] = [schema]
     while rest:
         item = rest.pop()
@@ -225,10 +225,10 @@ def _applied(schema: Mapping[str, Any], inner: Mapping[str, Any], field: str, co
 
 
 def _target(schema: Mapping[str, Any], reference: Any, field: str, compiled: bool) -> Any:
-    """Returns the target of a reference. If it is missing and ``compiled`` is false, returns an empty schema."""
+    """Resolves a reference. If the target is missing and ``compiled`` is false, returns an empty schema."""
     target: Any = schema
     if isinstance(reference, Mapping):
-        return reference  # a property of that name
+        return reference  # a property with this name, not a reference
     start, *steps = str(reference).split("/")
     try:
         for step in steps:
