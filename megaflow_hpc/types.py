@@ -238,7 +238,8 @@ class Agent(Protocol):
     """A scaffold. Each instance serves one rollout.
 
     If the agent's program runs *in* the sandbox and calls the model from there, set the attribute ``in_sandbox`` to
-    true. ``model.sandbox_url`` is then set. List the host paths that the program needs in ``binds`` (``SRC:DEST[:ro]``).
+    true. ``model.sandbox_url`` is then set. List the host paths that the program needs in ``binds``
+    (``SRC:DEST[:ro]``).
     """
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
