@@ -110,7 +110,7 @@ class Rollout:
         return {name: getattr(self, name) for name in _ROLLOUT_NAMES}
 
     def seed(self, campaign: int, attempt: int) -> int:
-        """Returns the sampling seed, below 2**31. It is the same whenever the attempt and the campaign seed are.
+        """Returns the sampling seed, below 2**31. It depends only on rollout, attempt and campaign seed.
 
         Args:
             campaign: the campaign's ``seed``.
