@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_MESSAGE_CHARACTERS = 20_000
-"""Longest message. It may quote another user's file."""
+"""Maximum length of a message. A message may quote another user's file."""
 
 
 class MegaflowError(Exception):
-    """Base of all errors raised on purpose. ``exit_status`` is the exit status of the command line.
+    """Base class of all errors that the package raises deliberately. ``exit_status`` is the command's exit status.
 
-    A message longer than :data:`MAX_MESSAGE_CHARACTERS` loses its middle: its beginning names the place, and its end
-    the remedy.
+    A message longer than :data:`MAX_MESSAGE_CHARACTERS` is shortened in the middle. Its beginning names the location,
+    and its end the remedy.
     """
 
     exit_status = 1
@@ -26,20 +26,20 @@ class MegaflowError(Exception):
 
 
 class ConfigError(MegaflowError):
-    """A file or argument is wrong. The message names file, line, value and remedy."""
+    """A file or argument is invalid. The message names the file, line, value and remedy."""
 
     exit_status = 2
 
 
 class Mistakes(ConfigError):
-    """All errors of a file. Each message names its own place.
+    """All errors in a file. Each message names its location.
 
     Args:
         found: the messages, at least one.
     """
 
     MAX_SHOWN = 20
-    """Messages that are shown. The others are counted."""
+    """Maximum number of messages to show. The rest are only counted."""
 
     def __init__(self, found: Sequence[str]) -> None:
         self.found = list(dict.fromkeys(found))
@@ -50,40 +50,40 @@ class Mistakes(ConfigError):
 
 
 class SiteError(MegaflowError):
-    """The cluster refused or lacks something (partition, account, Apptainer, MPI)."""
+    """The cluster refused a request or lacks something (partition, account, Apptainer, MPI)."""
 
     exit_status = 3
 
 
 class SandboxError(MegaflowError):
-    """A sandbox could not be started, or was lost. A failed command in a sandbox is a result, not an error."""
+    """A sandbox could not be started, or was lost. A command that fails in a sandbox is a result, not an error."""
 
 
 class LimitError(SandboxError):
-    """The commands of a sandbox have used up a limit (CPU time, wall time), so it cannot continue."""
+    """The commands in a sandbox exhausted a limit (CPU time, wall time), so it cannot continue."""
 
 
 class LostError(SandboxError):
-    """A container ended for an unknown reason, or cannot start on the files that its commands left."""
+    """A container ended for an unknown reason, or cannot restart from the files that its commands left behind."""
 
 
 class SetupError(SandboxError):
-    """A step inside a sandbox failed: a copy in or out, a script of the task, or its health check."""
+    """A step inside a sandbox failed: a copy in or out, one of the task's scripts, or its health check."""
 
 
 class UserCodeError(MegaflowError):
-    """The Python code of a task or an agent failed. The message names file and line."""
+    """Python code of a task or an agent failed. The message names the file and line."""
 
 
 class ModelServiceError(MegaflowError):
-    """No engine answered, or an engine could not be started. A task's ``score`` may raise it if its judge is down."""
+    """No engine responded, or an engine could not be started. A task's ``score`` may raise it if its judge is down."""
 
 
 class StarvedError(MegaflowError):
-    """A wait cannot end: no process that would produce the awaited result runs or is queued."""
+    """A wait cannot end: no process that would produce the awaited result is running or queued."""
 
     exit_status = 69  # EX_UNAVAILABLE of sysexits.h
 
 
 class LedgerError(MegaflowError):
-    """The ledger contradicts what this pod holds, so the pod must not commit any more. Or the ledger is damaged."""
+    """The ledger is damaged, or contradicts the state of this pod. The pod must not commit anything more."""

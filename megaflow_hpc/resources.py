@@ -1,13 +1,13 @@
-"""This installation: files that come with the package, the extras that are installed, and links to the documentation.
+"""This installation: files shipped with the package, installed extras, and links to the documentation.
 
-A checkout has the files beside the package. A wheel carries them inside it (``pyproject.toml``, force-include)::
+In a checkout, the files are next to the package. In a wheel, they are inside it (``pyproject.toml``, force-include)::
 
     CHECKOUT/sbatch/sandbox_pods.sbatch        site-packages/megaflow_hpc/carried/sbatch/sandbox_pods.sbatch
     CHECKOUT/containers/task-base.def          …/carried/containers/task-base.def
     CHECKOUT/launchers/agents.sh               …/carried/launchers/agents.sh
 
-Planning, submitting and reading need only the core install. The rooms that run rollouts import further packages. A user
-who lacks one is told its extra before anything is queued.
+Planning, submitting and reading need only the core install. Running rollouts needs more packages. If one is missing,
+the user learns which extra to install before anything is queued.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from megaflow_hpc.errors import SiteError
 
 PROJECT = "https://github.com/megaflow-hpc/megaflow_hpc"
-"""The project's address, as in ``pyproject.toml``."""
+"""The project's URL, as in ``pyproject.toml``."""
 RUNNING = ("aiohttp", "cryptography", "mpi4py")
-"""Packages that pods and model servers import in addition to the core install."""
+"""Packages that pods and model servers need in addition to the core install."""
 EXTRAS = {
     **dict.fromkeys(RUNNING, "mpi"),
     "minisweagent": "agents",
@@ -43,13 +43,13 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def resource(name: str) -> Path:
-    """Returns the absolute path of a file or directory that comes with the package.
+    """Returns the absolute path of a file or directory shipped with the package.
 
     Args:
         name: the path in a checkout: ``sbatch``, ``containers/task-base.def``, ``launchers/agents.sh``.
 
     Raises:
-        SiteError: this installation lacks it.
+        SiteError: this installation lacks the file.
     """
     for base in (_PACKAGE / "carried", _PACKAGE.parent):
         if (base / name).exists():
@@ -58,7 +58,7 @@ def resource(name: str) -> Path:
 
 
 def docs(page: str) -> str:
-    """Returns the address of a page of the documentation, such as ``docs("how-to/images.md")``."""
+    """Returns the URL of a documentation page, for example for ``docs("how-to/images.md")``."""
     return f"{PROJECT}/blob/main/docs/{page}"
 
 
@@ -66,7 +66,7 @@ def require_running(what: str) -> None:
     """Raises :class:`SiteError` if this interpreter, which jobs use too, cannot run rollouts.
 
     Args:
-        what: the requested action, such as ``run``, or a campaign's name. The message begins with it.
+        what: the requested action, such as ``run``, or a campaign's name. The error message starts with it.
     """
     missing = [name for name in RUNNING if importlib.util.find_spec(name) is None]
     if missing:
@@ -77,7 +77,7 @@ def require_running(what: str) -> None:
 
 
 def missing_package(error: ModuleNotFoundError) -> SiteError | None:
-    """Returns the error to report for a failed import. ``None`` if no extra installs the module."""
+    """Returns the error to report for a failed import, or ``None`` if no extra installs the module."""
     name = (error.name or "").partition(".")[0]
     extra = EXTRAS.get(name)
     if extra is None:

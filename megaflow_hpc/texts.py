@@ -1,4 +1,4 @@
-"""Untrusted texts: parses JSON safely, renders messages of conversations, and escapes text for a terminal."""
+"""Handling of untrusted text: parses JSON safely, renders conversation messages, and escapes text for a terminal."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_CONTAINERS = 4_000_000
-"""Opening brackets that a JSON text may hold, including those in strings. Each may become an object of 64 bytes."""
+"""Maximum number of opening brackets in a JSON text, including those in strings. Each may become a 64-byte object."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text.
+    """Parses a JSON text.
 
     Raises:
-        ValueError: it is not JSON, not UTF-8, nested too deeply, or has more than :data:`MAX_CONTAINERS` lists and
-            objects.
+        ValueError: the text is not JSON, is not UTF-8, is nested too deeply, or has more than :data:`MAX_CONTAINERS`
+            lists and objects.
     """
     if len(text) > MAX_CONTAINERS:
         brackets: tuple[Any, Any] = ("[", "{") if isinstance(text, str) else (b"[", b"{")
@@ -29,10 +29,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Returns the value of a JSON text that is an object.
+    """Parses a JSON text that must be an object.
 
     Raises:
-        ValueError: it is not a JSON object.
+        ValueError: the text is not a JSON object.
     """
     try:
         value = parse_json(text)
@@ -44,7 +44,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def containers_at(value: Any, depth: int) -> list[Any]:
-    """Returns the objects and lists of a JSON value that are nested inside ``depth`` others."""
+    """Returns the objects and lists at nesting level ``depth`` of a JSON value. Level 0 is the value itself."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(depth):
         if not level:
@@ -55,7 +55,7 @@ def containers_at(value: Any, depth: int) -> list[Any]:
 
 
 def content_of(message: Mapping[str, Any]) -> str:
-    """Returns the text of a message in OpenAI form: reasoning, content, then its tool calls."""
+    """Renders a message in OpenAI format as text: reasoning, content, then tool calls."""
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text", f"({part.get('type', '?')})") if isinstance(part, dict) else part for part in content]
@@ -76,13 +76,13 @@ END_CHARACTERS, MESSAGE_CHARACTERS = 200_000, 20_000
 
 
 def end_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, str]], int]:
-    """Returns role and text of the last messages of a conversation, shortened, and the number of earlier messages."""
+    """Returns role and text of a conversation's last messages, shortened, and the number of messages left out."""
     last: list[tuple[str, str]] = []
     left = END_CHARACTERS
     for message in reversed(messages):
         try:
             text = content_of(message)
-        except Exception as error:  # a viewer must not harm the other rollouts
+        except Exception as error:  # a rendering error must not affect other rollouts
             text = f"it cannot be shown: {error!r}"
         if len(text) > MESSAGE_CHARACTERS:
             half = MESSAGE_CHARACTERS // 2
@@ -97,16 +97,16 @@ def end_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, str]]
 _STEERING = re.compile(
     "[^\n\t -~\u00a0-\U0010ffff]|[\u00ad\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
 )
-"""Control characters, marks of writing direction, unusual line separators, lone surrogates."""
+"""Control characters, bidirectional formatting marks, unusual line separators and lone surrogates."""
 
 
 def printable(text: str) -> str:
-    """Escapes characters that could control a terminal. Newlines and tabs stay."""
+    """Escapes characters that could control a terminal, except newlines and tabs."""
     return _STEERING.sub(lambda match: _escape(ord(match[0])), text)
 
 
 def in_one_line(text: str) -> str:
-    """Escapes newlines and tabs too, for a cell of a table or a name in a sentence; see :func:`printable`."""
+    """Escapes like :func:`printable`, but also newlines and tabs, for table cells and names within a sentence."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

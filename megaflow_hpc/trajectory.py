@@ -1,7 +1,8 @@
-"""Records of a rollout: the gateway's recording, and the trajectory that is stored.
+"""Records of a rollout: the gateway's recording, and the stored trajectory.
 
-Token columns are :class:`array.array`, so that they cross process borders as bytes and become numpy without a copy:
-token ids and weight versions ``'i'`` (int32), log-probabilities ``'f'`` (float32), loss masks ``'B'`` (uint8).
+Token columns are :class:`array.array`, so they cross process boundaries as bytes and become numpy arrays without a
+copy. Token ids and weight versions are ``'i'`` (int32), log-probabilities ``'f'`` (float32), loss masks ``'B'``
+(uint8).
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from megaflow_hpc.types import Artifact, Rollout, known_fields
 
 @dataclass
 class TokenSequence:
-    """Consecutive calls, each of whose prompts extends the previous one. All four columns have one entry per token."""
+    """Consecutive calls in which each prompt extends the previous one. All four columns have one entry per token."""
 
     policy: str = ""
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     """NaN for tokens that were not sampled."""
     loss_mask: array[int] = field(default_factory=lambda: array("B"))
-    """1 for tokens that the policy sampled freely, under its own sampling settings; otherwise 0."""
+    """1 for tokens that the policy sampled freely with its own sampling settings, otherwise 0."""
     weight_versions: array[int] = field(default_factory=lambda: array("i"))
     """-1 for tokens that were not sampled."""
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the sequence as a mapping for msgpack, with columns as native-endian bytes."""
+        """Returns a mapping for msgpack, with the columns as native-endian bytes."""
         return {"policy": self.policy, **{name: getattr(self, name).tobytes() for name in _COLUMNS}}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> TokenSequence:
-        """Returns the sequence that :meth:`to_record` packed."""
+        """Restores a sequence from :meth:`to_record`."""
         found = cls(policy=record["policy"])
         for name in _COLUMNS:
             getattr(found, name).frombytes(record[name])
@@ -58,17 +59,17 @@ class Turn:
     wait_s: float = 0.0
     server: str = ""
     policy: str = ""
-    """The policy that answered. Empty in older recordings."""
+    """The policy that generated the response. Empty in older recordings."""
     message: int = -1
-    """Index of its answer in the rollout's messages; -1 if unknown, or if it was not a chat call."""
+    """Index of the response in the rollout's messages. -1 if unknown, or if this was not a chat call."""
     started_by: int = -1
-    """Set if this call began a new conversation, as a sub-agent does, while an earlier call waited for tool results:
-    the number of that earlier call. Otherwise -1."""
+    """Number of the call that was waiting for tool results when this call began a new conversation, as a sub-agent
+    does. -1 if this call did not begin such a conversation."""
 
 
 @dataclass
 class Attempt:
-    """One attempt at a rollout, kept whatever its outcome. Times are in seconds UTC."""
+    """One attempt at a rollout, kept regardless of its outcome. Times are Unix seconds."""
 
     attempt: int
     status: str
@@ -82,35 +83,34 @@ class Attempt:
 
 @dataclass
 class Recording:
-    """The gateway's recording of one rollout, handed over when the agent is done."""
+    """The gateway's recording of one rollout, returned when the agent has finished."""
 
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """All messages of all calls, in OpenAI form. They are a tree: conversations share their common beginning."""
+    """All messages of all calls, in OpenAI format. They form a tree, because conversations share common prefixes."""
     parents: list[int] = field(default_factory=list)
-    """For each message, the index of the message before it in its conversation. -1 for a first message."""
+    """For each message, the index of the previous message in its conversation. -1 for a first message."""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    """For each turn, further data for a replay: the request's ``id``, ``asked`` (a digest of the conversation), and the
-    answer's ``text`` if it is not a message.
-    """
+    """For each turn, additional data for replay: the request's ``id``, ``asked`` (a digest of the conversation), and
+    the response's ``text`` if it is not a message."""
     over_budget: str = ""
-    """Why a call was refused, if the rollout's budget was used up."""
+    """Why a call was refused, if the rollout exhausted its budget."""
     constrained: int = 0
-    """Number of calls whose tokens have loss mask 0, because options of the request differed from the policy's sampling
-    settings or constrained the answer."""
+    """Number of calls whose tokens have loss mask 0, because request options differed from the policy's sampling
+    settings or constrained the response."""
     inexact: int = 0
-    """Number of calls recorded with less than the engine can give: ``plain`` in place of ``split``, or only
+    """Number of calls recorded with less detail than an engine can provide: ``plain`` instead of ``split``, or only
     ``text``."""
     protocols: dict[str, int] = field(default_factory=dict)
-    """Number of calls by the way they were recorded. ``split`` and ``replay``: every token is known. ``plain``: the
-    sampled tokens are known, and a history that encodes to other tokens starts a new sequence. ``text``: no token is
+    """Number of calls by recording protocol. ``split`` and ``replay``: every token is known. ``plain``: the sampled
+    tokens are known, and a history that encodes to different tokens starts a new sequence. ``text``: no tokens are
     known."""
 
 
 @dataclass
 class Trajectory:
-    """Everything that is kept of one rollout: one journal record, one row of ``trajectories.h5``."""
+    """Everything stored for one rollout: one journal record, one row of ``trajectories.h5``."""
 
     id: str
     task_id: str
@@ -126,34 +126,34 @@ class Trajectory:
     node: str = ""
     job_id: str = ""
     rank: int = -1
-    """Rank in the pod that ran it. -1 if unknown."""
+    """Rank in the pod that ran the rollout. -1 if unknown."""
     seed: int = -1
-    """Seed for its sampling. Model call n, from 0, got ``(seed + n) % 2**31``. -1 without a seed."""
+    """Sampling seed. Model call n, counted from 0, uses ``(seed + n) % 2**31``. -1 without a seed."""
     reward: float | None = None
     """``None`` unless the rollout was verified."""
     rewards: dict[str, float] = field(default_factory=dict)
     started_at: float = 0.0
     finished_at: float = 0.0
     setup_s: float | None = None
-    """Seconds until the agent began. ``None`` if unknown, as all times below."""
+    """Seconds until the agent started. This and the timings below are ``None`` if unknown."""
     agent_s: float | None = None
-    """Seconds of the agent, including its model calls and commands."""
+    """Seconds spent in the agent, including its model calls and commands."""
     verify_s: float | None = None
-    """Seconds of the verifier."""
+    """Seconds spent in the verifier."""
     cpu_s: float | None = None
-    """CPU seconds of all processes in its sandboxes, including verification."""
+    """CPU seconds of all processes in the rollout's sandboxes, including verification."""
     memory_peak_mb: float | None = None
-    """Largest memory usage seen in one of its sandboxes, in MB (10^6 bytes)."""
+    """Peak memory usage of any of the rollout's sandboxes, in MB (10^6 bytes)."""
     disk_peak_mb: float | None = None
-    """Largest disk usage measured in one of its sandboxes, in MB."""
+    """Peak measured disk usage of any of the rollout's sandboxes, in MB."""
     constrained: int = 0
-    """Number of model calls whose tokens have loss mask 0, because the calls were constrained."""
+    """Number of model calls whose tokens have loss mask 0; see :attr:`Recording.constrained`."""
     inexact: int = 0
-    """Number of model calls of which some tokens are unknown, because the engine cannot report them."""
+    """Number of model calls with some unknown tokens, because the engine cannot report them."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Messages of all conversations, as a tree."""
     parents: list[int] = field(default_factory=list)
-    """For each message, the index of the message before it; see :func:`linked` for messages without an entry."""
+    """For each message, the index of the previous message. :func:`linked` fills in missing entries."""
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
@@ -164,12 +164,12 @@ class Trajectory:
         record = {f.name: getattr(self, f.name) for f in fields(self)}
         record["sequences"] = [sequence.to_record() for sequence in self.sequences]
         for name in ("turns", "attempts", "artifacts"):
-            record[name] = [dict(vars(item)) for item in getattr(self, name)]  # flat: asdict's deep copies are slow
+            record[name] = [dict(vars(item)) for item in getattr(self, name)]  # shallow: asdict makes slow deep copies
         return record
 
     @classmethod
     def begin(cls, rollout: Rollout, attempt: int, status: str, **known: Any) -> Trajectory:
-        """Returns the trajectory of an attempt that begins and ends now, unless ``known`` sets other values."""
+        """Creates the trajectory of an attempt that starts and ends now, unless ``known`` sets other values."""
         now = time.time()
         names = ("id", "task_id", "group_id", "policy", "agent", "sample_index")
         of_rollout = {name: getattr(rollout, name) for name in names}
@@ -178,7 +178,7 @@ class Trajectory:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Trajectory:
-        """Returns the trajectory that :meth:`to_record` packed. Ignores unknown keys; missing ones get defaults."""
+        """Restores a trajectory from :meth:`to_record`. Ignores unknown keys and gives missing ones their defaults."""
         kept = known_fields(cls, record)
         kept["sequences"] = [TokenSequence.from_record(s) for s in record.get("sequences", ())]
         kept["turns"] = [Turn(**known_fields(Turn, t)) for t in record.get("turns", ())]
@@ -193,7 +193,7 @@ def linked(parents: Sequence[int], count: int) -> list[int]:
 
 
 def path_to(parents: Sequence[int], message: int) -> list[int]:
-    """Returns the indices of a conversation's messages, from the first one to ``message``; empty for -1."""
+    """Returns the message indices of a conversation, from the first message to ``message``. Empty for -1."""
     path = []
     while message >= 0:
         path.append(message)

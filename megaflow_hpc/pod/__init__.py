@@ -1,8 +1,8 @@
-"""A pod: one MPI world. ``srun`` and ``mpiexec`` start ``python -m megaflow_hpc.pod RUN``.
+"""A pod is one MPI world. ``srun`` or ``mpiexec`` starts ``python -m megaflow_hpc.pod RUN`` as its ranks.
 
 Rank 0 (:mod:`megaflow_hpc.pod.master`) claims blocks, schedules rollouts (:mod:`megaflow_hpc.pod.scheduling`) and
-writes the journal. The other ranks run the rollouts (:mod:`megaflow_hpc.pod.rollout`). Each worker rank is two
-processes: the rank itself, which only moves messages between MPI and a socket, and its *runner*, which owns gateway,
-agents and sandboxes. The runner starts before MPI is initialised, so nothing in a sandbox inherits anything of MPI. If
-one of the two processes ends, so does the other.
+writes the journal. The other ranks run the rollouts (:mod:`megaflow_hpc.pod.rollout`). Each worker rank consists of two
+processes. The rank itself only forwards messages between MPI and a socket. Its *runner* owns the gateway, agents and
+sandboxes. The runner starts before MPI is initialised, so sandboxes inherit no MPI state. If either process ends, so
+does the other.
 """

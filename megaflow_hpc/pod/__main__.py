@@ -1,7 +1,8 @@
-"""Entry point of every rank: ``python -m megaflow_hpc.pod RUN``, under srun, mpiexec or alone.
+"""Entry point of every rank: ``python -m megaflow_hpc.pod RUN``, started by srun, by mpiexec or directly.
 
-Alone it is a pod of one process and its runner, without MPI. If engines and pod are one job, ``MEGAFLOW_SERVER`` names
-the engine server of a rank. :mod:`megaflow_hpc.pod.master.assembly` lists the variables that rank 0 reads.
+Started directly, it is a pod of one process and its runner, without MPI. If engines and pod share one job,
+``MEGAFLOW_SERVER`` names the engine server of a rank. :mod:`megaflow_hpc.pod.master.assembly` lists the variables that
+rank 0 reads.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from megaflow_hpc.rundir.marks import ORDERLY, WORLD
 from megaflow_hpc.texts import printable
 
 LEAVE_S = 30
-"""Seconds that rank 0 waits for workers, which stop their runners."""
+"""Seconds that rank 0 waits for workers to stop their runners."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one rank and ends the process: with 0 after an orderly end, otherwise with the error's status or 1."""
+    """Runs one rank and exits the process, with 0 after an orderly end, otherwise with the error's exit status or 1."""
     parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.pod", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", help="run directory, as megaflow-hpc plan printed it")
     run = RunDir(parser.parse_args(argv).run)
-    # The drain file starts a drain. Signals to the step must not kill a rank in the middle of a commit.
+    # Only the drain file starts a drain. Signals to the step must not kill a rank in the middle of a commit.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     status = 1
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    # MPI_Finalize would wait for a rank that is dead; everything durable is on disk.
+    # MPI_Finalize would wait for a dead rank, and all durable state is on disk.
     os._exit(status)
 
 
@@ -58,7 +59,7 @@ def _alone(run: RunDir) -> int:
 
 
 def _rank(run: RunDir, rank: int, size: int) -> int:
-    # Children are started before MPI is initialised.
+    # Start children before MPI is initialised.
     engine = os.environ.get("MEGAFLOW_SERVER")
     server = start_server(run, int(engine)) if engine is not None else None
     runner = start_runner() if server is None and rank > 0 else None
@@ -76,7 +77,7 @@ def _rank(run: RunDir, rank: int, size: int) -> int:
         assert runner is not None
         master_is_there = serve(comm, *runner)
     if master_is_there:
-        comm.leave()  # waits for rank 0, however long it takes; the launcher ends us if rank 0 is killed
+        comm.leave()  # waits for rank 0 indefinitely; the launcher kills this rank if rank 0 dies
     return 0
 
 
@@ -92,8 +93,8 @@ def _wrong_size(seen: int, started: int) -> MegaflowError:
 
 def _lead(run: RunDir, comm: Comm) -> str:
     if directory := os.environ.get("MEGAFLOW_POD_DIR"):
-        (Path(directory) / WORLD).touch()  # tells the batch shell that the ranks have found each other
-    # Only rank 0 imports the models of the campaign file: they would double the start time of another rank.
+        (Path(directory) / WORLD).touch()  # tells the batch script that all ranks are connected
+    # Only rank 0 imports the models of the campaign file. The import would double the start time of other ranks.
     from megaflow_hpc.pod.master.assembly import lead
 
     return lead(run, comm)

@@ -1,12 +1,12 @@
-"""Message passing between the ranks of a pod. The only importer of mpi4py.
+"""Message passing between the ranks of a pod. The only module that imports mpi4py.
 
-A :class:`Comm` never blocks in MPI: a blocking receive spins a core, and waits for ever if the sender dies inside a
-large message. Messages to one rank are collected until :meth:`Comm.push` and sent as one parcel, so that MPI's overhead
-is paid once for each turn of a loop. There are no collectives and no pickle.
+A :class:`Comm` never blocks in MPI. A blocking receive spins on a core, and hangs if the sender dies while sending a
+large message. Messages to a rank are collected until :meth:`Comm.push` and sent as one parcel, so MPI's overhead is
+paid once per iteration of a loop. There are no collectives and no pickle.
 
 ``op`` names a message; :mod:`megaflow_hpc.host.wire` packs it. Rank 0 sends ``init`` ``start`` ``cancel`` ``endpoints``
 ``images`` ``suspend`` ``mirror`` ``beat`` ``stop``. A worker sends ``ready`` ``result`` ``activity`` ``transcript``
-``beat`` ``left``. A rank with an engine server sends ``engine`` in place of ``ready``.
+``beat`` ``left``. A rank with an engine server sends ``engine`` instead of ``ready``.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from megaflow_hpc.host.process import mapped_files
 from megaflow_hpc.host.wire import Message, WireLink, pack, packer, unpack_all
 
 BEAT, STOP = pack({"op": "beat"}), pack({"op": "stop"})
-"""Each is sent as a parcel of its own, so that a rank recognizes it without unpacking."""
+"""Each is sent as a separate parcel, so that a rank can recognize it without unpacking."""
 TAG = 77
 BEAT_S = 5.0
 """Interval at which each side sends a heartbeat."""
 FIRST_S, SHORT_S, LONG_S = 5e-5, 1e-3, 0.08
-"""Sleeps of an idle rank."""
+"""Sleep times of an idle rank."""
 PUSH_BYTES = 1 << 20
-"""A larger message is sent at once, without waiting for a push."""
+"""Messages larger than this are sent immediately, without waiting for a push."""
 INIT_S = 120
-"""Seconds that starting MPI may take."""
+"""Time limit for initialising MPI, in seconds."""
 
 
 class Comm(Protocol):
-    """Messages between rank 0 and the other ranks of a pod. No method waits."""
+    """Messages between rank 0 and the other ranks of a pod. No method blocks."""
 
     rank: int
     size: int
 
     @property
     def link(self) -> WireLink | None:
-        """A link on which ``select`` can wait for messages. ``None`` under MPI."""
+        """A link on which ``select`` can wait for messages, or ``None`` under MPI."""
 
     def send(self, rank: int, message: Message | bytes) -> None:
-        """Queues a message, which may be packed already. It is sent with the next push at the latest."""
+        """Queues a message, packed or not. It is sent with the next push at the latest."""
 
     def push(self) -> None:
         """Sends the queued messages."""
 
     def poll(self) -> tuple[int, Message] | None:
-        """Returns the next message with its sender, or ``None``. A lost rank appears to send ``{"op": "left"}``."""
+        """Returns the next message and its sender, or ``None``. A lost rank appears to send ``{"op": "left"}``."""
 
 
 def world_hint() -> tuple[int, int]:
-    """Returns rank and size from the launcher's environment, before MPI is initialised. (0, 1) without a launcher."""
+    """Returns rank and size from the launcher's environment, before MPI is initialised. Without a launcher, (0, 1)."""
     pairs = [("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMIX_RANK", "SLURM_NTASKS")]
     if "SLURM_STEP_ID" in os.environ:
         pairs.append(("SLURM_PROCID", "SLURM_NTASKS"))
@@ -71,10 +71,10 @@ def world_hint() -> tuple[int, int]:
 
 
 def unlink_shared_memory() -> None:
-    """Unlinks MPI's shared-memory files that this process has mapped. Call it once every rank has mapped them.
+    """Unlinks MPI's shared-memory files that this process has mapped. Must be called after every rank has mapped them.
 
-    The mappings stay until the last rank ends. A rank that is killed, or leaves by ``os._exit`` as ours do, would leave
-    the files on the node. MPICH names them by job and step, so a requeued job would attach to the old files.
+    The mappings stay valid until the last rank ends. A rank that is killed, or exits by ``os._exit`` as ours do, would
+    leave the files on the node. MPICH names them by job and step, so a requeued job would attach to the old files.
     """
     for path in mapped_files(os.getpid()):
         if path.startswith("/dev/shm/") and not path.endswith("(deleted)"):
@@ -83,15 +83,16 @@ def unlink_shared_memory() -> None:
 
 
 def check_shared_memory() -> None:
-    """Raises :class:`SiteError` if another user shares memory with this rank. Call it before any rank unlinks files.
+    """Raises :class:`SiteError` if another user shares memory with this rank. Must be called before any rank unlinks
+    files.
 
-    MPICH opens an existing file of that name, and any user of the node can derive the name from job and step.
+    MPICH opens an existing file of the expected name, and any user of the node can derive that name from job and step.
     """
     for path in mapped_files(os.getpid()):
         if path.startswith("/dev/shm/mpich"):
             try:
                 owner = os.lstat(path).st_uid
-            except OSError:  # another user removed it: our ranks do not do so yet
+            except OSError:  # removed by another user, because our ranks do not unlink files yet
                 owner = -1
             if owner != os.getuid():
                 raise SiteError(
@@ -103,7 +104,7 @@ def check_shared_memory() -> None:
 class MpiComm:
     """A :class:`Comm` of point-to-point messages over MPI_COMM_WORLD.
 
-    The constructor initialises MPI and waits for every rank. SIGALRM ends the process after :data:`INIT_S`.
+    The constructor initialises MPI and waits for every rank. After :data:`INIT_S`, SIGALRM ends the process.
     """
 
     link: WireLink | None = None
@@ -112,8 +113,8 @@ class MpiComm:
         import mpi4py
 
         mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False  # MPI_Finalize would wait for a rank that is dead
-        # If a rank dies in MPI_Init, the others would wait in it for ever. SIGALRM ends them.
+        mpi4py.rc.finalize = False  # MPI_Finalize would wait for a dead rank
+        # If a rank dies in MPI_Init, the others would wait there forever. SIGALRM ends them.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(INIT_S)
         from mpi4py import MPI
@@ -127,15 +128,15 @@ class MpiComm:
         self.size: int = self._world.Get_size()
         self._status = MPI.Status()
         self.lost: dict[int, str] = {}
-        """Ranks with which MPI could not exchange a message, with its error."""
+        """Unreachable rank → the MPI error."""
         self._unreported: list[int] = []
         """Lost ranks that :meth:`poll_parcel` has not returned yet."""
         self._queued: dict[int, list[bytes]] = {}
         """Rank → messages of its next parcel."""
         self._outgoing: list[tuple[Any, bytes, int]] = []
-        """Parcels in flight: request, data, receiver."""
+        """Parcels being sent: request, data, receiver."""
         self._arriving: dict[int, deque[tuple[Any, bytearray]]] = {}
-        """Rank → parcels that have arrived in part, in the order in which they were sent."""
+        """Rank → partially received parcels, in the order in which they were sent."""
         self._incoming: deque[tuple[int, Message]] = deque()
         self._pack = packer()
         self._reported_error = False
@@ -149,7 +150,7 @@ class MpiComm:
         data = message if isinstance(message, bytes) else self._pack(message)
         self._queued.setdefault(rank, []).append(data)
         if len(data) > PUSH_BYTES:
-            self._pack = packer()  # frees the buffer of the large message
+            self._pack = packer()  # releases the buffer of the large message
             self.push()
 
     def push(self) -> None:
@@ -180,15 +181,15 @@ class MpiComm:
         return self._incoming.popleft()
 
     def poll_parcel(self) -> tuple[int, bytes | bytearray] | None:
-        """Returns a rank and its next parcel, packed, or ``None``.
+        """Returns a rank and its next parcel, still packed, or ``None``.
 
-        A rank that MPI reports as failed appears to send ``{"op": "left"}`` once. A rank that dies or stops inside a
-        message sends nothing more; its missing heartbeat shows that.
+        A rank that MPI reports as failed appears to send ``{"op": "left"}`` once. A rank that dies or hangs while
+        sending a message is detected by its missing heartbeat.
         """
         if self._unreported:
             rank = self._unreported.pop()
             return rank, pack({"op": "left", "why": f"MPI: {self.lost[rank]}"})
-        message = self._probe() or self._probe()  # MPICH's first probe may receive a message without showing it
+        message = self._probe() or self._probe()  # MPICH's first probe may receive a message without reporting it
         if message is not None:
             source = self._status.Get_source()
             data = bytearray(self._status.Get_count(self._mpi.BYTE))
@@ -203,7 +204,7 @@ class MpiComm:
         return self._arrived() if self._arriving else None
 
     def _arrived(self) -> tuple[int, bytearray] | None:
-        """Returns the next parcel that has arrived whole, of those that took longer than one poll."""
+        """Returns the next completely received parcel among those that needed more than one poll."""
         for source, parcels in self._arriving.items():
             try:
                 if not parcels[0][0].Test():
@@ -220,7 +221,7 @@ class MpiComm:
     def _probe(self) -> Any:
         try:
             return self._world.Improbe(source=self._mpi.ANY_SOURCE, tag=TAG, status=self._status)
-        except self._mpi.Exception as error:  # it names no rank; the heartbeats show which rank is gone
+        except self._mpi.Exception as error:  # the error names no rank; the heartbeats show which rank is lost
             if not self._reported_error:
                 self._reported_error = True
                 print(f"rank {self.rank}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
@@ -233,7 +234,7 @@ class MpiComm:
             self._unreported.append(rank)
 
     def flush(self, seconds: float) -> None:
-        """Sends the queued messages, and waits at most ``seconds`` until they are sent."""
+        """Sends the queued messages, and waits up to ``seconds`` until they are sent."""
         self.push()
         end = time.monotonic() + seconds
         while self._outgoing and time.monotonic() < end:
@@ -241,9 +242,9 @@ class MpiComm:
             time.sleep(0.001)
 
     def leave(self, seconds: int = 0) -> None:
-        """Calls MPI_Finalize under PMIx, whose launcher would take a rank that just ends for a lost one and end all.
+        """Calls MPI_Finalize under PMIx, whose launcher would treat a rank that simply exits as lost and kill the job.
 
-        This waits for the other ranks. SIGALRM ends the process after ``seconds``, unless they are 0. Does nothing
+        MPI_Finalize waits for the other ranks. After ``seconds``, unless 0, SIGALRM ends the process. Does nothing
         under other launchers, because MPI_Finalize would wait for a dead rank.
         """
         if "PMIX_NAMESPACE" in os.environ:
@@ -255,7 +256,7 @@ class MpiComm:
         self._outgoing = [parcel for parcel in self._outgoing if not self._is_sent(parcel)]
 
     def _is_sent(self, parcel: tuple[Any, bytes, int]) -> bool:
-        """Tells whether a parcel is sent, or cannot be sent any more."""
+        """Returns True if a parcel has been sent or can no longer be sent."""
         request, _, rank = parcel
         try:
             sent: bool = request.Test()
@@ -266,10 +267,10 @@ class MpiComm:
 
 
 class ChildComm:
-    """A :class:`Comm` of two processes without MPI: this one is rank 0, and its runner behind ``link`` is rank 1.
+    """A :class:`Comm` of two processes without MPI: this process is rank 0, and its runner behind ``link`` is rank 1.
 
     Args:
-        clock: seconds of a clock that never jumps.
+        clock: a monotonic clock, in seconds.
     """
 
     rank = 0
@@ -284,10 +285,10 @@ class ChildComm:
         try:
             self.link.send_parcel(message if isinstance(message, bytes) else pack(message))
         except OSError:
-            pass  # poll reports it
+            pass  # poll reports the lost runner
 
     def push(self) -> None:
-        """Does nothing: messages are sent at once."""
+        """Does nothing, because messages are sent immediately."""
 
     def poll(self) -> tuple[int, Message] | None:
         if self._gone:
@@ -298,23 +299,23 @@ class ChildComm:
             self._gone = True
             return 1, {"op": "left", "why": "the runner process ended"}
         if message is None and self._clock() - self._beaten > BEAT_S:
-            # No worker rank sends heartbeats for the runner. The open socket shows that it is alive.
+            # No worker rank sends heartbeats for the runner. The open socket shows that the runner is alive.
             self._beaten = self._clock()
             message = {"op": "beat"}
         return None if message is None else (1, message)
 
     def flush(self, seconds: float) -> None:
-        """Does nothing: messages are sent at once."""
+        """Does nothing, because messages are sent immediately."""
 
 
 class Backoff:
-    """Sleeps longer the longer nothing happens, so that an idle rank costs little and a busy one adds no latency.
+    """Increases sleep times while nothing happens, so an idle rank costs little and a busy one adds no latency.
 
-    The first sleep takes :data:`FIRST_S`. Each further one is twice as long, up to :data:`SHORT_S`. Later sleeps take a
-    fiftieth of the idle time, up to :data:`LONG_S`.
+    The first sleep takes :data:`FIRST_S`. Each further sleep is twice as long, up to :data:`SHORT_S`. Later sleeps take
+    a fiftieth of the idle time, up to :data:`LONG_S`.
 
     Args:
-        clock: seconds of a clock that never jumps.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -323,11 +324,11 @@ class Backoff:
         self._since = 0.0
 
     def reset(self) -> None:
-        """Makes the next sleep short, because something happened."""
+        """Resets the backoff after activity."""
         self._sleep_s = 0.0
 
     def next_s(self) -> float:
-        """Returns the seconds to sleep now."""
+        """Returns the next sleep time in seconds."""
         if not self._sleep_s:
             self._since, self._sleep_s = self._clock(), FIRST_S
         elif self._sleep_s < SHORT_S:
@@ -337,5 +338,5 @@ class Backoff:
         return self._sleep_s
 
     def sleep(self, link: WireLink | None = None) -> None:
-        """Sleeps, but returns as soon as ``link`` has data."""
+        """Sleeps until the next poll, or until ``link`` has data."""
         select.select([link] if link else [], [], [], self.next_s())

@@ -1,6 +1,6 @@
-"""The facts about a finished attempt that rank 0 needs. Rank 0 passes on the packed trajectory without unpacking it.
+"""Summary of a finished attempt for rank 0, which passes on the packed trajectory without unpacking it.
 
-Unpacking and packing it would take three times the CPU time: 6 instead of 2 us at 1 kB, 830 instead of 270 us at 2 MB.
+Unpacking and repacking would take three times the CPU time: 6 instead of 2 us at 1 kB, 830 instead of 270 us at 2 MB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaflow_hpc.trajectory import Attempt, Trajectory
 
 @dataclass(slots=True)
 class Outcome:
-    """The end of one attempt, and its trajectory as a packed record."""
+    """Outcome of one attempt, with its trajectory as a packed record."""
 
     id: str
     task_id: str
@@ -35,10 +35,10 @@ class Outcome:
     started_at: float
     finished_at: float
     cause: str
-    """Cause of a failure (:mod:`megaflow_hpc.pod.scheduling.failures`), empty if it did not fail."""
+    """Cause of a failure (:mod:`megaflow_hpc.pod.scheduling.failures`). Empty if the attempt did not fail."""
     record: bytes
     checkpoint: str = ""
-    """File below ``RUN/partial`` from which a rollout that was cut short continues, empty without one."""
+    """Checkpoint to resume an interrupted rollout from, relative to ``RUN/partial``. Empty if there is none."""
     cpu_s: float | None = None
     memory_peak_mb: float | None = None
     disk_peak_mb: float | None = None
@@ -49,14 +49,14 @@ class Outcome:
     ) -> Outcome:
         """Packs ``trajectory`` with the earlier ``attempts`` and its own.
 
-        Leaves out messages that cannot be packed. An agent may write such messages, for example a thousand nested
-        lists, and its rollout keeps its verdict all the same.
+        Leaves out messages that cannot be packed. An agent may produce such messages, for example a thousand nested
+        lists. The rollout still keeps its verdict.
 
         Args:
-            cause: cause of the failure. Default: its ``error_kind``.
+            cause: cause of the failure. Default: the trajectory's ``error_kind``.
 
         Raises:
-            TypeError, ValueError, OverflowError: something else cannot be packed.
+            TypeError, ValueError, OverflowError: another field cannot be packed.
         """
         trajectory.attempts = [*attempts, attempt_of(trajectory)]
         try:
@@ -95,16 +95,17 @@ class Outcome:
         )
 
     def to_message(self) -> Message:
-        """Returns the ``result`` message for rank 0. It holds only the values, because names take time to read."""
+        """Returns the ``result`` message for rank 0. It contains only the values, because field names take time to
+        parse."""
         return {"op": "result", "outcome": [getattr(self, name) for name in _NAMES]}
 
     @classmethod
     def from_message(cls, message: Message) -> Outcome:
-        """Reads a ``result`` message. Raises TypeError if fields are missing."""
+        """Parses a ``result`` message. Raises TypeError if fields are missing."""
         return cls(*message["outcome"])
 
     def payload(self, epoch: int, block: int) -> bytes:
-        """Returns the journal's record: ``{kind, epoch, block, trajectory}`` in msgpack."""
+        """Returns the journal record: ``{kind, epoch, block, trajectory}`` in msgpack."""
         return _ENCODER.encode(
             {"kind": "trajectory", "epoch": epoch, "block": block, "trajectory": msgspec.Raw(self.record)}
         )
@@ -117,5 +118,5 @@ _ATTEMPT_NAMES = tuple(field.name for field in fields(Attempt))
 
 
 def attempt_of(ended: Trajectory | Outcome) -> Attempt:
-    """Returns the record of an attempt that later trajectories of its rollout keep."""
+    """Returns the record of an attempt, for the later trajectories of its rollout."""
     return Attempt(**{name: getattr(ended, name) for name in _ATTEMPT_NAMES})

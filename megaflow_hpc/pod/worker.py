@@ -1,10 +1,11 @@
-"""Ranks other than rank 0. The main thread drives MPI and nothing else, so nothing delays a heartbeat.
+"""Ranks other than rank 0. The main thread only drives MPI, so nothing delays a heartbeat.
 
-A *worker rank* passes parcels between rank 0 (MPI) and its runner (a socket) without unpacking them, and watches both.
+A *worker rank* forwards parcels between rank 0 (MPI) and its runner (a socket) without unpacking them, and monitors
+both.
 
-An *engine rank* belongs to a heterogeneous job in which engines and pod share one MPI world. It keeps an engine server,
-which registers and answers gateways over its own port like any other. Rank 0 learns at once that an engine has ended,
-the engine ends with the pod, and neither waits in Slurm's queue for the other.
+An *engine rank* belongs to a heterogeneous job in which engines and pod share one MPI world. It runs an engine server,
+which registers and serves gateways over its own port like any other. Rank 0 learns immediately when an engine ends, the
+engine ends with the pod, and neither waits in Slurm's queue for the other.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from megaflow_hpc.texts import printable
 
 MASTER_LOST_S = 30.0
 RUNNER_STOP_S = 20.0
-"""A runner is killed if it needs longer to stop its sandboxes."""
+"""A runner that takes longer than this to stop its sandboxes is killed."""
 SERVER_STOP_S = 30.0
-"""An engine server is killed if it needs longer to end."""
+"""An engine server that takes longer than this to stop is killed."""
 MPI_VARIABLES = ("PMI_", "PMIX_", "PMI2_", "MPI", "HYDI_", "HYDRA_", "OMPI_", "SLURM_PMI")
 """Prefixes of variables that a child process must not inherit."""
 
 
 def start_runner() -> tuple[subprocess.Popen[bytes], WireLink]:
-    """Starts the runner before MPI is initialised. It ends with this process, by end-of-file on its socket."""
+    """Starts the runner, before MPI is initialised. It ends with this process, by end-of-file on its socket."""
     ours, theirs = socket.socketpair()
     number = theirs.fileno()
     process = _start("megaflow_hpc.pod.rollout.runner", [str(number)], pass_fds=[number])
@@ -42,7 +43,7 @@ def start_runner() -> tuple[subprocess.Popen[bytes], WireLink]:
 
 
 def start_server(run: RunDir, index: int) -> subprocess.Popen[bytes]:
-    """Starts engine server ``index`` of ``run.json`` before MPI is initialised."""
+    """Starts engine server ``index`` of ``run.json``, before MPI is initialised."""
     return _start("megaflow_hpc.model.server", [str(run), "--index", str(index)])
 
 
@@ -52,12 +53,12 @@ def _start(module: str, arguments: Sequence[str], pass_fds: Sequence[int] = ()) 
         pass_fds=pass_fds,
         stdin=subprocess.DEVNULL,
         env={name: value for name, value in os.environ.items() if not name.startswith(MPI_VARIABLES)},
-        start_new_session=True,  # signals to the terminal or the step must not reach it
+        start_new_session=True,  # shields the child from signals to the terminal or the step
     )
 
 
 def stop_runner(process: subprocess.Popen[bytes], link: WireLink) -> None:
-    """Ends a runner by closing its socket."""
+    """Stops a runner by closing its socket."""
     link.close()
     _await_end(process, RUNNER_STOP_S)
 
@@ -71,7 +72,7 @@ def _await_end(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 class _Heart:
-    """Sends heartbeats to rank 0, and notices when rank 0 is lost."""
+    """Sends heartbeats to rank 0, and detects the loss of rank 0."""
 
     def __init__(self, comm: MpiComm, name: str) -> None:
         self._comm, self._name = comm, name
@@ -88,7 +89,7 @@ class _Heart:
             self._comm.send(0, BEAT)
 
     def master_lost(self) -> bool:
-        """Tells whether rank 0 is lost, and reports that on stderr."""
+        """Returns True if rank 0 is lost, and reports it on stderr."""
         if 0 in self._comm.lost:
             why = f"rank 0 is lost: {self._comm.lost[0]}"
         elif time.monotonic() - self._heard_at > MASTER_LOST_S:
@@ -100,7 +101,7 @@ class _Heart:
 
 
 def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: WireLink) -> bool:
-    """Runs a worker rank until the pod or its runner ends. Returns whether rank 0 is still there."""
+    """Runs a worker rank until the pod or its runner ends. Returns True if rank 0 is still alive."""
     backoff, heart = Backoff(), _Heart(comm, "worker")
     try:
         while True:
@@ -108,7 +109,7 @@ def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: WireLink) -> bo
             received = comm.poll_parcel()
             if received is not None:
                 heart.heard()
-                if received[1] != BEAT:  # a heartbeat does not end an idle rank's long sleeps
+                if received[1] != BEAT:  # a heartbeat does not shorten the long sleeps of an idle rank
                     busy = True
                     link.send_parcel(bytes(received[1]))
                 if received[1] == STOP:
@@ -135,7 +136,7 @@ def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: WireLink) -> bo
 
 
 def keep_server(comm: MpiComm, server: subprocess.Popen[bytes]) -> bool:
-    """Runs an engine rank until the pod or its server ends. Returns whether rank 0 is still there."""
+    """Runs an engine rank until the pod or its server ends. Returns True if rank 0 is still alive."""
     backoff, heart = Backoff(), _Heart(comm, "engine rank")
     comm.send(0, {"op": "engine", "node": node_name()})
     try:

@@ -1,7 +1,7 @@
-"""Rank 0 of a pod. Claimed blocks come in, ``start`` messages for workers go out, and what comes back is stored.
+"""Rank 0 of a pod: receives claimed blocks, sends ``start`` messages to workers, and stores the results.
 
-:mod:`~megaflow_hpc.pod.master.loop` decides and never waits for a disk. Only
-:class:`~megaflow_hpc.pod.master.run_io.RunIoThread` touches the run directory.
-:func:`~megaflow_hpc.pod.master.assembly.lead` is called by the rank's entry point. Benchmarks and tests make a
-``Master`` of a :class:`~megaflow_hpc.pod.master.pod.Pod`.
+:mod:`~megaflow_hpc.pod.master.loop` makes the decisions and never waits for a disk. Only
+:class:`~megaflow_hpc.pod.master.run_io.RunIoThread` accesses the run directory. The rank's entry point calls
+:func:`~megaflow_hpc.pod.master.assembly.lead`. Benchmarks and tests build a ``Master`` directly from a
+:class:`~megaflow_hpc.pod.master.pod.Pod`.
 """

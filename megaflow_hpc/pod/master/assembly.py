@@ -1,8 +1,8 @@
-"""Assembly of rank 0 from run.json, the environment, the ledger, the journal and the loop.
+"""Builds rank 0 from run.json, the environment, the ledger and the journal, and runs its loop.
 
 ``MEGAFLOW_POD`` and ``MEGAFLOW_START`` name the pod and this start of it. ``MEGAFLOW_POD_DIR`` is a private directory
-shared with the supervisor: ``drain`` appears there when the pod must drain, and the pod leaves its last word in
-``state``.
+shared with the supervisor. The supervisor creates ``drain`` there when the pod must drain, and the pod writes its final
+state to ``state``.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ from megaflow_hpc.rundir.record import RunRecord, check_version, read_run
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 SWITCH_S = 5e-4
-"""Seconds for which rank 0's loop and its I/O thread may keep each other from running."""
+"""Thread switch interval of rank 0's loop and its I/O thread, in seconds."""
 GC_THRESHOLD = 50_000
-"""Objects made before Python looks for cycles. Rank 0 makes none, and each look costs a pause."""
+"""Allocations before Python's garbage collector runs. Rank 0 creates no reference cycles, and each collection costs
+a pause."""
 
 
 def tune() -> None:
-    """Makes the interpreter of rank 0 answer quickly."""
+    """Tunes the interpreter of rank 0 for low latency."""
     sys.setswitchinterval(SWITCH_S)
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 100)
 
 
 def identity() -> PodIdentity:
-    """Returns the identity of this start, from environment and process. Without a supervisor the name is random."""
+    """Returns the identity of this start, from the environment and the process. Without a supervisor, the name is
+    random."""
     me = Identity.of(os.getpid())
     assert me is not None
     pod = os.environ.get("MEGAFLOW_POD", "")
@@ -57,18 +59,18 @@ def identity() -> PodIdentity:
 
 
 def slots_per_rank(config: CampaignConfig) -> int:
-    """Returns the rollouts that a worker rank runs at once."""
+    """Returns the number of rollouts that a worker rank runs at once."""
     pods = config.slurm.pods
     return pods.slots_per_rank or pods.cpus_per_rank or int(os.environ.get("SLURM_CPUS_PER_TASK") or CPUS_PER_RANK)
 
 
 def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:
-    """Returns the CPUs and the memory in MB of a rank, ``None`` if the campaign file does not set them."""
+    """Returns the CPUs and the memory in MB of a rank. Each is ``None`` if the campaign file does not set it."""
     return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks_per_node)
 
 
 def lead(run: RunDir, comm: Comm) -> str:
-    """Runs rank 0 from its lease to its last word, which is returned and left for the supervisor.
+    """Runs rank 0 from acquiring its lease to the end. Returns the pod's final state and writes it for the supervisor.
 
     Raises:
         MegaflowError: the pod cannot continue.
@@ -82,7 +84,7 @@ def lead(run: RunDir, comm: Comm) -> str:
     pod.drain_file = Path(directory) / DRAIN if directory else None
     tune()
     state = Master(pod).run()
-    if state != "lost":  # then nothing more may be committed, and the disk may not answer
+    if state != "lost":  # nothing more may be committed, and the disk may not respond
         journal.close()
     if directory:
         write_atomic(Path(directory) / STATE, state)

@@ -1,4 +1,4 @@
-"""The blocks that this pod has claimed, with the rollouts of each that are not stored.
+"""The blocks that this pod has claimed, with the rollouts of each block that are not stored yet.
 
 Only the I/O thread uses this module (:mod:`~megaflow_hpc.pod.master.run_io`).
 """
@@ -22,24 +22,25 @@ from megaflow_hpc.trajectories.journal.stored import StoredBlock, StoredRollouts
 from megaflow_hpc.types import Rollout
 
 SMALL = 16
-"""Largest block that is read before it is claimed. With larger blocks the queue itself reaches far enough ahead."""
+"""Largest size of a block that is read before it is claimed. With larger blocks, the queue shows enough upcoming
+work."""
 SPREAD = 64
-"""Number of free blocks among which pods pick. The order in which blocks are claimed changes by no more."""
+"""Number of free blocks among which pods choose. It bounds how far the order of claims can change."""
 
 
 @dataclass(frozen=True)
 class ClaimedBlock:
-    """A block as it was claimed."""
+    """A block at the time of its claim."""
 
     claim: Claim
     rollouts: tuple[Rollout, ...]
     """The rollouts to run."""
     histories: dict[str, History]
-    """Their histories in earlier pods, by rollout id. The receiver owns it."""
+    """Histories of the rollouts in earlier pods, by rollout id. The receiver owns the mapping."""
     tasks: dict[str, PlannedTask]
-    """Their tasks by id. The receiver owns it."""
+    """Tasks of the rollouts, by id. The receiver owns the mapping."""
     upcoming: tuple[PlannedTask, ...]
-    """Tasks of the blocks that this pod will claim next, as far as it looks ahead."""
+    """Tasks of the blocks that this pod will claim next, as far as its lookahead goes."""
 
 
 @dataclass
@@ -61,9 +62,9 @@ class ClaimedBlocks:
     """The blocks of one pod, from claim to done mark, release or hand-off.
 
     Args:
-        stored: reads the journals of a block's earlier holders.
-        tasks: tasks of the campaign. Those of claimed blocks are looked up.
-        ahead: number of small blocks that are read before they are claimed.
+        stored: reads the journals of a block's previous holders.
+        tasks: the campaign's tasks. Only those of claimed blocks are looked up.
+        ahead: number of small blocks to read before they are claimed.
     """
 
     def __init__(
@@ -90,17 +91,17 @@ class ClaimedBlocks:
         return len(self._held)
 
     def claim(self) -> ClaimedBlock | None:
-        """Claims the next block. ``None`` while no block is available.
+        """Claims the next block. Returns ``None`` while no block is available.
 
         Raises:
             LedgerError: the block is damaged.
-            OSError: the run directory does not answer. The next call continues with the same block.
+            OSError: the run directory does not respond. The next call continues with the same block.
         """
         claim = self._unread or self._ledger.claim(self._stored.length)
         if claim is None:
             return None
-        self._unread = claim  # until it has been read: an error in between must not lose it
-        unknown = claim.epoch > 0 and claim.left is None  # the holder before could not say what is left
+        self._unread = claim  # kept until the block has been read, so that an error does not lose it
+        unknown = claim.epoch > 0 and claim.left is None  # the previous holder did not record what is left
         held = [StoredBlock(*each) for each in self._ledger.earlier(claim)] if unknown else []
         size, todo = self._to_run(claim, held)
         tasks = planned(self._tasks, todo)
@@ -121,7 +122,7 @@ class ClaimedBlocks:
         return ClaimedBlock(claim, todo, histories, tasks, tuple(self._lookahead.tasks))
 
     def _to_run(self, claim: Claim, held: Sequence[StoredBlock]) -> tuple[int, tuple[Rollout, ...]]:
-        """Returns the number of rollouts of the claim, and the rollouts that are neither stored nor handed off."""
+        """Returns the number of rollouts in the claim, and the rollouts that are neither stored nor handed off."""
         rollouts = read_block(self._run, claim.block).rollouts
         stored: set[str] = set()
         if claim.left is not None:
@@ -132,11 +133,11 @@ class ClaimedBlocks:
         return len(rollouts), tuple(todo)
 
     def settled(self, block: int, rollout_id: str) -> None:
-        """Records that a rollout is durable. Marks the block done with its last rollout.
+        """Records that a rollout is durable. Marks the block done after its last rollout.
 
         Raises:
-            LedgerError: the block was taken over.
-            OSError: the run directory does not answer.
+            LedgerError: another pod took over the block.
+            OSError: the run directory does not respond.
         """
         held = self._held.get(block)
         if held is not None:
@@ -145,13 +146,13 @@ class ClaimedBlocks:
                 self._finish(block)
 
     def hand_off(self, rollouts: Iterable[tuple[int, Rollout]], each: int) -> None:
-        """Hands rollouts that were not started, with their blocks, to other pods.
+        """Hands rollouts that were not started to other pods, as new blocks.
 
         Args:
-            each: most rollouts of a new block. The rollouts of a group stay together.
+            each: maximum number of rollouts in a new block. The rollouts of a group stay together.
 
         Raises:
-            OSError: the run directory does not answer. :meth:`retry_hand_offs` continues.
+            OSError: the run directory does not respond. :meth:`retry_hand_offs` continues.
         """
         for block, of_block in groupby(sorted(rollouts, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
             for part in _parts([rollout for _, rollout in of_block], each):
@@ -161,7 +162,7 @@ class ClaimedBlocks:
 
     @property
     def handing_off(self) -> bool:
-        """Some hand-off is not in the ledger yet."""
+        """True if a hand-off may not be in the ledger yet."""
         return bool(self._hand_offs)
 
     def retry_hand_offs(self) -> None:
@@ -170,20 +171,20 @@ class ClaimedBlocks:
             one = self._hand_offs[0]
             held = self._held[one.block]
             if not self._ledger.hand_off(held.claim, one.rollouts, one.token):
-                return  # the fence is closed: the pod that takes over runs them
+                return  # the fence is closed: the pod that takes over runs these rollouts
             self._hand_offs.pop(0)
             self._write_event(held.claim, "gave", rollouts=len(one.rollouts))
             for rollout in one.rollouts:
                 self.settled(one.block, rollout.id)
 
     def release(self, sealed: int) -> None:
-        """Gives back every block that is not done.
+        """Releases every block that is not done.
 
         Args:
             sealed: durable bytes of this pod's journal.
 
         Raises:
-            OSError: the run directory does not answer.
+            OSError: the run directory does not respond.
         """
         self.retry_hand_offs()
         for held in self._held.values():
@@ -204,36 +205,37 @@ class ClaimedBlocks:
 class BlockLookahead:
     """Reads free blocks before they are claimed, so that their images are staged in time.
 
-    While blocks are large, a pod's queue shows which images come next. The last blocks of a campaign hold a rollout or
-    a group each, and a block is claimed when a slot is free. So a pod picks a few of them, stages their images, and
-    claims them first. Pods pick at different places, so another pod seldom takes what this pod has staged.
+    While blocks are large, a pod's queue shows which images come next. The last blocks of a campaign hold one rollout
+    or group each, and are claimed only when a slot is free. So each pod picks a few of these blocks, stages their
+    images, and claims these blocks first. Pods pick in different places, so another pod rarely takes a block that was
+    picked here.
 
     Args:
-        count: blocks that are picked at a time. Each is one small file.
+        count: number of blocks to pick at a time. Each is one small file.
     """
 
     def __init__(self, run: RunDir, ledger: Ledger, tasks: Mapping[str, PlannedTask], count: int) -> None:
         self._run, self._ledger, self._tasks, self._count = run, ledger, tasks, count
         self._picked: dict[int, dict[str, PlannedTask]] = {}
-        """Block → its tasks."""
+        """Picked block → its tasks by id."""
         self.tasks: list[PlannedTask] = []
-        """Tasks of the picked blocks, each once."""
+        """Tasks of the picked blocks, without duplicates."""
 
     def claimed(self, rollouts: int) -> None:
-        """Picks among the free blocks again, after a block of ``rollouts`` rollouts was claimed.
+        """Renews the pick among the free blocks after a block of ``rollouts`` rollouts was claimed.
 
-        Leaves out a block that cannot be read now, because an error would cost the claim.
+        Skips blocks that cannot be read now, because an error would lose the claim.
         """
         free = self._ledger.free if rollouts <= SMALL and self._count else []
         self._picked = {block: tasks for block, tasks in self._picked.items() if block in free}
         for block in self._more(free):
-            with suppress(LedgerError, OSError):  # not readable yet; a later look reads it
+            with suppress(LedgerError, OSError):  # not readable yet; a later call retries
                 self._picked[block] = planned(self._tasks, read_block(self._run, block).rollouts)
         self._ledger.prefer(self._picked)
         self.tasks = list({name: task for tasks in self._picked.values() for name, task in tasks.items()}.values())
 
     def _more(self, free: list[int]) -> list[int]:
-        """Returns the blocks that ``count`` lacks, starting at this pod's own place."""
+        """Returns the blocks to add to reach ``count``. Each pod starts at a position derived from its name."""
         near = [block for block in free if block not in self._picked][:SPREAD]
         missing = min(self._count - len(self._picked), len(near))
         if missing <= 0:
@@ -244,12 +246,12 @@ class BlockLookahead:
 
 
 def planned(tasks: Mapping[str, PlannedTask], rollouts: Iterable[Rollout]) -> dict[str, PlannedTask]:
-    """Looks up the tasks of some rollouts, in their order.
+    """Looks up the tasks of ``rollouts``, in the same order.
 
     Raises:
-        LedgerError: the campaign does not have the task of a rollout.
-        ConfigError: the file of tasks is damaged or gone.
-        OSError: the run directory does not answer.
+        LedgerError: the campaign has no task for a rollout.
+        ConfigError: the task file is damaged or missing.
+        OSError: the run directory does not respond.
     """
     try:
         return {name: tasks[name] for name in dict.fromkeys(rollout.task_id for rollout in rollouts)}
@@ -258,7 +260,7 @@ def planned(tasks: Mapping[str, PlannedTask], rollouts: Iterable[Rollout]) -> di
 
 
 def _parts(rollouts: list[Rollout], each: int) -> Iterator[list[Rollout]]:
-    """Cuts rollouts between groups, at most ``each`` to a part unless one group has more."""
+    """Splits rollouts at group boundaries into parts of at most ``each`` rollouts. Only a larger group exceeds this."""
     part: list[Rollout] = []
     for _, samples in groupby(rollouts, key=lambda rollout: rollout.group_id):
         group = list(samples)

@@ -1,8 +1,8 @@
-"""Coordination of pods: one pod finds out for all, so metadata operations do not grow with the square of the pods.
+"""Coordination of pods: the leader polls on behalf of all, so metadata operations do not grow quadratically.
 
 The leader (:data:`~megaflow_hpc.ledger.leader.COORDINATOR`) surveys the ledger, reads every pod's lease, lists the
-engines, and sums up the usage of the campaign. The file of its lease is its report, the one file that every other pod
-reads now and then. If few pods run, each looks at the ledger itself, which is faster. Without a leader, all pods do so.
+engines, and sums up the campaign's usage. It publishes its report in its lease file, and the other pods poll only that
+file. If few pods run, or there is no leader, each pod polls the ledger itself. For few pods this is faster.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from megaflow_hpc.rundir.live import Asked, LiveFiles
 
 SOON_S = 2.0
 SELDOM_S = 10.0
-"""Pause between two looks if few pods run."""
+"""Poll interval if few pods run."""
 LOOKS_PER_S = 33.0
-"""Reports that all pods together read in a second, and leases that they renew."""
+"""Maximum rate, over all pods, at which reports are read. Lease renewals have the same limit."""
 CALLS_PER_TURN = 64
-"""Calls of a survey between which results are stored."""
+"""Number of file system calls that a survey makes before the thread returns to storing results."""
 
 
 class Role(Enum):
-    """Role of a pod, decided at each look at the leader's lease.
+    """Role of a pod, decided at each poll of the leader's lease.
 
     ========= ============================================================= ====================
-    role      when                                                          its knowledge is of
+    role      when                                                          source of knowledge
     ========= ============================================================= ====================
-    LEADER    the lease is ours, or is free and we got it                   its own survey
+    LEADER    this pod holds the lease, or acquired the free lease          its own survey
     FOLLOWER  another pod leads, has reported, and more than few pods run   the leader's report
-    ALONE     otherwise                                                     its own looks
+    ALONE     otherwise                                                     its own polls
     ========= ============================================================= ====================
     """
 
@@ -50,10 +50,10 @@ class Role(Enum):
 
 
 class Coordination:
-    """The part of one pod. Belongs to the I/O thread.
+    """One pod's part in the coordination. Used only by the I/O thread.
 
     Args:
-        clock: seconds of a clock that never jumps.
+        clock: a monotonic clock, in seconds.
         few: see :data:`~megaflow_hpc.ledger.report.FEW`.
     """
 
@@ -71,17 +71,17 @@ class Coordination:
         self._clock, self._few = clock, few
         self.role = Role.ALONE
         self.report = Report()
-        """The latest report, of this pod or of the leader."""
+        """The latest report, from this pod or from the leader."""
         self._survey: Operation[Surveyed] | None = None
-        """The survey under way."""
+        """The survey in progress, if any."""
         self._looked_at = self._renewed_at = -math.inf
         self._listed = ""
-        """Generation of the listing of engines that this pod last published or adopted."""
+        """Generation of the engine listing that this pod last published or adopted."""
         self._live = LiveFiles(ledger.run, clock)
 
     @property
     def renew_s(self) -> float:
-        """Seconds after which this pod's lease should show its progress again."""
+        """Interval at which this pod's lease is updated with its progress."""
         return max(SOON_S, self.report.pods / LOOKS_PER_S)
 
     @property
@@ -89,7 +89,7 @@ class Coordination:
         return self.renew_s if self.report.pods > self._few else SELDOM_S
 
     def tick(self) -> None:
-        """Looks at the leader's lease, or continues a survey. Raises OSError."""
+        """Polls the leader's lease, or continues a survey. Raises OSError."""
         now = self._clock()
         if self._survey is None and now - self._looked_at >= self._look_interval_s:
             self._looked_at = now
@@ -99,12 +99,12 @@ class Coordination:
             self._publish(surveyed)
 
     def list_engines(self) -> bool:
-        """Lists the engines, or adopts a new listing of the leader. Returns whether gateways must know of a change."""
+        """Lists the engines, or adopts the leader's new listing. Returns True if gateways must learn of a change."""
         if self.role is Role.FOLLOWER and self.report.generation:
             if self.report.generation == self._listed:
                 return False
             changed = self._endpoints.adopt()
-            self._listed = self._endpoints.engines.generation  # the old one if the listing could not be read
+            self._listed = self._endpoints.engines.generation  # the previous listing if it could not be read
             return changed
         changed = self._endpoints.refresh()
         generation = self._endpoints.engines.generation
@@ -114,11 +114,11 @@ class Coordination:
         return changed
 
     def asked(self) -> Asked:
-        """Returns the rollouts that viewers ask about. Raises OSError."""
+        """Returns the rollouts that viewers have requested. Raises OSError."""
         return self.report.asked if self.role is Role.FOLLOWER else self._live.asked()
 
     def leave(self) -> None:
-        """Lets another pod lead. Raises OSError."""
+        """Gives up leadership, so that another pod can lead. Raises OSError."""
         self._ledger.follow(None)
         self._leader.leave()
 

@@ -1,4 +1,4 @@
-"""Dispatch: starts rollouts in free slots, and claims blocks for the slots that will be free."""
+"""Starts rollouts in free slots, and claims blocks for the slots that will soon be free."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from megaflow_hpc.types import Rollout
 
 SOON_S = 1.0
 SELDOM_S = 10.0
-"""Pause before the next claim after there was no block to claim, or after the last rollout here. It doubles each time,
-up to ``SELDOM_S``. The end of a campaign is mostly near then, and nodes must not wait for it."""
+"""Delay before the next claim after a claim found no block, or after the last rollout here ended. It starts at
+``SOON_S`` and doubles up to ``SELDOM_S``. The campaign usually ends soon after, and nodes must not idle for long
+then."""
 AWAITED_S = 0.25
 LOOKS_PER_S = 40
-"""The same if a consumer is expected to add blocks. All pods together look ``LOOKS_PER_S`` times a second, each pod at
-most every ``AWAITED_S`` and at least every ``SOON_S``."""
+"""Poll rate of all pods together while a consumer is expected to add blocks. Each pod's interval is between
+``AWAITED_S`` and ``SOON_S``."""
 MAX_DEFERRED_PER_SLOT = 4
-"""Deferred rollouts that may be queued here for each slot, in addition to those that start next."""
+"""Maximum number of deferred rollouts queued for each slot, in addition to the rollouts that start next."""
 AHEAD_ROLLOUTS = 256
-"""Rollouts of the queue whose images are announced."""
+"""Number of queued rollouts whose images are announced."""
 
 
 def awaited_s(pods: int) -> float:
-    """Returns the pause before one of ``pods`` pods looks again for blocks that a consumer is expected to add."""
+    """Returns the delay before one of ``pods`` pods polls again for blocks that a consumer is expected to add."""
     return min(SOON_S, max(AWAITED_S, pods / LOOKS_PER_S))
 
 
 class Dispatch:
-    """Gives free slots to rollouts, and claims blocks for the slots that will be free."""
+    """Assigns free slots to rollouts, and claims blocks for the slots that will soon be free."""
 
     def __init__(
         self, pod: Pod, scheduler: Scheduler, io: RunIo, results: Results, estimates: Estimates, drain: Drain
@@ -47,14 +48,15 @@ class Dispatch:
         self._estimates, self._drain = estimates, drain
         self._look_s = SOON_S
         self._looked_at: float | None = None
-        """When the last claim found nothing. ``None`` if it found a block."""
+        """Time of the last claim if it found no block, otherwise ``None``."""
         self._started = 0
         self._per_s = 0.0
         self._upcoming: tuple[PlannedTask, ...] = ()
         """Tasks of the blocks that this pod will claim next."""
 
     def start_all(self) -> bool:
-        """Starts what can start, and asks for a block if that leaves slots free. True if something started."""
+        """Starts all rollouts that can start, and requests a block if slots would stay free. Returns True if any
+        started."""
         self._claim()
         walltime = self._pod.walltime
         remaining_s = walltime.remaining_s
@@ -66,21 +68,21 @@ class Dispatch:
         return started > 0
 
     def tick(self, seconds: float) -> None:
-        """Measures how fast rollouts started. Call it every ``seconds`` seconds."""
+        """Updates the rate at which rollouts start. Must be called every ``seconds`` seconds."""
         self._per_s, self._started = self._started / seconds, 0
 
     @property
     def nothing_free(self) -> bool:
-        """The last claim found no block."""
+        """True if the last claim found no free block."""
         return self._looked_at is not None
 
     def coming(self) -> list[str]:
-        """Returns the images of running rollouts and of those that start next here, as far as they are known."""
+        """Returns the known images of running rollouts and of the rollouts that start next here."""
         tasks: list[PlannedTask] = [*self._scheduler.coming(AHEAD_ROLLOUTS), *self._upcoming]
         return list(dict.fromkeys(task.image for task in tasks if task.image))
 
     def look_soon(self) -> None:
-        """Makes the next claim come soon, because the last rollout here has ended."""
+        """Resets the claim backoff, because the last rollout here has ended."""
         self._look_s = SOON_S
 
     def _start(self, rank: int, work: Work) -> None:
@@ -103,15 +105,15 @@ class Dispatch:
         self._results.began[rollout.id] = time.monotonic()
         self._pod.events.write(StartEvent(id=rollout.id, rank=rank, attempt=work.attempt))
         if history is not None:
-            history.partial = ""  # used once
+            history.partial = ""  # a checkpoint is used only once
         if self._results.grouped:
             self._results.groups.started(rollout.group_id, rollout.id)
 
     # --- claims ---
 
     def _claim(self) -> None:
-        """Asks for a block for the slots that are free now and for what starts until the block comes. Not for more:
-        other pods cannot start what waits here."""
+        """Requests a block to fill the free slots and those needed until the block arrives. Never claims more,
+        because other pods cannot start rollouts that are queued here."""
         ahead = int(2 * self._per_s * self._io.claim_s)
         scheduler = self._scheduler
         deferred = min(scheduler.deferred, MAX_DEFERRED_PER_SLOT * scheduler.workers.slots)
@@ -123,9 +125,9 @@ class Dispatch:
             self._io.claim()
 
     def claimed(self, block: ClaimedBlock | None) -> bool:
-        """Queues the rollouts of a claimed block. Returns whether there are some to run here."""
+        """Queues the rollouts of a claimed block. Returns True if any of them run here."""
         if block is None:
-            if self._io.state.seen.awaited:  # the consumer of rollouts waits for the next ones
+            if self._io.state.seen.awaited:  # a consumer is expected to add blocks
                 self._look_s = awaited_s(self._pod.pods)
             else:
                 self._look_s = min(SELDOM_S, 2 * self._look_s) if self.nothing_free else SOON_S
@@ -134,7 +136,7 @@ class Dispatch:
         self._looked_at = None
         self._upcoming = block.upcoming
         if self._drain.active:
-            return False  # it goes back when the pod leaves
+            return False  # the block is released when the pod leaves
         self._results.histories.update(block.histories)
         for _, group in groupby(block.rollouts, key=lambda rollout: rollout.group_id):
             self._scheduler.add(self._group(list(group), block))
@@ -142,7 +144,7 @@ class Dispatch:
         return True
 
     def _group(self, rollouts: list[Rollout], block: ClaimedBlock) -> Iterator[Work]:
-        """Yields the work of one group, whose samples share the task and its estimates."""
+        """Yields the work of one group. Its samples share the task and the estimates."""
         first = rollouts[0]
         expected_s = self._estimates.expect(first.task_id, first.policy) or 0.0
         planned = block.tasks[first.task_id]

@@ -1,4 +1,4 @@
-"""The end of a pod: draining, and the word that the pod leaves for its supervisor."""
+"""Draining of a pod, and the final state that it reports to its supervisor."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from megaflow_hpc.rundir.events import PodEvent
 from megaflow_hpc.rundir.marks import WHY_DRAIN
 
 DRAIN_S = 25.0
-"""Time that running rollouts have left once draining began. The time that workers take to stop comes on top. Both
-together are less than the warning time of the batch script."""
+"""Time that running rollouts get once draining has begun. Stopping the workers takes extra time. The sum is less
+than the batch script's warning time."""
 DRAIN_NOW_S = 4.0
 """The same when Slurm is about to kill the step (preempted or cancelled)."""
 PATIENCE_S = 12.0
-"""Time that agents may wait for the model's answer of their last turn before they are suspended."""
+"""Time that agents may wait for a pending model response before they are suspended."""
 HURRIED = ("now", "cancelled")
-"""Words of the drain file after which Slurm kills the step soon."""
+"""Words in the drain file that announce that Slurm will soon kill the step."""
 STUCK_S = 120.0
-"""Time that the run directory may refuse or not answer before the pod gives up and is restarted."""
+"""Time for which the run directory may fail or not respond before the pod gives up and is restarted."""
 
 TOO_LONG = "what is left is not expected to end before the walltime"
 NOT_AWAITED = "nothing to do, and no consumer that may add blocks has renewed its lease for long"
 
 
 class DrainPhase(Enum):
-    """Phase of a pod. It only moves down this table.
+    """Phase of a pod. Transitions only go down this table.
 
     ======== ========================================================== =================
     phase    entered when                                               rollouts may run
     ======== ========================================================== =================
     RUNNING  the pod starts                                             without limit
-    DRAINING the supervisor asks, a limit is exceeded, nothing is left  :data:`DRAIN_S`
-    HURRYING Slurm kills the step soon (:data:`HURRIED`)                :data:`DRAIN_NOW_S`
+    DRAINING the supervisor asks, a limit is exceeded, no work is left  :data:`DRAIN_S`
+    HURRYING Slurm will soon kill the step (:data:`HURRIED`)            :data:`DRAIN_NOW_S`
     ======== ========================================================== =================
     """
 
@@ -47,52 +47,52 @@ class DrainPhase(Enum):
 
 
 class Drain:
-    """The phase of a pod, and the reasons for it. Belongs to rank 0's loop."""
+    """The phase of a pod, and why it drains. Used only by rank 0's loop."""
 
     def __init__(self, pod: Pod, scheduler: Scheduler, ranks: Ranks) -> None:
         self._pod, self._scheduler, self._ranks = pod, scheduler, ranks
         self.phase = DrainPhase.RUNNING
         self._began_at = 0.0
         self.word = ""
-        """The supervisor's first word, one of :data:`WHY_DRAIN`. Empty until the supervisor asks."""
+        """The supervisor's first word, one of :data:`WHY_DRAIN`. Empty until the supervisor requests a drain."""
         self.paused = ""
-        """The limit that ended the pod. A restarted pod would exceed it again. Empty if none did."""
+        """Why the pod pauses: a reason that a restart would not resolve. Empty if it does not pause."""
 
     @property
     def active(self) -> bool:
-        """The pod starts nothing more."""
+        """True once the pod starts no more rollouts."""
         return self.phase is not DrainPhase.RUNNING
 
     @property
     def over(self) -> bool:
-        """The time that running rollouts had is over."""
+        """True once the grace period of running rollouts has expired."""
         grace_s = DRAIN_NOW_S if self.phase is DrainPhase.HURRYING else DRAIN_S
         return self.active and time.monotonic() - self._began_at >= grace_s
 
     def read_word(self, wait_s: float = 0.0) -> str | None:
-        """Reads the supervisor's current word. ``None`` while the supervisor does not ask.
+        """Reads the supervisor's current word. Returns ``None`` while no drain is requested.
 
         Args:
-            wait_s: how long to wait for a word.
+            wait_s: seconds to wait for a word.
         """
         word = self._pod.why_drain(wait_s)
         self.word = self.word or word or ""
         return word
 
     def obey(self) -> None:
-        """Drains if the supervisor asks for it."""
+        """Begins to drain if the supervisor has requested it."""
         word = self.read_word()
         if word is not None:
             self.begin(WHY_DRAIN.get(word, "asked to by the batch script"), hurry=word in HURRIED)
 
     def pause(self, why: str) -> None:
-        """Drains for a reason that a restart would not mend. Does nothing without a reason."""
+        """Begins to drain for a reason that a restart would not resolve. Does nothing if ``why`` is empty."""
         if why and not self.active:
             self.paused = why
             self.begin(why)
 
     def begin(self, why: str, hurry: bool = False) -> None:
-        """Starts nothing more, and suspends agents that may continue in another allocation."""
+        """Stops starting rollouts, and suspends agents that can continue in another allocation."""
         if self.phase is DrainPhase.HURRYING or (self.active and not hurry):
             return
         if not self.active:
@@ -108,40 +108,40 @@ class Situation:
     """The facts that decide whether a pod ends."""
 
     ranks_left: bool
-    """Some worker rank has slots, or is awaited."""
+    """True if any worker rank has slots or has yet to join."""
     may_commit: bool
     stuck_s: float
-    """For how many seconds the run directory has refused or not answered."""
+    """Seconds for which the run directory has failed or not responded."""
     draining: bool
     drain_over: bool
     paused: bool
     working: bool
-    """Rollouts run, or the run directory has something to do."""
+    """True if rollouts are running or I/O requests are pending."""
     queued: bool
     too_long: bool
-    """Nothing that is queued is expected to end before the walltime."""
+    """True if no queued rollout is expected to end before the walltime."""
     nothing_free: bool
-    """The last claim found no block."""
+    """True if the last claim found no free block."""
     holds_blocks: bool
     may_get_work: bool
-    """Other pods may hand off rollouts, or some block may become free."""
+    """True if other pods may hand off rollouts, or a block may become free."""
     opened: bool
-    """A consumer may add blocks."""
+    """True if a consumer may add blocks."""
     awaited: bool
-    """Such a consumer renewed its lease not long ago."""
+    """True if such a consumer has recently renewed its lease."""
 
 
 class End(NamedTuple):
-    """The end of a pod."""
+    """How a pod ends."""
 
     word: str
     """One of :data:`megaflow_hpc.rundir.marks.LAST_WORDS`."""
     why: str = ""
-    """Why the pod drains now, empty if it need not."""
+    """Why the pod must begin to drain now. Empty if it need not."""
 
 
 def end_of(now: Situation) -> End | None:
-    """Decides how the pod ends. ``None`` while it continues."""
+    """Decides how the pod ends. Returns ``None`` while it continues."""
     if not now.ranks_left or not now.may_commit or now.stuck_s > STUCK_S:
         return End("lost")
     if now.draining:

@@ -1,9 +1,10 @@
 """Histories of rollouts that a pod did not finish, for the pods that take them over.
 
-``RUN/partial/<pod>.<start>.json`` is written once, before the pod gives its blocks back, and never changes. It holds
-the attempts and causes so far, how often an allocation's end cut the rollout short, and the file to continue with. If
-several pods wrote a history of a rollout, the longest counts. The number of files grows with pods, never with rollouts.
-A killed pod writes none: its rollouts start from the beginning, and the failures in its events are counted.
+``RUN/partial/<pod>.<start>.json`` is written once, before the pod releases its blocks, and never changes. It holds the
+attempts and causes so far, the number of interruptions by the end of an allocation, and the checkpoint to resume from.
+If several pods wrote a history of the same rollout, the longest one counts. The number of files grows with the number
+of pods, not with rollouts. A killed pod writes no file. Its rollouts restart from the beginning, and the failures in
+its events count.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from megaflow_hpc.trajectory import Attempt
 
 @dataclass
 class History:
-    """History of one rollout that is not stored."""
+    """History of one rollout that is not stored yet."""
 
     attempts: list[Attempt] = field(default_factory=list)
-    """Attempts that ended without a result that counts."""
+    """Attempts that ended without a final result."""
     causes: list[str] = field(default_factory=list)
-    """Causes of those attempts that failed."""
+    """Causes of the failed attempts."""
     cuts: int = 0
-    """How often the end of an allocation has cut it short."""
+    """Number of times that the end of an allocation interrupted the rollout."""
     too_short: int = 0
-    """How often in a row a walltime ended it although it had most of the walltime, and nothing could be kept."""
+    """Number of consecutive times that the walltime ended the rollout without a checkpoint although it had run for
+    most of the walltime."""
     partial: str = ""
-    """File below ``RUN/partial`` to continue with."""
+    """Checkpoint to resume from, relative to ``RUN/partial``. Empty if there is none."""
     kept_s: float = 0.0
-    """Seconds of work in that file."""
+    """Seconds of work saved in the checkpoint."""
 
     @property
     def next_attempt(self) -> int:
@@ -51,7 +53,7 @@ class History:
         return self.cuts, len(self.attempts), len(self.causes)
 
     def later(self, other: History | None) -> History:
-        """Returns the longer history of the two."""
+        """Returns the longer of the two histories."""
         return self if other is None or self._weight() >= other._weight() else other
 
 
@@ -60,7 +62,7 @@ class _HistoryFile(msgspec.Struct):
 
 
 class Histories:
-    """Histories that earlier pods left. A history that cannot be read is ignored."""
+    """Histories left by earlier pods. Unreadable histories are ignored."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -69,10 +71,10 @@ class Histories:
         """Rollout → its longest history in the files."""
         self._failures: EventReader[Summary] = EventReader(run.events, only="attempt", begin=summary.begin)
         self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
-        """Rollout → number of the attempt → cause and attempt, in pods that were killed."""
+        """Rollout → attempt number → cause and attempt, for failures in pods that were killed."""
 
     def look(self) -> None:
-        """Reads the new files. Costs one listing, and each file is read once."""
+        """Reads new files. Costs one directory listing, and each file is read once."""
         try:
             names = [entry.name for entry in self._run.partial.iterdir() if entry.suffix == ".json"]
         except OSError:
@@ -81,7 +83,7 @@ class Histories:
             if name.startswith("."):
                 continue
             try:
-                content = json.loads(read_regular(self._run.partial / name))  # errors may hold lone surrogates
+                content = json.loads(read_regular(self._run.partial / name))  # error texts may contain lone surrogates
                 histories = msgspec.convert(content, _HistoryFile).rollouts
             except (OSError, ValueError) as error:
                 print(f"pod: {self._run.partial / name}: {error!r}; its rollouts start anew", file=sys.stderr)
@@ -91,7 +93,7 @@ class Histories:
                 self._written[rollout] = history.later(self._written.get(rollout))
 
     def look_at_events(self, pods: Collection[str]) -> None:
-        """Reads the failed attempts in the events of these starts of pods, which were killed."""
+        """Reads failed attempts from the events of these killed pod starts."""
         for _, events in self._failures.read(pods):
             for event in events:
                 # A summary holds the failed attempts of rollouts that were not stored.
@@ -105,7 +107,7 @@ class Histories:
         self._failed.setdefault(event.id, {})[event.attempt] = cause, attempt
 
     def take(self, rollout_id: str) -> History | None:
-        """Returns the history of a rollout once. The caller owns it."""
+        """Removes and returns the history of a rollout. The caller owns it."""
         written = self._written.pop(rollout_id, None)
         failed = self._failed.pop(rollout_id, {})
         if not failed:
@@ -118,12 +120,12 @@ class Histories:
 
 
 def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
-    """Writes the histories of a pod, by rollout id, before it gives its blocks back. Raises OSError."""
+    """Writes the histories of a pod, by rollout id, before the pod releases its blocks. Raises OSError."""
     if histories:
         content = {"rollouts": {rollout: asdict(history) for rollout, history in histories.items()}}
         write_atomic(run.partial / f"{pod}.json", json.dumps(content, default=str).encode("utf-8", "backslashreplace"))
 
 
 def remove_partials(run: RunDir) -> None:
-    """Removes everything that was kept of rollouts, because all rollouts are stored."""
+    """Removes all histories and checkpoints, because all rollouts are stored."""
     remove_tree(run.partial, ignore_errors=True)

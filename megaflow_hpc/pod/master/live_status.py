@@ -1,7 +1,7 @@
-"""Live status of the rollouts of a pod: sampled tokens for its lease, and details for viewers.
+"""Live status of a pod's rollouts: sampled tokens for its lease, and details for viewers.
 
-A rank reports every few seconds which of its rollouts got an answer since. It reports a conversation only when asked,
-while a viewer shows that rollout.
+Every few seconds, each rank reports which of its rollouts received a model response. A rank sends a conversation only
+on request, while a viewer displays that rollout.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.rundir.live import Asked, LiveStatus, PodLiveStatus, Transcript
 
 SHOW_INTERVAL_S = 3.0
-"""Interval at which viewers get a new status."""
+"""Interval at which viewers receive a new status."""
 WINDOW_S = 30.0
-"""Seconds over which the rate of sampling is averaged."""
+"""Averaging window of the sampling rate, in seconds."""
 
 
 class _Reported(NamedTuple):
@@ -27,16 +27,16 @@ class _Reported(NamedTuple):
     tokens: int
     waits: bool
     at: float
-    """When the rank reported this, by the monotonic clock."""
+    """Monotonic time of the rank's report."""
 
 
 class LiveStatuses:
-    """The live status of every running rollout. Belongs to rank 0's loop."""
+    """Live status of all running rollouts. Used only by rank 0's loop."""
 
     def __init__(self, comm: Comm, scheduler: Scheduler, io: RunIo) -> None:
         self._comm, self._scheduler, self._io = comm, scheduler, io
         self.tokens = 0
-        """Tokens that engines have sampled for this pod, including ranks that are gone."""
+        """Tokens that engines have sampled for this pod, including those of lost ranks."""
         self._tokens_of_rank: dict[int, int] = {}
         self._past_tokens: deque[tuple[float, int]] = deque()
         self._rollouts: dict[str, _Reported] = {}
@@ -44,7 +44,7 @@ class LiveStatuses:
         self._showed_at = 0.0
 
     def report(self, rank: int, message: Message) -> None:
-        """Takes in what a rank reports of its rollouts."""
+        """Records a rank's report on its rollouts."""
         self.tokens += message["tokens"] - self._tokens_of_rank.get(rank, 0)
         self._tokens_of_rank[rank] = message["tokens"]
         now = time.monotonic()
@@ -52,24 +52,24 @@ class LiveStatuses:
             self._rollouts[rollout] = _Reported(calls, tokens, waits, now)
 
     def mirror(self, message: Message) -> None:
-        """Takes in the end of a conversation."""
+        """Stores the end of a conversation that a rank sent."""
         messages = [(str(role), str(text)) for role, text in message["messages"]]
         self._transcripts[message["id"]] = Transcript(message["calls"], messages, message["left_out"])
 
     def leave(self, rank: int) -> None:
-        """Forgets a rank that is gone."""
+        """Forgets a lost rank."""
         self._tokens_of_rank.pop(rank, None)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens sampled in a second, over the last half minute."""
+        """Tokens sampled per second, averaged over the last 30 seconds."""
         if len(self._past_tokens) < 2:
             return 0.0
         (since, before), (until, now) = self._past_tokens[0], self._past_tokens[-1]
         return round((now - before) / max(1.0, until - since), 1)
 
     def tick(self) -> None:
-        """Measures the rate of sampling, and shows viewers a new status when that is due. Called once a second."""
+        """Updates the sampling rate, and publishes a new status for viewers when due. Called once a second."""
         now = time.monotonic()
         self._past_tokens.append((now, self.tokens))
         while now - self._past_tokens[0][0] > WINDOW_S:
@@ -83,7 +83,7 @@ class LiveStatuses:
         self._io.requests.live = self._status(self._io.state.asked, now)
 
     def _status(self, asked: Asked, now: float) -> PodLiveStatus:
-        """Returns what viewers ask for, and asks ranks for the conversations among it."""
+        """Returns the status of the rollouts that viewers request, and asks ranks for the requested conversations."""
         transcripts: dict[str, Transcript] = {}
         for rollout in asked.transcripts:
             rank = self._scheduler.workers.worker_of(rollout)

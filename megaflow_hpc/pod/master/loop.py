@@ -1,9 +1,9 @@
-"""The loop of rank 0: starts rollouts, stores their results, drains.
+"""The loop of rank 0: starts rollouts, stores their results, and drains the pod.
 
-The loop only decides. Messages come and go over MPI, and the I/O thread touches the run directory
-(:mod:`~megaflow_hpc.pod.master.run_io`). The thread also keeps the order that makes results count exactly once: a
-result is appended to the journal, the journal is fsynced, only then is the rollout counted and, with the last rollout
-of its block, the block marked done.
+The loop only makes decisions. Messages travel over MPI, and the I/O thread accesses the run directory
+(:mod:`~megaflow_hpc.pod.master.run_io`). The thread also guarantees the order that makes results count exactly once:
+append the result to the journal, fsync the journal, count the rollout. After a block's last rollout, the block is
+marked done.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ LISTING_S = 10.0
 WAITING_S = 2.0
 """The same while rollouts wait for an engine."""
 AHEAD_S = 5.0
-"""Interval at which ranks learn which images come next."""
+"""Interval at which ranks are told which images come next."""
 AHEAD_BLOCKS = 4
-"""Small blocks at the end of a campaign whose images are staged before this pod claims them."""
+"""Number of small blocks at the end of a campaign whose images are staged before this pod claims the blocks."""
 EXPECTED_QUANTILE = 0.9
-"""Quantile of a rollout's expected duration that must fit before the walltime."""
+"""Quantile of a rollout's expected duration that must fit into the remaining walltime."""
 SLOW_S = 5.0
-"""A run directory that does not answer for this long is reported."""
+"""Report a run directory that does not respond for this long."""
 MAX_MESSAGES_PER_TURN = 256
-"""Messages taken in one turn of the loop, so that a flood of results does not delay dispatch."""
+"""Maximum number of messages handled per iteration, so that a flood of results does not delay dispatch."""
 
 
 class Master:
@@ -88,19 +88,19 @@ class Master:
         self._live = LiveStatuses(pod.comm, self.scheduler, self._io)
         self._cores, self._began = cores_of(), time.monotonic()
         self._last: dict[str, float] = {}
-        """When each periodic duty was last due."""
+        """Periodic task → time when it was last due."""
         self._engines = Engines()
-        """The engines that the ranks know of."""
+        """The engines that the ranks have been told about."""
         self._announced_images: list[str] = []
         self._reported_slow = False
-        """The last report said that the run directory does not answer."""
+        """True if the latest report said that the run directory does not respond."""
         self._reported_progress = False
-        """The supervisor knows that this start is not in vain."""
+        """True once the supervisor knows that this start has made progress."""
 
     # --- the loop ---
 
     def run(self) -> str:
-        """Runs the pod from its lease to its end.
+        """Runs the pod until it ends, and returns its final state.
 
         Raises:
             MegaflowError: the pod cannot continue.
@@ -163,7 +163,7 @@ class Master:
     # --- messages ---
 
     def _receive(self) -> bool:
-        """Takes in messages. True if there was one that is not a heartbeat."""
+        """Handles incoming messages. Returns True if any of them was not a heartbeat."""
         poll, heard_at = self.pod.comm.poll, self._ranks.heard_at
         busy = False
         for _ in range(MAX_MESSAGES_PER_TURN):
@@ -181,7 +181,7 @@ class Master:
     def _on_ready(self, rank: int, message: Message) -> None:
         slots, node = int(message["slots"]), str(message["node"])
         self._ranks.join(rank, node)
-        self._announced_images = []  # so that this rank learns them too
+        self._announced_images = []  # so that this rank is told too
         self.scheduler.workers.join(rank, slots, *self.pod.room)
         self._results.refuse()
         self.pod.events.write(WorkerEvent(rank=rank, state="ready", slots=slots, node=node))
@@ -213,7 +213,7 @@ class Master:
     # --- the I/O thread ---
 
     def _collect(self) -> bool:
-        """Handles what the I/O thread has done. True if that may let something start."""
+        """Handles the I/O thread's reports. Returns True if more rollouts may be able to start."""
         busy = False
         for report in self._io.collect():
             match report:
@@ -244,7 +244,7 @@ class Master:
         self.pod.events.write(EndpointsEvent(servers=sorted(engines.files)))
         self._ranks.tell({"op": "endpoints", "endpoints": engines.all})
 
-    # --- periodic duties ---
+    # --- periodic tasks ---
 
     def _tick(self) -> None:
         self._drain.obey()
@@ -272,13 +272,13 @@ class Master:
         )
 
     def _report_progress(self) -> None:
-        """Tells the supervisor that this start is not in vain."""
+        """Tells the supervisor that this start has made progress."""
         if not self._reported_progress and self.pod.drain_file is not None:
             self.pod.drain_file.with_name(PROGRESS).touch()
             self._reported_progress = True
 
     def _report_slow(self) -> None:
-        """Reports on stderr, and later in the events, that the run directory does not answer, or answers again."""
+        """Reports on stderr, and later in the events, that the run directory stopped responding or recovered."""
         stuck_s = self._io.stuck_s
         slow = stuck_s > SLOW_S
         if slow == self._reported_slow:
@@ -289,7 +289,7 @@ class Master:
         self.pod.events.write(PodEvent(state="started", why=f"the run directory: {why}"))
 
     def _announce_images(self) -> None:
-        """Tells the ranks which images they need next, so that they stage them meanwhile."""
+        """Tells the ranks which images they will need next, so that they can stage them in advance."""
         order = self._dispatch.coming()
         if order != self._announced_images and len(order) > 1:
             self._announced_images = order
@@ -298,7 +298,7 @@ class Master:
     # --- the end ---
 
     def _leave(self, end: End) -> str:
-        """Stops the workers, gives unfinished blocks back, and returns the pod's last word."""
+        """Stops the workers, releases unfinished blocks, and returns the pod's final state."""
         pod, state = self.pod, end.word
         if end.why:
             self._drain.begin(end.why)
@@ -308,7 +308,7 @@ class Master:
         if state == "lost":
             pod.events.write(PodEvent(state=state, stored=self._results.stored))
             self._io.finish(POLL_INTERVAL_S)
-            return state  # nothing is given back: the pod that takes over seals what counts
+            return state  # release nothing: the pod that takes over seals the durable results
         self._results.cut_short(preempted=self._drain.phase is DrainPhase.HURRYING)
         if any(history.partial for history in self._results.histories.values()):
             self._report_progress()
@@ -317,14 +317,14 @@ class Master:
             if isinstance(report, Durable):
                 self._count(report.results)
         if self._io.finished:
-            state = "done"  # also if the pod drained, and what it cut short has failed for good
+            state = "done"  # even after a drain, if all interrupted rollouts have failed for good
         pod.events.write(PodEvent(state=state, stored=self._results.stored))
         pod.events.close()
         return state
 
 
 def _io_thread(pod: Pod) -> RunIoThread:
-    """Puts together everything that touches the run directory. It belongs to the thread from now on."""
+    """Builds the I/O thread, which owns everything that accesses the run directory."""
     stored, ahead = StoredRollouts(pod.run, pod.ledger.renew), AHEAD_BLOCKS if pod.several_images else 0
     blocks = ClaimedBlocks(pod.run, pod.ledger, pod.events, stored, pod.tasks, ahead)
     endpoints = Endpoints(pod.run, pod.servers)

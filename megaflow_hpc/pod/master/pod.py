@@ -1,4 +1,4 @@
-"""Everything that rank 0 of a pod works with. :mod:`~megaflow_hpc.pod.master.assembly` puts it together."""
+"""State and configuration of rank 0 of a pod, built by :mod:`~megaflow_hpc.pod.master.assembly`."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 MARGIN_S = 60.0
-"""The batch script is warned, and the pod drains, this long before the end."""
+"""Safety margin before the job ends. The batch script is warned, and the pod drains, this long before the end."""
 
 
 @dataclass(frozen=True)
 class Walltime:
-    """Time that rollouts of this pod may take. Infinite if the job has no limit.
+    """Time that rollouts of this pod may take. Infinite if the job has no time limit.
 
-    The batch script asks Slurm once. The monotonic clock counts from then on.
+    The batch script queries Slurm once. From then on, the monotonic clock is used.
     """
 
     whole_s: float = math.inf
-    """Seconds that were left when the pod began."""
+    """Seconds that were left when the pod started."""
     end: float = math.inf
-    """When rollouts must have ended, by the monotonic clock."""
+    """Monotonic time by which rollouts must have ended."""
 
     @classmethod
     def of_job(cls) -> Walltime:
-        """Reads ``MEGAFLOW_END`` (seconds UTC; missing or empty: no limit), which ``pods.sh`` sets."""
+        """Reads ``MEGAFLOW_END``, which ``pods.sh`` sets (Unix seconds; no limit if missing or empty)."""
         try:
             left_s = float(os.environ.get("MEGAFLOW_END", "")) - time.time() - MARGIN_S
         except ValueError:
@@ -58,7 +58,7 @@ class Walltime:
 
 @dataclass
 class Pod:
-    """One start of one pod, with its part of the campaign file."""
+    """One start of one pod, with the parts of the campaign file that it needs."""
 
     run: RunDir
     comm: Comm
@@ -67,30 +67,30 @@ class Pod:
     events: EventWriter
     init: Message
     tasks: Mapping[str, PlannedTask]
-    """Every task of the campaign by id. A look-up may read a file, so only the I/O thread may do it."""
+    """All tasks of the campaign, by id. A lookup may read a file, so only the I/O thread may use it."""
     servers: dict[str, int]
-    """Engine servers that the campaign asks for, by policy. Empty if no policy has a model."""
+    """Number of engine servers that the campaign requests, by policy. Empty if no policy has a model."""
     drain_file: Path | None = None
     job_id: str = ""
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     learned: Sequence[Sequence[Any]] = ()
-    """Durations in earlier campaigns; see :meth:`Estimates.learn`."""
+    """Durations from earlier campaigns; see :meth:`Estimates.learn`."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     samples: Mapping[str, int] = field(default_factory=dict)
-    """Samples that a group wants, by policy, without spare samples."""
+    """Samples per group, by policy, without spare samples."""
     held_out: Collection[str] = ()
-    """Tasks on which training is evaluated. All their samples run, whatever the rules of groups say."""
+    """Tasks for evaluating training. All their samples run, regardless of the group rules."""
     room: tuple[float | None, int | None] = (None, None)
-    """CPUs and MB of memory of a worker rank. ``None``: unknown."""
+    """CPUs and memory in MB of a worker rank. ``None`` if unknown."""
     walltime: Walltime = field(default_factory=Walltime)
     pods: int = 1
-    """Pods that the campaign asks for."""
+    """Number of pods that the campaign requests."""
 
     def why_drain(self, wait_s: float = 0.0) -> str | None:
-        """Returns the word with which the supervisor asks the pod to drain. ``None`` while it does not ask.
+        """Returns the word with which the supervisor requests a drain. ``None`` while it requests none.
 
         Args:
-            wait_s: how long to wait for a word.
+            wait_s: seconds to wait for a word.
         """
         end = time.monotonic() + wait_s
         while self.drain_file is not None:
@@ -102,7 +102,7 @@ class Pod:
         return None
 
     def group_rules(self) -> GroupRules:
-        """Returns the rules of groups."""
+        """Returns the group rules of the campaign."""
         section = self.scheduling
         return GroupRules(
             wanted=self.samples if section.spare else {},
@@ -110,21 +110,22 @@ class Pod:
         )
 
     def planned(self, policy: str) -> int:
-        """Returns the samples that a group of this policy was planned with, including spare samples."""
+        """Returns the number of samples planned for each group of this policy, including spare samples."""
         return self.samples.get(policy, 0) + self.scheduling.spare
 
     @property
     def several_images(self) -> bool:
-        """Whether tasks differ in their images."""
+        """True if not all tasks use the same image."""
         first = next(iter(self.tasks.values()), None)
         return first is not None and first.alike < len(self.tasks)
 
     def budget(self) -> CampaignBudget:
-        """Returns what watches the limits of the whole campaign."""
+        """Creates the check of the campaign-wide limits."""
         return CampaignBudget(self.run, self.limits.model_dump())
 
     def demand(self, planned: PlannedTask) -> Demand:
-        """Returns what a task's rollouts need in addition to a slot, as far as the campaign packs by it."""
+        """Returns the resources that a task's rollouts need in addition to a slot, as far as the campaign packs by
+        them."""
         pack = self.scheduling.pack
         if not pack:
             return NOTHING

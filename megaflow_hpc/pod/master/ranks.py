@@ -1,4 +1,4 @@
-"""The ranks of a pod as rank 0 knows them: awaited, ready, silent or lost."""
+"""The ranks of a pod as seen by rank 0: awaited, ready, silent or lost."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megaflow_hpc.pod.comm import BEAT, BEAT_S, STOP, Comm
 
 LOST_S = 30.0
 JOIN_S = 120.0
-"""A worker that is not ready after this long is given up. A first image may be staged later."""
+"""Seconds until a worker that has not become ready is given up. Its first image may be staged later."""
 
 
 class Ranks:
-    """The ranks of rank 0's world."""
+    """The other ranks of the pod."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -23,13 +23,13 @@ class Ranks:
         self.heard_at: dict[int, float] = {}
         """Rank → time of its last message."""
         self.awaited = set(range(1, comm.size))
-        """Ranks that got ``init`` and are not ready."""
+        """Ranks that were sent ``init`` and are not ready yet."""
         self._engines: set[int] = set()
         self.ready: dict[int, str] = {}
-        """Rank → its node."""
+        """Ready rank → its node."""
 
     def greet(self, init: Message) -> None:
-        """Sends every rank the campaign."""
+        """Sends the campaign to every rank."""
         for rank in self.awaited:
             self._comm.send(rank, init)
 
@@ -39,40 +39,41 @@ class Ranks:
         self.ready[rank] = node
 
     def accompany(self, rank: int) -> None:
-        """Records that a rank keeps an engine server. It runs no rollouts and ends with the pod."""
+        """Records that a rank runs an engine server. It runs no rollouts and ends with the pod."""
         self.awaited.discard(rank)
         self._engines.add(rank)
 
     def leave(self, rank: int) -> None:
-        """Records that a rank is gone."""
+        """Records that a rank has left or was lost."""
         self.awaited.discard(rank)
         self._engines.discard(rank)
         self.ready.pop(rank, None)
 
     @property
     def all(self) -> list[int]:
-        """The worker ranks that are ready or awaited."""
+        """Worker ranks that are ready or awaited."""
         return [*self.ready, *self.awaited]
 
     def tell(self, message: Message | bytes) -> None:
-        """Sends a message to every rank that is ready."""
+        """Sends a message to every ready rank."""
         for rank in [*self.ready, *self._engines]:
             self._comm.send(rank, message)
 
     def stop(self) -> None:
-        """Tells every rank to leave, also ranks that are not ready, which would wait for a heartbeat."""
+        """Tells every rank to leave. Ranks that are not ready also get the message, or they would wait for a
+        heartbeat."""
         for rank in [*self.all, *self._engines]:
             self._comm.send(rank, STOP)
 
     def beat(self) -> None:
-        """Sends every rank a heartbeat when that is due."""
+        """Sends a heartbeat to every rank when due."""
         if time.monotonic() - self._beaten_at >= BEAT_S:
             self._beaten_at = time.monotonic()
             for rank in [*self.all, *self._engines]:
                 self._comm.send(rank, BEAT)
 
     def lost(self) -> Iterator[tuple[int, str]]:
-        """Yields the ranks that were silent for too long, and why they are given up."""
+        """Yields the ranks that were silent for too long, each with the reason for giving it up."""
         now = time.monotonic()
         for rank in list(self.ready):
             if now - self.heard_at.get(rank, now) > LOST_S:

@@ -1,6 +1,6 @@
-"""Results: an attempt that ended is stored, retried, kept for the next pod, or dropped because it is not needed.
+"""Handles ended attempts: each is stored, retried, kept for the next pod, or dropped because it is not needed.
 
-The rules for causes of failure, groups and bad ranks are in modules of their own. This module carries them out.
+The rules on failure causes, groups and bad ranks are in separate modules. This module applies them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from megaflow_hpc.trajectory import Attempt, Trajectory
 from megaflow_hpc.types import VERIFIED, Status
 
 SIGNAL_S = 1.0
-"""Seconds that the supervisor may need to write why it was signalled, if workers heard of the signal first."""
+"""Seconds that the supervisor may need to write the reason for a signal, if workers received the signal first."""
 
 
 class Results:
-    """Takes in every attempt that ended, and brings each rollout to its one stored outcome."""
+    """Handles every ended attempt, so that each rollout gets exactly one stored outcome."""
 
     def __init__(
         self,
@@ -56,20 +56,20 @@ class Results:
         self.groups = Groups(pod.group_rules())
         self.grouped = not pod.group_rules().idle
         self.histories: dict[str, History] = {}
-        """Histories of the rollouts that were tried and are not stored."""
+        """Histories of rollouts that have been attempted and are not stored yet."""
         self._cut: set[str] = set()
-        """Rollouts that the end of this allocation cut short."""
+        """Rollouts interrupted by the end of this allocation."""
         self._cancelling: dict[str, str] = {}
-        """Rollouts that must stop, with the reason."""
+        """Rollouts being cancelled → the reason."""
         self.began: dict[str, float] = {}
-        """When each rollout was last started, by the monotonic clock."""
+        """Rollout → monotonic time of its last start."""
         self.stored = 0
         self._failed = 0
 
     # --- ended attempts ---
 
     def ended(self, rank: int, outcome: Outcome) -> None:
-        """Takes in a result from ``rank``. Ignores a result of an attempt that does not run there."""
+        """Handles a result from ``rank``. Ignores it if that attempt is not running there."""
         work = self._scheduler.workers.finish(rank, outcome.id)
         if work is None or work.attempt != outcome.attempt:
             return
@@ -78,26 +78,26 @@ class Results:
         self.settle(rank, work, outcome)
 
     def lost(self, rank: int, why: str) -> int:
-        """Settles what ran on a worker rank that is gone. Returns the number of rollouts."""
+        """Settles the rollouts of a lost worker rank. Returns their number."""
         lost = self._scheduler.workers.leave(rank)
         for work in lost:
             self.settle(rank, work, self.outcome_without_run(work, "node", f"worker rank {rank} was lost: {why}"))
         return len(lost)
 
     def refuse(self) -> None:
-        """Fails the queued rollouts that are too large for every worker."""
+        """Fails queued rollouts that are too large for every worker."""
         cpus, memory = self._pod.room
         for work in self._scheduler.remove_impossible():
             error = f"the task asks for {work.demand}, a rank has {cpus} cpus and {memory} MB"
             self.settle(-1, work, self.outcome_without_run(work, "user", error))
 
     def settle(self, rank: int, work: Work, outcome: Outcome) -> None:
-        """Retries a failure, keeps what was cut short for the next pod, or stores the outcome."""
+        """Retries a failed attempt, keeps an interrupted one for the next pod, or stores the outcome."""
         why = self._cancelling.get(outcome.id)
         if outcome.status == "cancelled" and why is None:
-            # A drain stopped it, or the step was signalled and the worker heard of that first. The block goes back, and
-            # the pod that takes it continues this rollout.
-            if not self._drain.active:  # wait once only, because the loop waits too
+            # A drain stopped the attempt, or the step was signalled and the worker noticed first. The block is
+            # released, and the pod that claims it continues this rollout.
+            if not self._drain.active:  # wait only once, because the loop waits too
                 self._drain.read_word(SIGNAL_S)
             self._cut_short(work, outcome)
             self._drain.begin(WHY_DRAIN.get(self._drain.word, "a rollout was stopped by a signal to the step"))
@@ -127,9 +127,9 @@ class Results:
         self._io.store(outcome, work.epoch, work.block)
 
     def _retried(self, rank: int, work: Work, outcome: Outcome) -> bool:
-        """Retries a rollout that failed, if it may be. Returns whether it has another attempt, here or elsewhere."""
+        """Retries a failed rollout if permitted. Returns True if it gets another attempt, here or in another pod."""
         if self._drain.active:
-            # The engines and sandboxes of an ending job fail. The pod that takes the block tries again.
+            # Engines and sandboxes of an ending job fail. The pod that takes over the block retries.
             return may_retry((*work.causes, outcome.cause))
         if not self._scheduler.retry(work, outcome.cause, rank):
             return False
@@ -144,7 +144,7 @@ class Results:
         return True
 
     def outcome_without_run(self, work: Work, kind: str, error: str, status: Status = "failed") -> Outcome:
-        """Makes the outcome of an attempt that returned nothing.
+        """Creates the outcome of an attempt that returned no result.
 
         Args:
             kind: ``error_kind`` of the trajectory.
@@ -163,7 +163,7 @@ class Results:
     # --- consequences ---
 
     def _carry_out(self, step: GroupStep) -> None:
-        """Returns and cancels rollouts as the rules of groups ask."""
+        """Promotes and cancels rollouts as the group rules demand."""
         promoted = [self._scheduler.drop(rollout) for rollout in step.promote]
         self._scheduler.add(replace(work, deferred=False) for work in promoted if work is not None)
         for rollout in step.cancel:
@@ -184,21 +184,21 @@ class Results:
     # --- the end of the allocation ---
 
     def attempts(self, rollout: str) -> Sequence[Attempt]:
-        """Returns the earlier attempts at a rollout, which ended without a result that counts."""
+        """Returns the earlier attempts at a rollout, which ended without a final result."""
         history = self.histories.get(rollout)
         return history.attempts if history else ()
 
     def cut_short(self, preempted: bool) -> None:
-        """Records that the end of the allocation cuts short what still runs. The next one starts it again."""
+        """Records that the end of the allocation interrupts all running rollouts. The next allocation restarts them."""
         kind = "preemption" if preempted else "walltime"
         for work in self._scheduler.workers.running_work():
             self._cut_short(work, self.outcome_without_run(work, kind, "cut short; it starts anew", "cancelled"))
 
     def _cut_short(self, work: Work, outcome: Outcome) -> None:
-        """Records that an attempt was cut short. Fails a rollout that was cut short too often."""
+        """Records an interrupted attempt. Fails the rollout if it was interrupted too often."""
         history = self.histories.setdefault(outcome.id, History())
         kind = self._cut_kind(outcome)
-        if not kind:  # the user decided so; the rollout is not to blame
+        if not kind:  # the user ended the pod; do not count it against the rollout
             outcome = replace(outcome, error_kind="", error=WHY_DRAIN.get(self._drain.word) or self._drain.paused)
         elif outcome.id not in self._cut:
             self._cut.add(outcome.id)
@@ -214,7 +214,7 @@ class Results:
         history.kept_s = history.kept_s + outcome.seconds if outcome.checkpoint else 0.0
 
     def _cut_kind(self, outcome: Outcome) -> str:
-        """Returns ``walltime`` or ``preemption``, empty if the user ended the pod."""
+        """Returns ``walltime`` or ``preemption``, or an empty string if the user or a limit ended the pod."""
         word = self._drain.word
         if word in ("walltime", "now"):
             return "walltime" if word == "walltime" else "preemption"
@@ -230,7 +230,7 @@ class Results:
             history.too_short += 1
 
     def _cut_too_often(self, outcome: Outcome, history: History) -> str:
-        """Returns why a rollout that was cut short fails, empty while it has another attempt."""
+        """Returns why an interrupted rollout fails. Empty while another attempt is allowed."""
         if history.too_short >= TOO_SHORT:
             return (
                 f"the walltime ended it {history.too_short} times in a row after most of the "
@@ -247,7 +247,7 @@ class Results:
     # --- durable results ---
 
     def count(self, durable: Sequence[PendingResult]) -> None:
-        """Counts results that are on the disk. Pauses the pod if failures look systematic or exceed their limit."""
+        """Counts results that are on disk. Pauses the pod if failures look systematic or exceed their limit."""
         for result in durable:
             outcome = result.outcome
             failed = outcome.status == "failed"

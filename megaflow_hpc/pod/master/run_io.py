@@ -1,13 +1,13 @@
-"""The run directory as rank 0 uses it: one thread touches it, and rank 0's loop never waits for a disk.
+"""Access to the run directory from rank 0: a single thread does it all, so rank 0's loop never waits for a disk.
 
-If the loop waited, a slot would stay free meanwhile. On a file system that hangs for a minute, the workers would miss
-rank 0's heartbeat and leave. So the ledger, the journal, the claimed blocks, the engines and the budget belong to
+If the loop waited, slots would stay idle. If the file system hung for a minute, the workers would miss rank 0's
+heartbeats and leave. So the ledger, the journal, the claimed blocks, the engines and the budget belong to
 :class:`RunIoThread`. The loop and the thread share three things:
 
-- :class:`Requests`: the loop adds to them, and hands them over once a turn. The receiver owns them.
-- reports (:data:`Report`): a queue of what was done. The loop handles each once.
-- :class:`RunState`: the thread's knowledge, a value that the thread replaces. It is replaced before the reports that
-  follow from it, so a loop that has a report sees a state that is at least as new.
+- :class:`Requests`: the loop collects requests and submits them once per iteration. The receiver owns them.
+- reports (:data:`Report`): a queue of completed work. The loop handles each report once.
+- :class:`RunState`: an immutable snapshot that the thread replaces before it posts the reports that follow from it. So
+  a loop that has received a report sees a state that is at least as recent.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.types import Rollout
 
 POLL_INTERVAL_S = 0.5
-"""Longest pause between two turns of the thread, so that the lease is renewed in time."""
+"""Maximum pause between two turns of the thread, so that the lease is renewed in time."""
 LOOP_HANGS_S = 60.0
-"""A loop that has not turned for this long hangs. Its longest turns take seconds."""
+"""A loop without an iteration for this long is considered hung. Its longest iterations take seconds."""
 DELETED_S = 30.0
-"""A run directory that is missing for this long is gone for good."""
+"""A run directory that is missing for this long is considered deleted."""
 RETRY_S = 1.0
-"""Pause before a run directory that refused is tried again."""
+"""Pause before retrying after an I/O error in the run directory."""
 MAX_PENDING_RECORDS = 20_000
 MAX_PENDING_BYTES = 512 << 20
-"""Results that may wait for the disk before nothing more is started."""
+"""Size of results waiting for the disk above which no more rollouts are started."""
 
 
-# --- what the loop and the thread share -------------------------------------------------------------------------------
+# --- shared by the loop and the thread --------------------------------------------------------------------------------
 
 
 class PodProgress(NamedTuple):
-    """Progress of the pod, which its lease shows."""
+    """Progress of the pod, as shown in its lease."""
 
     running: int = 0
     queued: int = 0
     stored: int = 0
     core_s: float = 0.0
-    """Core-seconds that the allocation has cost so far."""
+    """Core-seconds that the allocation has used so far."""
     tokens: int = 0
-    """Tokens that the engines have sampled for rollouts of this pod."""
+    """Tokens that the engines have sampled for this pod's rollouts."""
     tokens_per_s: float = 0.0
-    """Mean of the last half minute."""
+    """Average over the last 30 seconds."""
 
 
 class HandOff(NamedTuple):
-    """Rollouts that were not started, with their blocks, and the most rollouts of a new block."""
+    """Rollouts that were not started, with their blocks, and the maximum number of rollouts in a new block."""
 
     rollouts: list[tuple[int, Rollout]]
     max_rollouts: int
@@ -80,35 +80,35 @@ class HandOff(NamedTuple):
 
 @dataclass
 class Stop:
-    """Asks the thread to end when everything before is done, as far as that is possible."""
+    """Asks the thread to finish all earlier requests, as far as possible, and end."""
 
     release: bool = False
-    """Gives unfinished blocks back."""
+    """Whether to release unfinished blocks."""
     histories: dict[str, History] = field(default_factory=dict)
-    """Histories of the rollouts that go back, by id, for the next pods."""
+    """Histories of the released rollouts, by id, for later pods."""
 
 
 @dataclass
 class Requests:
-    """Everything that the loop asked for and that is not done. ``None``: nothing was asked."""
+    """Pending requests of the loop. ``None`` means that nothing is requested."""
 
     results: list[PendingResult] = field(default_factory=list)
     hand_offs: list[HandOff] = field(default_factory=list)
     claim: bool = False
-    """Claim a block. The answer is a :class:`Claimed`."""
+    """Claim a block. The response is a :class:`Claimed` report."""
     list_engines: bool = False
     find_work_requests: bool = False
-    """Look which pods request work. Each of their requests is reported once."""
+    """Look for pods that request work. Each of their requests is reported once."""
     request_work: int | None = None
-    """Ask other pods to fill this many slots. 0 withdraws that."""
+    """Ask other pods for work for this many slots. 0 withdraws the request."""
     progress: PodProgress | None = None
-    """Shown by the lease until the next progress."""
+    """Progress to show in the lease until the next update."""
     live: PodLiveStatus | None = None
-    """Status of the rollouts that viewers ask about. An empty status withdraws the last one."""
+    """Status of the rollouts that viewers request. An empty status withdraws the previous one."""
     stop: Stop | None = None
 
     def add(self, more: Requests) -> None:
-        """Adds later requests. A later value replaces an earlier one."""
+        """Merges in later requests. Later values replace earlier ones."""
         self.results += more.results
         self.hand_offs += more.hand_offs
         self.claim |= more.claim
@@ -129,14 +129,14 @@ _NOTHING = Requests()
 
 @dataclass(frozen=True)
 class Durable:
-    """Reports results that are on the disk, and count."""
+    """Reports results that are durable and count."""
 
     results: tuple[PendingResult, ...]
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """Answers a request to claim. No block if there is nothing to claim."""
+    """Response to a claim request, without a block if there was none to claim."""
 
     block: ClaimedBlock | None
     seconds: float
@@ -145,19 +145,19 @@ class Claimed:
 
 @dataclass(frozen=True)
 class WorkRequested:
-    """Reports that another pod asks for slots to be filled."""
+    """Reports that another pod requests work for its slots."""
 
     slots: int
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """The last report."""
+    """The thread's final report."""
 
     error: BaseException | None = None
-    """The error that ended the thread."""
+    """The error that ended the thread, if any."""
     finished: bool = False
-    """Every block of the campaign is done."""
+    """True if every block of the campaign is done."""
 
 
 Report = Durable | Claimed | WorkRequested | Stopped
@@ -182,37 +182,37 @@ class IoPhase(Enum):
 
 @dataclass(frozen=True)
 class RunState:
-    """The thread's knowledge after a turn."""
+    """Snapshot of what the thread knows after a turn."""
 
     phase: IoPhase = IoPhase.WORKING
     since: float = field(default_factory=time.monotonic)
-    """When the thread became stuck, or else when it last ended a turn, by the monotonic clock."""
+    """Monotonic time when the thread became stuck, or otherwise when it completed its last turn."""
     held: int = 0
-    """Blocks that are claimed and not done."""
+    """Number of claimed blocks that are not done."""
     closes_at: float = float("-inf")
-    """When this pod's fence closes, by the ledger's clock."""
+    """Time when this pod's fence closes, by the ledger's clock."""
     seen: Outlook = field(default_factory=Outlook)
-    """Blocks, other pods and consumers, as the last claim saw them."""
+    """Blocks, other pods and consumers, as of the last claim."""
     claimed_all: bool = False
-    """No block was free at the last claim."""
+    """True if no block was free at the last claim."""
     hand_offs_done: int = 0
-    """Hand-offs of the loop that are in the ledger."""
+    """Number of the loop's hand-offs that are in the ledger."""
     engines: Engines = field(default_factory=Engines)
     asked: Asked = field(default_factory=Asked)
-    """Rollouts that viewers ask about."""
+    """Rollouts that viewers request."""
     exceeded: str = ""
-    """The limit of the whole campaign that is exceeded, empty if none is."""
+    """The campaign-wide limit that is exceeded. Empty if none is."""
 
 
 # --- the thread -------------------------------------------------------------------------------------------------------
 
 
 class RunIoThread(threading.Thread):
-    """Touches the run directory. What is passed in belongs to the thread, except ``events``, which both sides write.
+    """The thread that accesses the run directory. It owns all arguments except ``events``, which both sides write.
 
-    In a turn it renews the lease, stores results, claims blocks, exchanges work with other pods, does its part of what
-    one pod does for all, lists engines, shows viewers what runs, and flushes events. What a disk refuses is kept and
-    tried again in the next turn.
+    In each turn it renews the lease, stores results, claims blocks, exchanges work with other pods, takes its part in
+    the coordination of pods, lists engines, updates the viewers' status, and flushes events. Whatever fails with an I/O
+    error is kept and retried in the next turn.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class RunIoThread(threading.Thread):
         self.requests: SimpleQueue[Requests] = SimpleQueue()
         self.reports: SimpleQueue[Report] = SimpleQueue()
         self.loop_turned_at = time.monotonic()
-        """The loop writes here when it turns."""
+        """Time of the loop's last iteration. Set by the loop."""
         self._run, self._journal, self._ledger, self._blocks, self._events = run, journal, ledger, blocks, events
         self._name = ledger.identity.name if ledger.identity else ""
         self._asked = Requests()
@@ -241,16 +241,16 @@ class RunIoThread(threading.Thread):
         self._began_at = round(time.time(), 3)
         self._hand_offs_begun = self._hand_offs_done = 0
         self._known_requests: set[str] = set()
-        """Work requests of other pods that were reported to the loop."""
+        """Work requests of other pods that were already reported to the loop."""
         self.state = RunState()
 
     def start(self) -> None:
-        """Starts the thread. The pod's lease must have been written."""
+        """Starts the thread. The pod's lease must already exist."""
         self._enter(IoPhase.WORKING)
         super().start()
 
     def run(self) -> None:
-        """Takes turns until the loop asks to stop."""
+        """Takes turns until the loop asks the thread to stop."""
         try:
             while self.state.phase is not IoPhase.STOPPED:
                 self.turn(POLL_INTERVAL_S if self.state.phase is IoPhase.WORKING else 0.0)
@@ -266,10 +266,10 @@ class RunIoThread(threading.Thread):
             self.reports.put(Stopped(error))
 
     def turn(self, wait_s: float = 0.0) -> None:
-        """Does what was asked for, as far as the run directory permits.
+        """Handles pending requests, as far as the run directory permits.
 
         Args:
-            wait_s: how long to wait for a request.
+            wait_s: seconds to wait for a request.
 
         Raises:
             MegaflowError: the pod cannot continue.
@@ -287,7 +287,7 @@ class RunIoThread(threading.Thread):
             self._deletion.check()
             self._enter(IoPhase.WORKING)
         except OSError as error:
-            # A full disk or quota: requests wait in memory, and each turn tries again.
+            # The disk or quota may be full: requests wait in memory, and each turn retries.
             if self.state.phase is IoPhase.WORKING:
                 why = f"the run directory cannot be written: {error}"
                 self._events.write(PodEvent(state="started", why=why))
@@ -310,7 +310,7 @@ class RunIoThread(threading.Thread):
         return self._asked.stop is None and time.monotonic() - self.loop_turned_at > LOOP_HANGS_S
 
     def _end_process(self) -> None:
-        """Ends rank 0, whose results no longer count, so that its job restarts."""
+        """Kills rank 0, whose results no longer count, so that its job restarts."""
         why = f"rank 0's loop has not turned for {time.monotonic() - self.loop_turned_at:.0f} s"
         try:
             print(f"pod: {why}; leaving", file=sys.stderr, flush=True)
@@ -349,7 +349,7 @@ class RunIoThread(threading.Thread):
         asked = self._asked
         self._blocks.retry_hand_offs()
         while asked.hand_offs:
-            hand_off = asked.hand_offs.pop(0)  # from here the claimed blocks keep it
+            hand_off = asked.hand_offs.pop(0)  # from here on, the claimed blocks keep the hand-off
             self._hand_offs_begun += 1
             self._blocks.hand_off(hand_off.rollouts, hand_off.max_rollouts)
         if not self._blocks.handing_off:
@@ -379,7 +379,7 @@ class RunIoThread(threading.Thread):
     # --- the end ---
 
     def _release(self, stop: Stop) -> None:
-        """Leaves the histories of the rollouts that go back, releases blocks, and tidies up a finished campaign."""
+        """Writes the histories of the released rollouts, releases blocks, and cleans up a finished campaign."""
         try:
             histories.write(self._run, self._name, stop.histories)
         except OSError as error:
@@ -414,13 +414,13 @@ class RunIoThread(threading.Thread):
         )
 
     def _post(self, report: Report) -> None:
-        """Reports something, after updating the state."""
+        """Updates the state, then posts a report."""
         self._update_state()
         self.reports.put(report)
 
 
 class DeletionWatch:
-    """Ends the pod once its run directory is deleted: the files that it has open could be written for ever."""
+    """Ends the pod once its run directory is deleted. Otherwise it could write to its open files forever."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -428,7 +428,8 @@ class DeletionWatch:
         self._looked_at = self._present_at = time.monotonic()
 
     def check(self) -> None:
-        """Looks whether the run directory exists, when that is due. Raises LedgerError if it is gone for good."""
+        """Checks, when due, whether the run directory exists. Raises LedgerError if it has been missing for too
+        long."""
         now = time.monotonic()
         if not self._planned or now - self._looked_at < DELETED_S / 3:
             return
@@ -443,7 +444,7 @@ class DeletionWatch:
 
 
 class RunIo:
-    """The loop's end. No method waits except :meth:`finish`.
+    """The loop's interface to the I/O thread. Only :meth:`finish` blocks.
 
     Args:
         clock: the ledger's clock.
@@ -452,55 +453,55 @@ class RunIo:
     def __init__(self, thread: RunIoThread, clock: Callable[[], float] = boot_clock) -> None:
         self._thread, self._clock = thread, clock
         self.requests = Requests()
-        """The requests of this turn of the loop."""
+        """Requests collected in this iteration of the loop."""
         self._hand_offs = 0
         self._pending_records = self._pending_bytes = 0
         self.claiming = False
-        """A claim was asked for and is not answered."""
+        """True while a claim is pending."""
         self.claim_s = 0.0
         """Duration of the last claim, in seconds."""
         self.finished = False
-        """After :meth:`finish`: every block of the campaign is done."""
+        """After :meth:`finish`: True if every block of the campaign is done."""
 
     def start(self) -> None:
-        """Starts the thread. The pod's lease must have been written."""
+        """Starts the thread. The pod's lease must already exist."""
         self._thread.start()
 
     # --- requests ---
 
     def store(self, outcome: Outcome, epoch: int, block: int) -> None:
-        """Journals a result of a claimed block. It comes back in a :class:`Durable`."""
+        """Journals a result of a claimed block. A :class:`Durable` report confirms it."""
         record = outcome.payload(epoch, block)
         self._pending_records += 1
         self._pending_bytes += len(record)
         self.requests.results.append(PendingResult(outcome, block, epoch, record))
 
     def claim(self) -> None:
-        """Asks for a block. There is one such request at a time."""
+        """Requests a block. Only one claim can be pending."""
         self.claiming = True
         self.requests.claim = True
 
     def hand_off(self, rollouts: list[tuple[int, Rollout]], max_rollouts: int) -> None:
-        """Hands rollouts, with their blocks, to other pods. They must have been taken out of the queue.
+        """Hands rollouts, with their blocks, to other pods. The caller must have removed them from the queue.
 
         Args:
-            max_rollouts: most rollouts of a new block.
+            max_rollouts: maximum number of rollouts in a new block.
         """
         self._hand_offs += 1
         self.requests.hand_offs.append(HandOff(rollouts, max_rollouts))
 
     def push(self) -> None:
-        """Hands the requests of this turn over, so the thread is woken once a turn."""
+        """Submits the collected requests, so that the thread is woken only once per iteration."""
         if self.requests != _NOTHING:
             self._thread.requests.put(self.requests)
             self.requests = Requests()
 
     def finish(self, seconds: float, release: bool = False, histories: dict[str, History] | None = None) -> bool:
-        """Ends the thread when everything asked for is done. False if that takes longer, or the thread had failed.
+        """Ends the thread once all requests are done. Returns False on timeout, or if the thread had failed.
 
         Args:
-            release: gives unfinished blocks back.
-            histories: histories of the rollouts that go back, by id, for the next pods.
+            release: whether to release unfinished blocks.
+            histories: histories of the released rollouts, by id, for later pods.
         """
         self.requests.stop = Stop(release, histories or {})
         self.push()
@@ -510,7 +511,7 @@ class RunIo:
     # --- reports ---
 
     def collect(self) -> Iterator[Report]:
-        """Yields the reports since the last call. A call is also the loop's sign of life.
+        """Yields the reports since the last call. Each call also shows the thread that the loop is alive.
 
         Raises:
             BaseException: the error that ended the thread. The pod cannot continue.
@@ -537,7 +538,7 @@ class RunIo:
 
     @property
     def state(self) -> RunState:
-        """The thread's knowledge."""
+        """The thread's latest state."""
         return self._thread.state
 
     @property
@@ -547,22 +548,22 @@ class RunIo:
 
     @property
     def full(self) -> bool:
-        """So many results wait for the disk that nothing more should be started."""
+        """True if so many results wait for the disk that no more rollouts should start."""
         return self._pending_records >= MAX_PENDING_RECORDS or self._pending_bytes >= MAX_PENDING_BYTES
 
     @property
     def idle(self) -> bool:
-        """Nothing that was asked for is under way."""
+        """True if no result, claim or hand-off is pending."""
         hand_offs_pending = self._hand_offs - self.state.hand_offs_done
         return not (self._pending_records or self.claiming or hand_offs_pending)
 
     @property
     def stuck(self) -> bool:
-        """The run directory refuses to be written."""
+        """True if the last I/O in the run directory failed."""
         return self.state.phase is IoPhase.STUCK
 
     @property
     def stuck_s(self) -> float:
-        """For how many seconds the run directory has refused, or has not answered."""
+        """Seconds for which the run directory has failed or not responded."""
         passed_s = time.monotonic() - self.state.since
         return passed_s if self.stuck else max(0.0, passed_s - POLL_INTERVAL_S)

@@ -1,16 +1,16 @@
-"""Results on their way to the disk, each through four stages in this order.
+"""Stores results. Each passes through these four stages in order.
 
 ======== ============================================================= =============================
 stage    reached by                                                    an OSError leaves the result
 ======== ============================================================= =============================
 QUEUED   the loop's request
-APPENDED the journal took the record; it keeps what the disk refuses   QUEUED
-DURABLE  fsync, while the fence was open before and after it           APPENDED
-SETTLED  its block has recorded it, and is done if it was the last     DURABLE
+APPENDED the journal accepts the record and keeps it on write errors   QUEUED
+DURABLE  fsync, with the fence open before and after it                APPENDED
+SETTLED  its block records it, and is marked done after the last one   DURABLE
 ======== ============================================================= =============================
 
-A result counts once it is durable, and is reported once it is settled. Every call continues where an error stopped the
-last one. One fsync serves all results that came in meanwhile (group commit).
+A result counts once it is durable, and is reported once it is settled. After an error, the next call resumes at the
+same point. One fsync covers all results that have arrived in the meantime (group commit).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PendingResult(NamedTuple):
 
 
 class Storing:
-    """Takes results through the stages. Belongs to the I/O thread."""
+    """Moves results through the stages. Used only by the I/O thread."""
 
     def __init__(self, journal: JournalWriter, ledger: Ledger, blocks: ClaimedBlocks, events: EventWriter) -> None:
         self._journal, self._ledger, self._blocks, self._events = journal, ledger, blocks, events
@@ -50,17 +50,17 @@ class Storing:
         self._queued.extend(results)
 
     def advance(self) -> None:
-        """Takes results as far as the run directory permits. Does nothing while the fence is closed.
+        """Advances results as far as the run directory permits. Does nothing while the fence is closed.
 
         Raises:
-            LedgerError: a block was taken over.
-            OSError: the run directory refuses, or does not answer.
+            LedgerError: another pod took over a block.
+            OSError: the run directory fails or does not respond.
         """
         if not self._ledger.may_commit:
             return
         while self._queued:
             result = self._queued.popleft()
-            self._appended.append(result)  # first: after an error the journal keeps the record
+            self._appended.append(result)  # update first: after an error, the journal keeps the record
             self._journal.append(result.record)
         if self._appended and not self._commit():
             return
@@ -78,7 +78,7 @@ class Storing:
             return False  # too late: a pod that takes over may not see the results
         for result in self._appended:
             self._events.write(result.outcome.to_event())
-        self._events.flush()  # before the block's mark: readers who see the mark count the rollouts too
+        self._events.flush()  # before marking the block: readers who see the mark count the rollouts too
         self._durable.extend(self._appended)
         self._appended = []
         return True

@@ -1,13 +1,13 @@
-"""Work stealing: a pod without work requests some, and a pod with rollouts that it has not started hands some off.
+"""Work stealing: idle pods request work, and pods with rollouts that have not started hand some off.
 
-A pod requests work in the ledger while its free slots find nothing to claim and other pods hold blocks. It does not
-leave at once. A pod with waiting rollouts looks for requests, often once no block is free any more. It hands off a part
-to each, so that the waiting rollouts are spread over its own slots and the free slots of the other pod. What is handed
-off becomes new blocks, which are claimed like any other block. Whole groups are handed off, the last in the queue
-first, but never retries. If rules may close groups early, only groups of which nothing has started are handed off: the
-other groups depend on rewards that this pod sees.
+A pod requests work in the ledger while it has free slots, finds no block to claim, and other pods hold blocks. It waits
+for work before it leaves. A pod with waiting rollouts polls for requests, more often once no block is free. It hands
+off a share to each requester, so that the waiting rollouts are spread over the slots of both pods. Handed-off rollouts
+become new blocks, which are claimed like any other block. Only whole groups are handed off, starting from the end of
+the queue. Retries are never handed off. If rules may close groups early, only groups without any started rollout are
+handed off, because the others depend on rewards that only this pod sees.
 
-Rank 0's loop decides here. The I/O thread touches the run directory.
+Rank 0's loop makes these decisions. The I/O thread accesses the run directory.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
 
 POLL_INTERVAL_S = 5.0
-"""Interval at which a pod with waiting rollouts looks for requests if no block is free any more."""
+"""Interval at which a pod with waiting rollouts polls for work requests once no block is free."""
 SELDOM_S = 120.0
 """The same while blocks are free."""
 REQUEST_S = 20.0
-"""A pod without work stays this long after its request, and then repeats it."""
+"""Seconds that an idle pod waits for a response to its request. It repeats the request after the same interval."""
 
 
 def rollouts_for(waiting: int, slots: int, wanted: int) -> int:
-    """Returns how many of the waiting rollouts go to another pod, for an even spread.
+    """Returns how many of the waiting rollouts to hand off to another pod for an even spread.
 
     Args:
-        waiting: rollouts that cannot start here now.
-        slots: slots of this pod.
-        wanted: free slots of the other pod.
+        waiting: number of rollouts that cannot start here now.
+        slots: number of this pod's slots.
+        wanted: number of the other pod's free slots.
     """
     return math.ceil(waiting * wanted / (slots + wanted)) if waiting and wanted else 0
 
@@ -46,14 +46,15 @@ class WorkStealing:
     def __init__(self, io: RunIo, scheduler: Scheduler, groups: Groups) -> None:
         self._io, self._scheduler, self._groups = io, scheduler, groups
         self._idle_since: float | None = None
-        """When this pod first requested work for its idle slots. ``None`` while it does not."""
+        """Monotonic time of this pod's first work request in the current idle period. ``None`` while it requests no
+        work."""
         self._requested_at = self._looked_at = -SELDOM_S
         self.requests: list[int] = []
-        """Slots that other pods ask to be filled, one number for each request that is not answered."""
+        """Slots requested by other pods, one entry for each unanswered request."""
 
     @property
     def may_get_work(self) -> bool:
-        """Work was requested not long ago."""
+        """True if this pod has recently requested work."""
         return self._idle_since is not None and time.monotonic() - self._idle_since < REQUEST_S
 
     def claimed(self) -> None:
@@ -61,11 +62,11 @@ class WorkStealing:
         self._idle_since = None
 
     def tick(self, nothing_free: bool, leaving: bool) -> None:
-        """Requests work or hands some off when that is due. Called about every second.
+        """Requests work or hands off rollouts when due. Called about once a second.
 
         Args:
-            nothing_free: the last claim found no block.
-            leaving: the pod drains, so it neither requests nor hands off.
+            nothing_free: True if the last claim found no free block.
+            leaving: True if the pod drains, so it neither requests nor hands off work.
         """
         now, scheduler, state = time.monotonic(), self._scheduler, self._io.state
         idle = nothing_free and scheduler.workers.free and not scheduler.queued

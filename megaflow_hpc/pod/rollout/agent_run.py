@@ -1,4 +1,4 @@
-"""The agent's part of a rollout: it runs on each step of the task, and its work is added to the trajectory."""
+"""Runs the agent on each step of a rollout's task, and adds its work to the trajectory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from megaflow_hpc.types import Agent, AgentResult, CallBudget, ModelEndpoint, Re
 
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 SETTLE_S = 1.0
-"""Pause after an agent was killed. If Slurm is ending the job, its signal reaches the sandbox and this process within
-the pause, and the preempted rollout is not verified."""
+"""Pause after an agent was killed, in seconds. If Slurm is ending the job, its signal also reaches this process
+within the pause, so the preempted rollout is not verified."""
 
 
 @contextmanager
 def timed(trajectory: Trajectory, name: str) -> Iterator[None]:
-    """Adds the seconds of its body to one of the trajectory's timings."""
+    """Adds the duration of the ``with`` block to one of the trajectory's timings."""
     began = time.monotonic()
     try:
         yield
@@ -45,7 +45,7 @@ class AgentRun:
     """Runs the agent of one attempt on each step, and adds its work to the trajectory.
 
     Args:
-        resumed: the checkpoint to continue from, in its step.
+        resumed: the checkpoint to continue from, if any.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AgentRun:
         self._sandbox, self._sandboxes = sandbox, sandboxes
         self._trajectory, self._resumed = trajectory, resumed
         self.verdicts: list[StepVerdict] = resumed.verdicts if resumed else []
-        """Verdicts of the finished steps."""
+        """Verdicts of the completed steps."""
 
     async def run(self, number: int, step: Task) -> None:
         """Runs the agent on one step.
@@ -96,15 +96,15 @@ class AgentRun:
     async def _run_agent(self, task: Task, resumed: Checkpoint | None) -> tuple[AgentResult, Recording]:
         """Runs the agent within its time limit. Keeps the gateway's recording even if the agent is cut off.
 
-        An agent that ended by itself is verified, even after an error. The model service is to blame for an unanswered
-        call only if it was down (:meth:`.ModelGateway.outage`). An exception of the agent's code after an answer counts
-        as the agent's failure, because the answer may have caused it.
+        An agent that ended by itself is verified, even after an error. The model service is blamed for a call without
+        response only if it was down (:meth:`.ModelGateway.outage`). An exception in the agent's code after a response
+        counts as the agent's failure, because the response may have caused it.
 
         Raises:
-            CutShort: the allocation ends, and the gateway refused a model call of the agent for that reason.
+            CutShort: the allocation ends, so the gateway refused a model call of the agent.
             ModelServiceError: the model service was down.
-            UserCodeError: the agent's code failed before the model had answered.
-            LostError: the sandbox was lost in the first attempt. In a second attempt, the agent is held responsible.
+            UserCodeError: the agent's code failed before the model's first response.
+            LostError: the sandbox was lost in the first attempt. In later attempts, the agent is blamed instead.
         """
         services, rollout, settings = self._services, self._rollout, self._policy.agent
         agent = create(settings)
@@ -114,7 +114,7 @@ class AgentRun:
         remaining_s = max(0.0, timeout_s - (resumed.agent_s if resumed else 0.0))
         recording = Recording()
         raised: UserCodeError | ModelServiceError | None = None
-        # A task that is Python code has a state that cannot be saved.
+        # The state of a task that is Python code cannot be saved.
         resumable = endpoint is not None and hasattr(agent, "resume") and task.kind != "python"
         watching = services.preemption.watching(rollout.id, self._sandbox) if resumable else nullcontext()
         try:
@@ -137,7 +137,7 @@ class AgentRun:
                     raise
                 result = AgentResult(exit_code=KILLED[0], error=str(error))
             except (UserCodeError, ModelServiceError) as error:
-                result, raised = AgentResult(), error  # the agent's client may have raised it after a refusal
+                result, raised = AgentResult(), error  # may result from a call that the gateway refused
             if endpoint:
                 suspended = services.gateway.suspended(rollout.id)
                 if suspended is not None:
@@ -148,7 +148,7 @@ class AgentRun:
         finally:
             if endpoint:
                 recording = await services.gateway.close(rollout.id)
-        if recording.over_budget:  # whatever the agent made of the refusal
+        if recording.over_budget:  # regardless of how the agent handled the refusal
             result.status, result.error = "truncated", recording.over_budget
         elif raised is not None:
             if not recording.turns:
@@ -157,7 +157,7 @@ class AgentRun:
         return result, recording
 
     async def _open_model(self, task: Task, agent: Agent, recorded: Mapping[str, Any] | None) -> ModelEndpoint:
-        """Opens the rollout's address at the gateway, also inside the sandbox if its agent runs there."""
+        """Opens the rollout's URL at the gateway, and also inside the sandbox if its agent runs there."""
         gateway, rollout, trajectory = self._services.gateway, self._rollout, self._trajectory
         network = self._services.config.environment.network_of(task)
         limits = self._policy.agent
@@ -196,7 +196,7 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
 
 
 def _report_breaches(result: AgentResult, breaches: Sequence[str]) -> None:
-    """Makes the first limit that the agent's commands exceeded the error of its result, if it has no other error."""
+    """Reports the first limit that the agent's commands exceeded as the result's error, unless it already has one."""
     if breaches and not result.error:
         more = f" (and {len(breaches) - 1} more)" if len(breaches) > 1 else ""
         result.error = f"{breaches[0]}{more}"

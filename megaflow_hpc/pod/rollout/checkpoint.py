@@ -1,4 +1,4 @@
-"""Checkpoints of rollouts that the end of an allocation cut short between two turns of their agent.
+"""Checkpoints of rollouts that the end of an allocation interrupted between two turns of their agent.
 
 ::
 
@@ -7,10 +7,10 @@
         <digest of the rollout's id>.<8 hex>  one checkpoint
       <pod>.<start>.json                      histories of unfinished rollouts (histories.py), written by rank 0
 
-A file holds a digest of what follows, the length of a msgpack map, the map (trajectory so far, recorder, agent's state,
-step), and the sandbox's packed layer. It appears by a rename once it is whole. The process that continues from it
-removes it, so a state is used once. A checkpoint is only a help: if it is missing, damaged, too large or of another
-version, the rollout starts from the beginning.
+A file contains a digest of the rest, the length of a msgpack map, the map (trajectory so far, recorder, agent state,
+step), and the sandbox's packed layer. It is published by a rename once it is complete. The process that resumes from it
+deletes it, so each state is used once. Checkpoints are optional: if one is missing, damaged, too large or of another
+version, the rollout restarts from the beginning.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ COPIED = (
     *("status", "error_kind", "error", "seed", "inexact", "constrained"),
     *("messages", "parents", "sequences", "turns", "artifacts"),
 )
-"""Fields of the trajectory that the next attempt takes over. It adds up times and keeps the highest peaks."""
+"""Trajectory fields that the next attempt inherits. Times are added up, and peaks keep their maximum."""
 TIMES = ("setup_s", "agent_s", "verify_s", "cpu_s")
 PEAKS = ("memory_peak_mb", "disk_peak_mb")
 
 
 class DamagedError(Exception):
-    """A file is not a checkpoint, or is a checkpoint of another version."""
+    """The file is not a checkpoint, or has another version."""
 
 
 class CheckpointQuota:
-    """Bytes that may still be written. For several threads."""
+    """Number of bytes that may still be written. Thread-safe."""
 
     def __init__(self, left: float = math.inf) -> None:
         self._left = left
@@ -64,7 +64,7 @@ class CheckpointQuota:
             self._left -= count
 
     def give_back(self, count: int) -> None:
-        """Gives back the bytes of a file that was not published."""
+        """Returns the bytes of a file that was not published."""
         with self._lock:
             self._left += count
 
@@ -73,7 +73,7 @@ class CutShort(Exception):
     """The allocation ends, and the gateway refused the agent's next turn.
 
     Args:
-        agent: the agent's state, ``None`` if it cannot continue.
+        agent: the agent's state, or ``None`` if the agent cannot continue.
         recorded: the recorder's state.
     """
 
@@ -81,9 +81,9 @@ class CutShort(Exception):
         super().__init__()
         self.agent, self.recorded = agent, recorded
         self.checkpoint = ""
-        """File from which the rollout continues, empty without one."""
+        """Checkpoint to resume from. Empty if there is none."""
         self.why = "its agent gave no state"
-        """Reason why there is no checkpoint."""
+        """Why there is no checkpoint."""
 
     def __str__(self) -> str:
         turns = len(self.recorded["recording"]["turns"])
@@ -93,32 +93,32 @@ class CutShort(Exception):
 
 @dataclass
 class Checkpoint:
-    """A rollout between two turns of its agent."""
+    """State of a rollout between two turns of its agent."""
 
     trajectory: Trajectory
-    """The steps before the current one."""
+    """Trajectory of the steps before the current one."""
     step: int
     """Number of the current step, from 0."""
     verdicts: list[StepVerdict]
     """Verdicts of the steps before the current one."""
     agent_s: float
-    """Seconds that the agent has taken in the current step."""
+    """Seconds that the agent has spent on the current step."""
     agent: dict[str, Any]
     recorded: dict[str, Any]
     breaches: list[str] = field(default_factory=list)
     """Limits that the agent's commands have exceeded in the current step."""
     note: bytes = b""
-    """The host's note on the checkout in the sandbox."""
+    """The host's record of the checkout in the sandbox."""
     layer: Snapshot | None = None
     """The sandbox's files."""
 
     def write(self, path: Path, max_bytes: int, quota: CheckpointQuota) -> None:
-        """Publishes the checkpoint at ``path``, whole or not at all. ``layer`` must be a directory.
+        """Publishes the checkpoint at ``path`` atomically. ``layer`` must be a directory.
 
         Raises:
-            SandboxError: it takes more than ``max_bytes``, or than the quota permits.
-            OSError: it cannot be written.
-            TypeError, ValueError, OverflowError: something in it cannot be packed.
+            SandboxError: the checkpoint exceeds ``max_bytes`` or the quota.
+            OSError: the checkpoint cannot be written.
+            TypeError, ValueError, OverflowError: a field cannot be packed.
         """
         assert self.layer is not None
         content = {
@@ -153,7 +153,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        """Reads a file that :meth:`write` published. Raises DamagedError with the reason if that is impossible."""
+        """Reads a file published by :meth:`write`. Raises DamagedError with the reason if it cannot be read."""
         try:
             with open(path, "rb") as file:
                 digest = file.read(_DIGEST)
@@ -177,7 +177,7 @@ class Checkpoint:
             raise DamagedError(f"{path}: {error!r}") from error
 
     def carry_over(self, trajectory: Trajectory) -> None:
-        """Makes a new trajectory continue this one."""
+        """Copies the work so far into the trajectory of the next attempt."""
         before = self.trajectory
         for name in COPIED:
             setattr(trajectory, name, getattr(before, name))
@@ -193,12 +193,12 @@ class Checkpoint:
 
 
 def new_name(rollout_id: str) -> str:
-    """Returns a unique file name for a checkpoint: several processes may run the same rollout at the same time."""
+    """Returns a unique file name for a checkpoint. Several processes may run the same rollout at the same time."""
     return f"{hashlib.sha256(rollout_id.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}.{secrets.token_hex(4)}"
 
 
 class _HashedFile:
-    """Writes to a file within a quota, and computes the digest of what it wrote."""
+    """Writes to a file within a quota, and computes a digest of the written data."""
 
     def __init__(self, file: BinaryIO, quota: CheckpointQuota) -> None:
         self._file, self._quota, self._hash = file, quota, hashlib.sha256()

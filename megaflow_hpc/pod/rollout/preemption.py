@@ -1,9 +1,9 @@
-"""The end of an allocation, for the rollouts of one runner: preemption, or the walltime.
+"""Handles the end of an allocation for a runner's rollouts, by preemption or walltime.
 
-Agents that can be resumed stop before their next turn. The gateway refuses that turn, the agent returns its state, and
-the state is written to a checkpoint with the sandbox's files and the recording (checkpoint.py). Other rollouts continue
-for as long as they may. A rollout starts from the beginning if its state is uncertain: processes were left in the
-background of its sandbox, or a command ran when Slurm signalled every process of the step.
+Agents that can be resumed stop before their next turn. The gateway refuses that turn, and the agent returns its state.
+The state is written to a checkpoint with the sandbox's files and the recording (checkpoint.py). Other rollouts continue
+for as long as permitted. A rollout restarts from the beginning if its state is uncertain: background processes were
+still running in its sandbox, or a command was running when Slurm signalled every process of the step.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megaflow_hpc.tasks import checkout
 from megaflow_hpc.texts import printable
 
 MAX_CHECKPOINT_BYTES = 256 * 10**6
-"""Maximum size of one checkpoint. If a sandbox's files take more, the rollout starts from the beginning."""
+"""Maximum size of one checkpoint. If a sandbox's files are larger, the rollout restarts from the beginning."""
 MAX_CAMPAIGN_BYTES = 200e9
-"""Maximum size of all checkpoints of a campaign. Each worker rank may use an equal part."""
+"""Maximum total size of a campaign's checkpoints. Each worker rank may use an equal share."""
 
 
 class Preemption:
-    """Writes checkpoints when the allocation of a runner ends, and reads those of earlier allocations.
+    """Writes checkpoints when a runner's allocation ends, and reads those of earlier allocations.
 
     Args:
-        folder: directory for checkpoints. ``None``: write none.
+        folder: directory for checkpoints. If ``None``, none are written.
         max_bytes: maximum size of one checkpoint.
-        max_rank_bytes: maximum size of all checkpoints of this rank, including its earlier starts.
+        max_rank_bytes: maximum total size of this rank's checkpoints, including those of its earlier starts.
     """
 
     def __init__(
@@ -45,15 +45,16 @@ class Preemption:
         self._gateway, self.folder = gateway, folder
         self._max_bytes, self._max_rank_bytes = max_bytes, max_rank_bytes
         self.owner = "0"
-        """Name of this rank's directory in ``folder``, the same in every start of the rank."""
+        """Name of this rank's directory in ``folder``. It is the same in every start of the rank."""
         self._quota: CheckpointQuota | None = None
         self.preempted = False
-        """Slurm has signalled every process of the step, so whatever ends from now on may not have failed."""
+        """True once Slurm has signalled every process of the step. Processes that end afterwards may not have
+        failed."""
         self._suspending = self._now = False
         self._resumable: dict[str, ApptainerSandbox] = {}
-        """Running rollouts whose agents can be resumed."""
+        """Running rollouts whose agents can be resumed, with their sandboxes."""
         self._interrupted: set[str] = set()
-        """Rollouts whose sandbox was running a command when the signal came."""
+        """Rollouts whose sandbox was running a command when the signal arrived."""
 
     @property
     def kind(self) -> str:
@@ -63,16 +64,16 @@ class Preemption:
         return "walltime" if self._suspending else ""
 
     def suspend(self, now: bool) -> None:
-        """Stops agents before their next turn. With ``now`` also gives up unanswered model calls."""
+        """Stops agents before their next turn. If ``now`` is true, also aborts pending model calls."""
         self._suspending, self._now = True, self._now or now
         for rollout in self._resumable:
             self._gateway.suspend(rollout, now)
 
     def preempt(self) -> None:
-        """Records that Slurm signalled the step, and suspends agents at once.
+        """Records that Slurm signalled the step, and suspends agents immediately.
 
-        Slurm signals more than once. Only the first signal shows which rollouts ran a command: after it, no agent waits
-        for the model.
+        Slurm sends several signals. Only the first one shows which rollouts were running a command, because afterwards
+        no agent waits for the model.
         """
         if self.preempted:
             return
@@ -86,7 +87,7 @@ class Preemption:
     def watching(self, rollout: str, sandbox: ApptainerSandbox) -> Iterator[None]:
         """Makes a rollout suspendable while its agent runs. The rollout must be open at the gateway."""
         if self.folder is None:
-            yield  # suspending it would be useless
+            yield  # without a directory for checkpoints, suspending is pointless
             return
         self._resumable[rollout] = sandbox
         try:
@@ -100,7 +101,7 @@ class Preemption:
         """Publishes a checkpoint.
 
         Returns:
-            The name of its file, or an empty name and the reason why the rollout starts from the beginning.
+            The name of its file, or an empty name and the reason why the rollout restarts from the beginning.
         """
         assert self.folder is not None, "nothing else was suspended"
         if not checkpoint.turns:
@@ -119,27 +120,28 @@ class Preemption:
         return name, ""
 
     def _rank_quota(self) -> CheckpointQuota:
-        """Returns the quota that the checkpoints of earlier starts leave. Makes the directory. Raises OSError."""
+        """Returns the quota left after the checkpoints of earlier starts. Creates the directory if needed. Raises
+        OSError."""
         if self._quota is None:
             assert self.folder is not None, "nothing else was suspended"
             own = self.folder / self.owner
             own.mkdir(mode=0o700, exist_ok=True)
             used = 0
             for entry in os.scandir(own):
-                with suppress(FileNotFoundError):  # another process continues from it and removed it
+                with suppress(FileNotFoundError):  # deleted by another process that resumed from it
                     used += entry.stat().st_size
             self._quota = CheckpointQuota(max(0, self._max_rank_bytes - used))
         return self._quota
 
     def _check_size(self, sandbox: ApptainerSandbox) -> None:
-        """Refuses a layer that is too large before it is copied. Does not count unreadable files."""
+        """Rejects a layer that is too large before it is copied. Ignores unreadable files."""
         command = ["du", "-s", "-B1", "--", os.path.join(sandbox.directory, "layer", "upper")]  # trees of any depth
         output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout.split()
         if output and int(output[0]) > self._max_bytes:
             raise SandboxError(f"its files take more than {self._max_bytes} bytes")
 
     async def load(self, name: str) -> Checkpoint | None:
-        """Reads a checkpoint. ``None`` if it is missing or damaged."""
+        """Reads a checkpoint. Returns ``None`` if it is missing or damaged."""
         if not name or self.folder is None:
             return None
         try:
@@ -149,7 +151,7 @@ class Preemption:
             return None
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint from which a rollout continues, so that no other process uses its state."""
+        """Deletes a checkpoint from which a rollout has resumed, so that no other process uses it."""
         if name and self.folder is not None:
             with suppress(OSError):
                 (self.folder / name).unlink()

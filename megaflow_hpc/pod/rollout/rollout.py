@@ -1,10 +1,10 @@
-"""One rollout from start to verdict.
+"""Runs one rollout from start to verdict.
 
-The order is: start the sandbox, run the agent, kill all processes of the agent, verify (the last three for each step of
-a task with steps). Every error becomes a status and a cause, never an exception. A failure of the infrastructure gives
-``failed`` with a kind that says who is to blame. A failed agent gives ``completed`` and is verified as usual. A failed
-verifier gives reward 0. If the allocation ends first, the rollout is ``cancelled`` and continues in another allocation
-from its checkpoint (preemption.py).
+The steps are: start the sandbox, run the agent, kill all of the agent's processes, verify. Tasks with several steps
+repeat the last three for each step. Every error becomes a status and a cause, never an exception. An infrastructure
+failure gives ``failed``, with an error kind that says what is to blame. A failed agent gives ``completed`` and is
+verified as usual. A failed verifier gives reward 0. If the allocation ends first, the rollout is ``cancelled`` and
+resumes in another allocation from its checkpoint (preemption.py).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MAX_ARTIFACT_BYTES = 1 << 20
 
 
 def blank(rollout: Rollout, attempt: int) -> Trajectory:
-    """Returns the trajectory of an attempt that has just begun: ``failed`` until it is known better."""
+    """Returns the trajectory of an attempt that has just begun, with the provisional status ``failed``."""
     return Trajectory.begin(rollout, attempt, "failed", node=node_name())
 
 
 class NoSandboxError(SandboxError):
-    """No sandbox could be started, which may be the node's fault."""
+    """No sandbox could be started. The node may be at fault."""
 
 
 @dataclass
@@ -51,16 +51,17 @@ class AttemptResult:
     cause: str = ""
     """Cause of a failure, one of those in :mod:`megaflow_hpc.pod.scheduling.failures`."""
     checkpoint: str = ""
-    """File from which an attempt that was cut short continues."""
+    """Checkpoint from which an interrupted attempt resumes. Empty if there is none."""
 
 
 async def run_attempt(
     services: Services, rollout: Rollout, task: Task, attempt: int, checkpoint: str = ""
 ) -> AttemptResult:
-    """Runs one attempt. Its trajectory reports any error. If cancelled, it returns one with status ``cancelled``.
+    """Runs one attempt and reports any error in its trajectory. On cancellation, the trajectory has status
+    ``cancelled``.
 
     Args:
-        checkpoint: file from which an attempt that was cut short continues.
+        checkpoint: checkpoint of an interrupted attempt to resume from. Empty if there is none.
     """
     began = time.time()
     ended = AttemptResult(blank(rollout, attempt))
@@ -70,7 +71,7 @@ async def run_attempt(
         if services.preemption.preempted:
             raise asyncio.CancelledError
     except CutShort as cut:
-        ended.trajectory = trajectory = blank(rollout, attempt)  # the checkpoint holds what it was
+        ended.trajectory = trajectory = blank(rollout, attempt)  # the checkpoint holds the work so far
         ended.checkpoint = cut.checkpoint
         _cancel(services, trajectory, str(cut))
     except asyncio.CancelledError:
@@ -83,9 +84,9 @@ async def run_attempt(
             ended.cause = "sandbox-start" if isinstance(error, NoSandboxError) else "sandbox-lost"
     except ModelServiceError as error:
         _end(trajectory, "failed", "model", str(error))
-    except (ConfigError, UserCodeError) as error:  # the message names the place
+    except (ConfigError, UserCodeError) as error:  # the message names the location
         _end(trajectory, "failed", "user", str(error))
-    except Exception as error:  # a defect in a scaffold or a task must cost one rollout, not the runner
+    except Exception as error:  # a bug in a scaffold or a task must cost one rollout, not the runner
         place = traceback.extract_tb(error.__traceback__)[-1]
         _end(trajectory, "failed", "user", f"{error!r} at {place}")
     trajectory.started_at = began
@@ -98,7 +99,8 @@ def _cancel(services: Services, trajectory: Trajectory, error: str) -> None:
 
 
 def _end(trajectory: Trajectory, status: Status, kind: str, error: str) -> None:
-    """Ends a trajectory without a verdict. A file in which such a rollout has a reward would be invalid."""
+    """Ends a trajectory without a verdict. Clears the reward, because a file with a reward for such a rollout is
+    invalid."""
     trajectory.status, trajectory.error_kind, trajectory.error = status, kind, error
     trajectory.reward, trajectory.rewards = None, {}
 
@@ -129,7 +131,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             under_way=resumed is not None,
             verifying=lambda: timed(trajectory, "verify_s"),
         )
-        await asyncio.to_thread(check_unchanged, task)  # nor may it change while the rollout runs
+        await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
         output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
         trajectory.artifacts += [*verdict.artifacts, Artifact("verifier.log", output)]
         trajectory.reward, trajectory.rewards = verdict.reward, dict(verdict.rewards)
@@ -139,7 +141,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
     finally:
         try:
             await sandbox.stop()
-        except Exception as error:  # the janitor removes the rest; the verdict stays valid
+        except Exception as error:  # the janitor cleans up, and the verdict stays valid
             print(printable(f"{rollout.id}: {error}"), file=sys.stderr)
         sandboxes.add_usage(trajectory)
 
@@ -147,7 +149,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
 async def _start_sandbox(
     services: Services, sandboxes: Sandboxes, task: Task, policy: Policy, checkpoint: str
 ) -> tuple[ApptainerSandbox, Checkpoint | None]:
-    """Starts the sandbox of a rollout, with the files of its checkpoint if there is one to continue from."""
+    """Starts a rollout's sandbox, restoring the files of its checkpoint if there is one."""
     try:
         spec = rollout_spec(task, policy, services.images, services.config.environment)
         resumed = await services.preemption.load(checkpoint)

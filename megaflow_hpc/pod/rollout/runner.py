@@ -1,7 +1,7 @@
-"""The runner of a worker rank: an event loop that owns gateway, agents and sandboxes, and runs rollouts concurrently.
+"""Runner of a worker rank: an event loop that owns the gateway, agents and sandboxes, and runs rollouts concurrently.
 
-A rank starts it as ``python -m megaflow_hpc.pod.rollout.runner FD``. End-of-file on its socket ends it and every
-sandbox.
+A rank starts it as ``python -m megaflow_hpc.pod.rollout.runner FD``. End-of-file on its socket stops it and all
+sandboxes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megaflow_hpc.types import Rollout, Task
 
 LOG_INTERVAL_S = 60.0
 ACTIVITY_INTERVAL_S = 3.0
-"""Interval at which rank 0 gets the progress of the rollouts."""
+"""Interval at which the runner reports the progress of its rollouts to rank 0."""
 
 
 class Runner:
@@ -47,7 +47,7 @@ class Runner:
         return self._opened
 
     async def serve(self) -> None:
-        """Handles messages until the socket closes or ``STOP`` comes. Then ends every rollout."""
+        """Handles messages until the socket closes or ``STOP`` arrives. Then stops all rollouts."""
         reporting = asyncio.create_task(self._report_activity())
         try:
             while (parcel := await read_parcel(self._reader)) is not None and parcel != STOP:
@@ -74,7 +74,7 @@ class Runner:
         code_places = (message["code"], message["beside"])
         services = await Services.open(config, policies, Path(message["partial"]), code_places)
         self._opened = services
-        # Slurm signals every process of a step that it preempts or cancels. What dies then has not failed.
+        # Slurm signals every process of a step that it preempts or cancels. Processes that die then have not failed.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, services.preemption.preempt)
         await self._send({"op": "ready", "slots": message["slots"], "node": node_name()})
 
@@ -84,14 +84,14 @@ class Runner:
         self._rollouts[rollout.id] = asyncio.create_task(self._run(rollout, message))
 
     async def _on_suspend(self, message: Message) -> None:
-        """Suspends agents because the allocation ends. After ``patience_s``, none waits for the model any more."""
+        """Suspends agents because the allocation ends. Pending model calls are aborted after ``patience_s``."""
         preemption, patience_s = self._services.preemption, message["patience_s"]
         preemption.suspend(now=patience_s <= 0)
         asyncio.get_running_loop().call_later(patience_s, preemption.suspend, True)
 
     async def _on_cancel(self, message: Message) -> None:
-        """Cancels a rollout that is no longer needed. Its result will say ``cancelled``."""
-        await asyncio.sleep(0)  # a task that has not begun could not return a result
+        """Cancels a rollout that is no longer needed. Its result has status ``cancelled``."""
+        await asyncio.sleep(0)  # a task cancelled before it starts could not return a result
         task = self._rollouts.get(message["id"])
         if task is not None:
             task.cancel()
@@ -103,7 +103,7 @@ class Runner:
         self._services.provider.prefetch(message["order"])
 
     async def _on_mirror(self, message: Message) -> None:
-        """Sends rank 0 the end of a conversation that a viewer shows, if it has grown since ``calls`` calls."""
+        """Sends rank 0 the end of a conversation for viewers, if it has changed since it had ``calls`` calls."""
         gateway, rollout = self._services.gateway, message["id"]
         calls, *_ = gateway.activity().get(rollout, (-1,))
         if calls in (-1, message["calls"]):
@@ -114,7 +114,8 @@ class Runner:
         )
 
     async def _report_activity(self) -> None:
-        """Sends rank 0 the changes of every few seconds. They are small, however long the conversations are."""
+        """Periodically sends rank 0 the rollouts whose status changed. Messages stay small however long
+        conversations get."""
         reported_tokens, reported = 0, dict[str, tuple[int, int, bool]]()
         while True:
             await asyncio.sleep(ACTIVITY_INTERVAL_S)
@@ -148,14 +149,14 @@ class Runner:
 
     @staticmethod
     def _outcome(ended: AttemptResult, start: Message, attempts: list[Attempt]) -> Outcome:
-        """Packs a result, with the facts that rank 0 sent when it started the rollout."""
+        """Packs a result with the facts that rank 0 sent when it started the rollout."""
         trajectory = ended.trajectory
         trajectory.epoch, trajectory.job_id, trajectory.rank = start["epoch"], start["job_id"], start["rank"]
         return Outcome.of(trajectory, attempts, ended.cause, ended.checkpoint)
 
 
 def log_briefly(loop: asyncio.AbstractEventLoop) -> None:
-    """Logs failing callbacks at most once a minute, because a sandbox may cause any number of failures."""
+    """Logs exceptions in callbacks at most once a minute, because a sandbox may cause any number of them."""
     failures, due = 0, 0.0
 
     def failed(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -172,7 +173,7 @@ def log_briefly(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _main(descriptor: int) -> None:
-    # Slurm signals every process of a step. Rank 0 decides when to drain.
+    # Slurm signals every process of a step, but rank 0 decides when to drain.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     raise_limit()
@@ -185,5 +186,5 @@ async def _main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # garbage collection skips the imported modules
+    gc.freeze()  # exclude the imported modules from garbage collection
     asyncio.run(_main(int(sys.argv[1])))

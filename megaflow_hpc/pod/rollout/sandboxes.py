@@ -1,4 +1,5 @@
-"""Starts the sandboxes of a rollout and counts what they use, and recreates one for a user who inspects a rollout."""
+"""Starts the sandboxes of a rollout and records their usage. Also recreates a sandbox for a user who inspects a
+rollout."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from megaflow_hpc.types import Network, Task
 
 
 def rollout_spec(task: Task, policy: Policy, images: Mapping[str, str], environment: EnvironmentConfig) -> SandboxSpec:
-    """Returns the spec of a rollout's sandbox, with the binds of its agent."""
+    """Returns the spec of a rollout's sandbox, including the agent's binds."""
     return replace(sandbox_spec(task, images, environment), binds=_binds(policy))
 
 
@@ -30,7 +31,7 @@ def _binds(policy: Policy) -> tuple[str, ...]:
 
 
 class Sandboxes:
-    """Starts the sandboxes of one attempt, including those of its verifiers, and counts what they use."""
+    """Starts the sandboxes of one attempt, including those of its verifiers, and records their usage."""
 
     def __init__(self, provider: ApptainerProvider) -> None:
         self._provider = provider
@@ -43,7 +44,7 @@ class Sandboxes:
         return sandbox
 
     def add_usage(self, trajectory: Trajectory) -> None:
-        """Adds the usage of these sandboxes to a trajectory. Call it once, when the attempt ends."""
+        """Adds the usage of these sandboxes to a trajectory. Must be called once, when the attempt ends."""
         for sandbox in self._started:
             used = sandbox.consumption()
             trajectory.cpu_s = (trajectory.cpu_s or 0.0) + used.cpu_s
@@ -62,11 +63,11 @@ async def recreated(
     network: Network,
     own_code: bool,
 ) -> AsyncIterator[ApptainerSandbox]:
-    """Recreates the sandbox of a rollout as its agent got it for the first step, without time limits.
+    """Recreates the sandbox of a rollout as it was when the agent started the first step, without time limits.
 
     Args:
-        own_code: whether to call the agent and task classes that the run names, outside of any sandbox. A run
-            directory may come from a stranger and may name any class.
+        own_code: whether to call the agent and task classes that the run names, outside of any sandbox. An untrusted
+            run directory may name any class.
 
     Raises:
         ConfigError: only the task's own code can prepare its sandbox.

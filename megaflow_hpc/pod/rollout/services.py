@@ -1,4 +1,4 @@
-"""The services that the rollouts of one runner share: images, sandboxes, gateway, agent processes."""
+"""Services shared by the rollouts of one runner: images, sandboxes, gateway, agent processes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from megaflow_hpc.types import Sampling
 
 @dataclass
 class Services:
-    """The campaign, and the services that the rollouts of one runner share."""
+    """The campaign, and the services shared by the rollouts of one runner."""
 
     config: CampaignConfig
     policies: Mapping[str, Policy]
     images: dict[str, str]
-    """Image name in the tasks → SIF or directory. Each start of a rollout adds the images of its task."""
+    """Image name in the tasks → SIF or directory. Each rollout adds its task's images when it starts."""
     provider: ApptainerProvider
     gateway: ModelGateway
     agents: Zygote = field(default_factory=lambda: Zygote(()))
-    """Runs Python agents in processes of their own."""
+    """Runs Python agents in separate processes."""
     checkpoints: Path | None = None
-    """Directory for checkpoints. ``None``: write none."""
+    """Directory for checkpoints. If ``None``, none are written."""
 
     def __post_init__(self) -> None:
         max_rank_bytes = MAX_CAMPAIGN_BYTES / gateways(self.config.slurm.pods)
@@ -46,11 +46,11 @@ class Services:
         checkpoints: Path,
         code_places: tuple[str, str] = ("", ""),
     ) -> Services:
-        """Starts the gateway, the process from which agents are forked, and the provider of sandboxes.
+        """Starts the gateway, the process that forks agents, and the sandbox provider.
 
         Args:
             checkpoints: directory for checkpoints.
-            code_places: directories with the campaign's own agents: the copy in the run, and beside the campaign file.
+            code_places: directories with the campaign's own agents: the run's copy, and the campaign file's directory.
         """
         code.look_in(*code_places)
         models = {name: policy.model for name, policy in policies.items() if policy.model is not None}
@@ -67,28 +67,29 @@ class Services:
         return cls(config, policies, {}, ApptainerProvider(), gateway, agents, checkpoints)
 
     async def close(self) -> None:
-        """Ends all services, and every sandbox."""
+        """Stops all services and all sandboxes."""
         self.agents.close()
         await self.provider.close()
         await self.gateway.stop()
 
 
 class StoredRecordings:
-    """Recorded rollouts of a run directory or a trajectories file, from which policies are replayed."""
+    """Recorded rollouts of a run directory or a trajectories file, for replaying policies."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     def trajectory(self, rollout_id: str) -> Trajectory | None:
-        """Returns a recorded rollout, if there is one of this id. Raises ConfigError if they cannot be read."""
-        from megaflow_hpc.trajectories import open_trajectories  # imports h5py and numpy, which other runners lack
+        """Returns the recorded rollout with this id, or ``None``. Raises ConfigError if the recordings cannot be
+        read."""
+        from megaflow_hpc.trajectories import open_trajectories  # imports h5py and numpy; needed only for replay
 
         with open_trajectories(self._path) as store:
             return store[rollout_id].trajectory() if rollout_id in store else None
 
 
 def _replays(policies: Mapping[str, Policy]) -> dict[str, Replay]:
-    """Returns the replay of each policy with ``engine: replay``, by its name."""
+    """Returns the replay of each policy that has ``engine: replay``, by policy name."""
     replays = {}
     for name, policy in policies.items():
         if policy.model is not None and policy.model.engine == "replay":

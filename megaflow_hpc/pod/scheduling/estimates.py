@@ -1,9 +1,9 @@
-"""Expected durations of rollouts, learned as they end. Pure, no clock.
+"""Expected durations of rollouts, learned as rollouts end. Pure, without a clock.
 
-Durations of agents are close to log-normal: many are short, with a long tail. Mean and variance of the logarithm are
-kept (Welford) on three levels: all rollouts, each policy, and each task of a policy. A level with few observations is
-pulled towards the level above it, which counts as ``PRIOR`` observations. So the first sample of a new task is
-estimated from its policy, and the eighth from the seven before it. Earlier campaigns can provide the first estimates.
+Agent durations are roughly log-normal: many are short, with a long tail. Mean and variance of the logarithm are tracked
+(Welford) on three levels: all rollouts, each policy, and each task of a policy. A level with few observations is shrunk
+towards the level above it, which counts as ``PRIOR`` observations. So the first sample of a new task is estimated from
+its policy, and the eighth mostly from the previous seven. Earlier campaigns can provide initial estimates.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 PRIOR = 2.0
 """Number of observations that the level above counts for."""
 PRIOR_DEVIATION = 1.0
-"""Standard deviation of the logarithm before anything is known: a factor of 2.7 either way."""
+"""Prior standard deviation of the logarithm: a factor of 2.7 either way."""
 MAX_LEARNED = 8
-"""Number of observations that all earlier campaigns together count for, for a task or a policy."""
+"""Maximum weight of all earlier campaigns together, in observations, for a task or a policy."""
 SHORTEST_S = 1e-3
 MAX_TASKS = 16_384
-"""Tasks of this campaign that are remembered, about 7 MB. The oldest are forgotten first."""
+"""Maximum number of this campaign's tasks to remember, about 7 MB. The oldest are dropped first."""
 
 
 @dataclass(slots=True)
@@ -33,14 +33,14 @@ class _Moments:
     """Sum of squared deviations from the mean."""
 
     def add(self, n: int, mean: float, variance: float) -> None:
-        """Adds ``n`` values with this mean and variance (Chan, Golub and LeVeque 1979)."""
+        """Adds ``n`` values with the given mean and variance (Chan, Golub and LeVeque 1979)."""
         off, total = mean - self.mean, self.n + n
         self.squares += variance * n + off * off * self.n * n / total
         self.mean += off * n / total
         self.n = total
 
     def fade(self, most: int) -> None:
-        """Makes the values count as at most ``most`` values."""
+        """Reduces the weight of the values to at most ``most`` values."""
         if self.n > most:
             self.squares *= most / self.n
             self.n = most
@@ -68,7 +68,7 @@ class Estimates:
         of_task.add(1, value, 0.0)
 
     def expect(self, task: str, policy: str, quantile: float = 0.5) -> float | None:
-        """Returns the seconds within which ``quantile`` of such rollouts end. ``None`` before any rollout ended."""
+        """Returns the ``quantile`` of such rollouts' duration in seconds. ``None`` before any rollout has ended."""
         every = self._levels.get(())
         if every is None:
             return None
@@ -87,9 +87,11 @@ class Estimates:
         return self._levels.get(key) or self._tasks.get(key)
 
     def learn(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Adds durations of earlier campaigns: task, policy, count, and mean and variance of the logarithm of seconds.
+        """Adds durations from earlier campaigns: task, policy, count, and mean and variance of the logarithm of
+        seconds.
 
-        They count as at most :data:`MAX_LEARNED` observations, so that a faster model or machine soon shows.
+        They count as at most :data:`MAX_LEARNED` observations, so the estimates adapt quickly to a faster model or
+        machine.
         """
         for task, policy, n, mean, variance in rows:
             for key in ((), (policy,), (policy, task)):

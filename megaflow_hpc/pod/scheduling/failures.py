@@ -1,27 +1,27 @@
-"""Causes of failed rollouts: whose fault each is, how often it is retried, and when to stop. Pure.
+"""Causes of failed rollouts: what is to blame, how often to retry, and when to stop. Pure.
 
-A *cause* is finer than the stored ``error_kind``. Each cause has its own limit of retries, so a rollout that met two
+A *cause* is more specific than the stored ``error_kind``. Each cause has its own retry limit, so a rollout that met two
 dead engines can still be retried after a bad node.
 
 =================  ============  =======  ==========================================================================
 cause              stored as     retries  meaning
 =================  ============  =======  ==========================================================================
 ``agent``          agent         0        the scaffold failed; the rollout is completed and verified, not failed
-``model``          model         2        no engine answered
+``model``          model         2        no engine responded
 ``sandbox-start``  sandbox       3        no sandbox started; counts against the rank, which is excluded in the end
 ``sandbox-lost``   sandbox       2        the sandbox was lost while it was needed
 ``node``           node          3        the worker rank was lost
 ``user``           user          0        the task, the scaffold's code or the configuration is wrong
-``walltime``       not stored    16       the allocation ended first; the rollout goes back with its block
-``preemption``     not stored    16       Slurm preempted the allocation; the rollout goes back with its block
+``walltime``       not stored    16       the allocation ended first; the rollout is released with its block
+``preemption``     not stored    16       Slurm preempted the allocation; the rollout is released with its block
 =================  ============  =======  ==========================================================================
 
-The last two are not failures. They are kept as attempts. :data:`MAX_INTERRUPTIONS` limits them for a rollout, and
-``slurm.requeues`` for an element of the array. A rollout that had most of a walltime :data:`TOO_SHORT` times in a row,
-without a checkpoint, needs a longer one and fails at once.
+The last two are not failures, but are kept as attempts. :data:`MAX_INTERRUPTIONS` limits them for a rollout, and
+``slurm.requeues`` for an element of the array. If a rollout had most of a walltime :data:`TOO_SHORT` times in a row and
+left no checkpoint, it needs a longer walltime and fails immediately.
 
-Failures are *systematic* when nearly all of the last results failed for one cause. Then the campaign is to blame, and
-continuing would waste the allocation.
+Failures are *systematic* when nearly all of the latest results failed for the same cause. The campaign is then to
+blame, and continuing would waste the allocation.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from megaflow_hpc.types import ErrorKind
 
 
 class Rule(NamedTuple):
-    """The consequences of one cause."""
+    """How to handle one cause."""
 
     kind: ErrorKind
     """The stored ``error_kind``."""
     retries: int
-    """Further attempts after the first failure."""
+    """Maximum number of further attempts after the first failure."""
     blames_rank: bool = False
     """Whether the failure counts against its rank."""
 
@@ -54,22 +54,22 @@ RULES: dict[str, Rule] = {
 }
 
 MAX_INTERRUPTIONS = 16
-"""Interruptions by the end of an allocation after which a rollout fails."""
+"""Maximum number of interruptions by the end of an allocation. A rollout with more fails."""
 TOO_SHORT = 2
-"""Walltimes in a row that may end a rollout which had most of each. Then it fails: it needs a longer one."""
+"""Number of consecutive walltimes that may interrupt a rollout that had most of each. After that, it fails."""
 MAX_FAILURES = 6
-"""Failures for all causes together before a rollout is given up."""
+"""Number of failures, over all causes, after which a rollout is given up."""
 
 NEARLY_ALL = 0.9
-"""Share of the last results with one cause from which failures are systematic."""
+"""Failures are systematic if at least this share of the latest results has the same cause."""
 SYSTEMATIC_LAST = 32
-"""Number of latest results in which a pod looks for systematic failures."""
+"""Number of latest results that a pod checks for systematic failures."""
 BAD_STARTS = 4
-"""Failed sandbox starts in a row after which a rank gets no more work, if other ranks start theirs."""
+"""Number of consecutive failed sandbox starts after which a rank gets no more work, if other ranks succeed."""
 
 
 def may_retry(causes: Sequence[str]) -> bool:
-    """Tells whether a rollout may be retried after attempts that failed for these causes, in order."""
+    """Returns True if a rollout may be retried after attempts that failed for these causes, in order."""
     last = causes[-1]
     rule = RULES.get(last)
     return rule is not None and causes.count(last) <= rule.retries and len(causes) < MAX_FAILURES
@@ -79,7 +79,7 @@ class Pattern:
     """Distinguishes systematic failures from bad luck.
 
     Args:
-        last: number of latest results that are compared.
+        last: number of latest results to compare.
     """
 
     def __init__(self, last: int) -> None:
@@ -87,12 +87,12 @@ class Pattern:
         self._enough = last
 
     def add(self, cause: str) -> None:
-        """Adds a final result. ``cause`` is empty if it did not fail."""
+        """Adds a final result. ``cause`` is empty if the rollout did not fail."""
         self._last.append(cause)
 
     @property
     def systematic(self) -> str:
-        """The reason to stop, empty while failures are not systematic."""
+        """Why the pod should stop. Empty while failures are not systematic."""
         if len(self._last) < self._enough:
             return ""
         ((cause, count),) = Counter(self._last).most_common(1)
@@ -102,13 +102,13 @@ class Pattern:
 
 
 class Blame:
-    """Finds ranks that cannot start sandboxes although others can. If no rank can, the image or campaign is wrong."""
+    """Detects ranks that cannot start sandboxes although others can. If no rank can, the image or campaign is wrong."""
 
     def __init__(self) -> None:
         self._good = 0
-        """Results of any rank that had a sandbox."""
+        """Number of results, on any rank, whose sandbox started."""
         self._bad: dict[int, tuple[int, int]] = {}
-        """Rank → failed starts in a row, and good results of any rank before them."""
+        """Rank → number of consecutive failed starts, and the value of ``_good`` before the first of them."""
         self._named: set[int] = set()
 
     def add(self, rank: int, cause: str) -> bool:

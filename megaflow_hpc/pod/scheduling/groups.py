@@ -1,12 +1,12 @@
-"""Groups: the samples of one task under one policy, which are compared with one another. Pure, no clock.
+"""Groups: the samples of one task under one policy, which are compared with one another. Pure, without a clock.
 
-*Over-provisioning.* If a group has more samples than it needs, it is closed once it has enough rewards. Its other
-samples are cancelled, so nothing waits for the slowest sample or for a failed one.
+*Over-provisioning.* A group with spare samples is closed once it has enough rewards. Its other samples are cancelled,
+so nothing waits for the slowest sample or for a failed one.
 
 *Groups without signal.* Samples with equal rewards teach nothing. After ``signal_after`` equal rewards, the waiting
 samples are cancelled. Samples after the first ``signal_after`` are deferred, so that some are still waiting then.
 
-A sample is *waiting* (queued), running, or ended.
+Each sample is *waiting* (queued), running, or ended.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class GroupRules:
-    """The rules for groups in the campaign file."""
+    """The group rules of the campaign file."""
 
     wanted: Mapping[str, int] = field(default_factory=dict)
-    """Policy → rewards that a group needs, if more samples are planned."""
+    """Policy → number of rewards that a group needs, if more samples are planned."""
     signal_after: int = 0
-    """Equal rewards after which a group counts as one without signal. 0: never."""
+    """Number of equal rewards after which a group counts as having no signal. 0 disables the rule."""
 
     @property
     def idle(self) -> bool:
-        """Whether no rule is set."""
+        """True if no rule is set."""
         return not self.wanted and not self.signal_after
 
 
 @dataclass(frozen=True)
 class GroupStep:
-    """Consequences of the end of a sample, as rollout ids."""
+    """Consequences of a sample's end, as rollout ids."""
 
     cancel: Sequence[str] = ()
     """Waiting or running samples that are no longer needed."""
@@ -51,13 +51,13 @@ class _Group:
     running: set[str] = field(default_factory=set)
     rewards: list[float] = field(default_factory=list)
     incomplete: bool = False
-    """Some sample has ended, or belongs to another pod."""
+    """True if a sample has ended or belongs to another pod."""
     has_signal: bool = False
-    """Its rewards differ, so all of its samples run."""
+    """True if the group's rewards differ, so all of its samples run."""
 
 
 class Groups:
-    """The groups of one pod that have samples to run. Keeps nothing if no rule is set."""
+    """The groups of one pod that have samples to run. Stores nothing if no rule is set."""
 
     def __init__(self, rules: GroupRules) -> None:
         self._rules = rules
@@ -67,10 +67,10 @@ class Groups:
         return len(self._groups)
 
     def admit(self, name: str, policy: str, rollouts: Sequence[str], rewarded: int = 0) -> set[str]:
-        """Adds samples of a group that are about to be queued. Returns those that are deferred.
+        """Registers a group's samples before they are queued. Returns the samples to defer.
 
         Args:
-            rewarded: samples of the group that got a reward before this pod had it.
+            rewarded: number of the group's samples that are not in this pod, and count as rewarded.
         """
         if self._rules.idle:
             return set()
@@ -82,18 +82,18 @@ class Groups:
         return set(group.waiting[first:]) & set(rollouts) if first else set()
 
     def started(self, name: str, rollout: str) -> None:
-        """Records that a waiting sample runs."""
+        """Records that a waiting sample has started."""
         group = self._groups.get(name)
         if group is not None and rollout in group.waiting:
             group.waiting.remove(rollout)
             group.running.add(rollout)
 
     def hand_off(self, name: str, rollouts: Collection[str]) -> bool:
-        """Forgets a group that goes to another pod. Returns False if this pod must keep it.
+        """Forgets a group that is handed off to another pod. Returns False if this pod must keep it.
 
         Args:
-            rollouts: samples that are queued and were not tried. They must be the whole group, because the other pod
-                counts missing samples as rewarded.
+            rollouts: queued samples without any attempt. They must be the whole group, because the other pod counts
+                missing samples as rewarded.
         """
         group = self._groups.get(name)
         if group is None:
@@ -104,17 +104,17 @@ class Groups:
         return True
 
     def requeued(self, name: str, rollout: str) -> None:
-        """Records that a sample waits for another attempt."""
+        """Records that a sample is queued for another attempt."""
         group = self._groups.get(name)
         if group is not None:
             group.running.discard(rollout)
             group.waiting.insert(0, rollout)
 
     def ended(self, name: str, rollout: str, reward: float | None) -> GroupStep:
-        """Records that a sample has ended for good. Returns the consequences for the others.
+        """Records that a sample has ended for good. Returns the consequences for the group's other samples.
 
         Args:
-            reward: ``None`` if it has none.
+            reward: the sample's reward, or ``None`` if it has none.
         """
         group = self._groups.get(name)
         if group is None:

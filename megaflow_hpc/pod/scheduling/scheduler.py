@@ -1,17 +1,17 @@
-"""The scheduler decides which rollout starts where. Pure and deterministic: no I/O, no clock.
+"""Scheduler: decides which rollout starts where. Pure and deterministic: no I/O, no clock.
 
-Work waits in *lanes*, one for each policy and demand. Everything in a lane can start where its head can. So a decision
-looks at the heads of the lanes only, and costs the same for ten waiting rollouts as for a million.
+Work waits in *lanes*, one for each policy and demand. If the head of a lane can start, so can everything else in the
+lane. So a decision looks only at the heads, and costs the same for ten waiting rollouts as for a million.
 
 The campaign file chooses the order:
 
 ``fifo``     in the order in which the blocks were claimed.
 ``longest``  the longest expected rollout first, so that the campaign does not end waiting for a long rollout.
-``fair``     the policy that got the least time first (expected seconds over its weight), so that a policy with long
-             rollouts does not take the slots of a policy with short ones.
+``fair``     the policy with the least time so far first (expected seconds divided by its weight), so that a policy
+             with long rollouts does not take the slots of a policy with short ones.
 
 :mod:`~megaflow_hpc.pod.scheduling.workers` chooses the worker. Retries start before anything else, on another worker if
-there is one. Their number is limited for each cause.
+possible. Each cause of failure has its own retry limit.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Scheduler:
     """The queue of one pod, and the slots of its workers.
 
     Args:
-        order: see the module.
-        weights: weights of policies for ``fair``. The default weight is 1.
-        surely_s: returns the seconds within which a rollout very likely ends. 0: unknown.
+        order: scheduling order; see the module.
+        weights: policy weights for ``fair``. The default weight is 1.
+        surely_s: returns the seconds within which a rollout very likely ends, or 0 if unknown.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Scheduler:
         """Queued rollouts, by id."""
         self.workers = Workers()
         self._given_s: dict[str, float] = {}
-        """Policy → expected seconds of everything that it has started."""
+        """Policy → total expected seconds of its started rollouts."""
         self._number = count(1)
         self._too_long: list[Work] = []
         self.deferred = 0
-        """Queued rollouts that start only when nothing else is ready."""
+        """Number of queued rollouts that start only when nothing else is ready."""
         self.waiting: set[str] = set()
-        """Policies that must wait, because none of their engines answers yet."""
+        """Policies that must wait, because none of their engines responds yet."""
 
     # --- the queue ---
 
@@ -72,21 +72,20 @@ class Scheduler:
 
     @property
     def too_long(self) -> int:
-        """Number of rollouts that were put aside because they would not end in time. :meth:`clear` returns them."""
+        """Number of rollouts set aside because they would not end in time. :meth:`clear` returns them."""
         return len(self._too_long)
 
     def waiting_work(self) -> list[Work]:
-        """Returns the queued work by priority, as if nothing had to wait for a slot or an engine."""
+        """Returns the queued work by priority, ignoring waits for slots and engines."""
         return [entry.work for entry in sorted(entry for lane in self._lanes.values() for entry in lane.entries())]
 
     def coming(self, count: int) -> list[Any]:
-        """Returns the planned tasks of running rollouts and of the ``count`` rollouts that start next, without
-        duplicates."""
+        """Returns the planned tasks of running rollouts and of the next ``count`` rollouts, without duplicates."""
         works = [*self.workers.running_work(), *self.waiting_work()[:count]]
         return list({work.rollout.task_id: work.planned for work in works}.values())
 
     def remove_impossible(self) -> list[Work]:
-        """Removes and returns the work that is too large even for an empty worker."""
+        """Removes and returns the work that is too large even for an idle worker."""
         if not self.workers:
             return []
         impossible: list[Work] = []
@@ -100,7 +99,7 @@ class Scheduler:
     # --- events ---
 
     def add(self, works: Iterable[Work]) -> None:
-        """Queues work in this order."""
+        """Queues work in the given order."""
         for work in works:
             priority = -work.expected_s if self.order == "longest" else 0.0
             if work.deferred:
@@ -108,7 +107,7 @@ class Scheduler:
             self._push(Entry(priority, next(self._number), work))
 
     def retry(self, work: Work, cause: str, worker: int | None) -> bool:
-        """Queues another attempt after a failure for ``cause``. Returns False if no attempt is left."""
+        """Queues another attempt after a failure for ``cause``. Returns False if no attempts are left."""
         causes = (*work.causes, cause)
         if not may_retry(causes):
             return False
@@ -117,12 +116,12 @@ class Scheduler:
         return True
 
     def next(self, remaining_s: float = math.inf, whole_s: float = math.inf) -> tuple[int, Work] | None:
-        """Starts the next rollout. Returns its worker, or ``None`` if no queued rollout can start now.
+        """Starts the next rollout. Returns its worker and work, or ``None`` if no queued rollout can start now.
 
         Args:
-            remaining_s: seconds until the pod must be empty. Rollouts that take longer are left to another pod, unless
-                a fresh pod would be too short for them too.
-            whole_s: seconds that a fresh pod has.
+            remaining_s: seconds until the pod must be empty. Longer rollouts are left to another pod, unless a fresh
+                pod would be too short for them too.
+            whole_s: seconds available in a fresh pod.
         """
         if not self.workers.free:
             return None
@@ -146,7 +145,7 @@ class Scheduler:
         return None
 
     def drop(self, rollout_id: str) -> Work | None:
-        """Removes a rollout from the queue. ``None`` if it is not queued."""
+        """Removes and returns a queued rollout's work. Returns ``None`` if the rollout is not queued."""
         if rollout_id not in self._queued:
             return None
         lane, entry = self._queued[rollout_id]
@@ -155,7 +154,7 @@ class Scheduler:
         return entry.work
 
     def clear(self) -> list[Work]:
-        """Empties the queue, because the pod drains. Returns everything that was queued or put aside."""
+        """Empties the queue, because the pod drains. Returns all queued and set-aside work."""
         dropped = [entry.work for _, entry in self._queued.values()] + self._too_long
         self._lanes.clear()
         self._queued.clear()
@@ -177,8 +176,8 @@ class Scheduler:
         self.deferred += work.deferred
 
     def _level(self, policy: str) -> None:
-        """Lets a policy without queued work start level with the others. Otherwise it would take every slot to catch
-        up."""
+        """Raises a policy that had no queued work to the level of the others. Otherwise it would take every slot to
+        catch up."""
         active = {lane.policy for lane in self._lanes.values()}
         if policy not in active:
             least_s = min((self._given_s[other] for other in active), default=0.0)
@@ -190,14 +189,14 @@ class Scheduler:
         return work
 
     def _forget(self, lane: Lane, work: Work) -> None:
-        """Records that work is no longer queued."""
+        """Updates the records for work that leaves the queue."""
         del self._queued[work.rollout.id]
         self.deferred -= work.deferred
         if not lane:
             del self._lanes[lane.policy, lane.demand]
 
     def _ready_lanes(self) -> list[Lane]:
-        """Returns the lanes that may start something, in their order."""
+        """Returns the lanes that may be able to start work, in scheduling order."""
         lanes = [lane for lane in self._lanes.values() if lane.policy not in self.waiting]
         if len(lanes) > 1:
             lanes.sort(key=self._fair_turn if self.order == "fair" else self._turn)

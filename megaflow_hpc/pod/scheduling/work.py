@@ -1,4 +1,4 @@
-"""Attempts at rollouts, their demands, and the lanes in which they wait. Pure."""
+"""Rollout attempts, their resource demands, and the lanes in which they wait. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING = Demand()
 
 @dataclass(slots=True)
 class Work:
-    """One attempt at a rollout under a claim."""
+    """One attempt at a rollout, under a claim."""
 
     rollout: Rollout
     block: int
@@ -30,18 +30,18 @@ class Work:
     avoid: int | None = None
     """Worker on which the last attempt failed."""
     expected_s: float = 0.0
-    """Expected duration. 0: unknown."""
+    """Expected duration in seconds. 0 if unknown."""
     demand: Demand = NOTHING
     causes: tuple[str, ...] = ()
-    """Causes for which the earlier attempts failed."""
+    """Causes of the failed earlier attempts."""
     deferred: bool = False
-    """Start it only when nothing else is ready."""
+    """Whether to start this work only when nothing else is ready."""
     planned: Any = field(default=None, compare=False, repr=False)
-    """The planned task, for the dispatcher. The scheduler does not look into it."""
+    """The planned task, for the dispatcher. Opaque to the scheduler."""
 
 
 class Entry(NamedTuple):
-    """Queued work. The smallest entry is next. Numbers are unique."""
+    """Queued work, ordered so that the smallest entry is next. Numbers are unique."""
 
     priority: float
     number: int
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
 
 class Lane:
-    """A priority queue of work of one policy and demand: if its head cannot start, nothing in it can."""
+    """A priority queue of work with the same policy and demand. If its head cannot start, nothing in the lane can."""
 
     def __init__(self, policy: str, demand: Demand) -> None:
         self.policy, self.demand = policy, demand
@@ -57,7 +57,7 @@ class Lane:
         self._removed: set[int] = set()
         """Numbers of removed entries that are still in the heap."""
         self.overtaken = 0
-        """Starts of other lanes since the head of this lane did not fit."""
+        """Number of times that other lanes started work since the head of this lane did not fit."""
 
     def __bool__(self) -> bool:
         return bool(self._heap)
@@ -68,22 +68,21 @@ class Lane:
         return self._heap[0]
 
     def push(self, entry: Entry) -> None:
-        """Adds an entry."""
         heapq.heappush(self._heap, entry)
 
     def pop(self) -> Work:
-        """Removes the next entry. The lane must not be empty."""
+        """Removes and returns the next entry. The lane must not be empty."""
         entry = heapq.heappop(self._heap)
         self._pop_removed()
         return entry.work
 
     def remove(self, number: int) -> None:
-        """Removes the entry of this number, which must be in the lane."""
+        """Removes the entry with this number, which must be in the lane."""
         self._removed.add(number)
         self._pop_removed()
 
     def entries(self) -> list[Entry]:
-        """Returns all entries, in no order."""
+        """Returns all entries in arbitrary order."""
         return [entry for entry in self._heap if entry.number not in self._removed]
 
     def _pop_removed(self) -> None:

@@ -1,7 +1,7 @@
-"""The workers of one pod: their slots, what runs on them, and which worker takes the next rollout. Pure.
+"""The workers of one pod: their slots, their running work, and the choice of a worker for the next rollout. Pure.
 
 A rollout goes to the worker with the most free slots that has enough CPUs and memory. If a rollout does not fit,
-smaller ones may overtake it a limited number of times. Then a worker is reserved for it, so that it does not starve.
+smaller ones may overtake it a limited number of times. Then a worker is reserved for it to prevent starvation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from megaflow_hpc.pod.scheduling.work import Demand, Lane, Work
 
 MAX_OVERTAKEN = 64
-"""Starts that may overtake a rollout that does not fit, before a worker is reserved for it."""
+"""Number of starts that may overtake a rollout that does not fit, before a worker is reserved for it."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Worker:
         return max(0, self.slots - len(self.running))
 
     def has_room(self, demand: Demand) -> bool:
-        """Tells whether work of this demand can start now."""
+        """Returns True if work with this demand can start now."""
         return (
             self.free > 0
             and self.used_cpus + demand.cpus <= self.cpus
@@ -38,17 +38,17 @@ class _Worker:
         )
 
     def could_ever(self, demand: Demand) -> bool:
-        """Tells whether work of this demand could start if nothing else ran."""
+        """Returns True if work with this demand could start on an idle worker."""
         return demand.cpus <= self.cpus and demand.memory_mb <= self.memory_mb
 
 
 class Workers:
-    """The slots of one pod."""
+    """All worker slots of one pod."""
 
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
         self._reserved: dict[int, Lane] = {}
-        """Worker → the lane for which it is reserved."""
+        """Worker → lane for which it is reserved."""
         self.running = 0
         """Number of running attempts."""
         self.slots = 0
@@ -59,25 +59,25 @@ class Workers:
         return len(self._workers)
 
     def worker_of(self, rollout_id: str) -> int | None:
-        """Returns the worker that runs a rollout, or ``None`` if it does not run."""
+        """Returns the worker that runs a rollout, or ``None`` if the rollout is not running."""
         return next((rank for rank, worker in self._workers.items() if rollout_id in worker.running), None)
 
     def running_work(self) -> list[Work]:
-        """Returns every running attempt."""
+        """Returns all running attempts."""
         return [work for worker in self._workers.values() for work in worker.running.values()]
 
     def could_ever(self, demand: Demand) -> bool:
-        """Tells whether work of this demand could start somewhere if nothing else ran."""
+        """Returns True if work with this demand could start on some idle worker."""
         return any(worker.could_ever(demand) for worker in self._workers.values())
 
     # --- workers come and go ---
 
     def join(self, worker: int, slots: int, cpus: float | None = None, memory_mb: int | None = None) -> None:
-        """Adds a worker, once.
+        """Adds a worker. Ignores repeated calls for the same worker.
 
         Args:
-            cpus: CPUs that its rollouts share. ``None``: unlimited.
-            memory_mb: memory that its rollouts share. ``None``: unlimited.
+            cpus: CPUs that its rollouts share. If ``None``, unlimited.
+            memory_mb: memory in MB that its rollouts share. If ``None``, unlimited.
         """
         if worker in self._workers:
             return
@@ -89,7 +89,7 @@ class Workers:
         self.free += slots
 
     def leave(self, worker: int) -> list[Work]:
-        """Removes a worker. Returns what ran there; the caller handles its failure."""
+        """Removes a worker. Returns the work that was running there. The caller handles its failure."""
         gone = self._workers.pop(worker, None)
         self._reserved.pop(worker, None)
         if gone is None:
@@ -100,7 +100,7 @@ class Workers:
         return list(gone.running.values())
 
     def exclude(self, worker: int) -> None:
-        """Starts nothing more on a worker. Its running rollouts continue."""
+        """Starts no more work on a worker. Its running rollouts continue."""
         excluded = self._workers[worker]
         self._reserved.pop(worker, None)
         self.slots -= excluded.slots
@@ -110,8 +110,8 @@ class Workers:
     # --- starts and ends ---
 
     def place(self, lane: Lane) -> int | None:
-        """Returns the worker for a lane's head, if possible not the one on which it failed. ``None`` if it does not
-        fit; a worker is reserved for it after :data:`MAX_OVERTAKEN` starts of others."""
+        """Returns a worker for a lane's head, preferably not the one on which it failed. ``None`` if no worker fits.
+        In that case, a worker is reserved after :data:`MAX_OVERTAKEN` starts in other lanes."""
         avoid = lane.head.work.avoid
         best: tuple[bool, int, int] | None = None
         best_rank = None
@@ -137,7 +137,7 @@ class Workers:
             self._reserved[-negative_rank] = lane
 
     def start(self, work: Work, rank: int, lane: Lane) -> None:
-        """Fills a slot of a worker with work of a lane, and ends a reservation for the lane."""
+        """Assigns a slot of a worker to work from a lane, and ends the lane's reservation."""
         worker = self._workers[rank]
         worker.running[work.rollout.id] = work
         worker.used_cpus += work.demand.cpus
@@ -148,7 +148,8 @@ class Workers:
             del self._reserved[rank]
 
     def finish(self, rank: int, rollout_id: str) -> Work | None:
-        """Frees the slot of a rollout. ``None`` if the worker does not run it, as with a late message."""
+        """Frees the slot of a rollout. Returns ``None`` if the worker does not run it, for example because the
+        message is late."""
         worker = self._workers.get(rank)
         if worker is None or rollout_id not in worker.running:
             return None
@@ -161,5 +162,5 @@ class Workers:
         return work
 
     def reserve_none(self) -> None:
-        """Ends all reservations, because the queue is empty."""
+        """Cancels all reservations, because the queue is empty."""
         self._reserved.clear()
