@@ -1,9 +1,9 @@
 """Builds and pulls images with Apptainer's Python client (spython), each in a child process.
 
 The client runs a program named ``singularity``, hides why a call failed and has no timeout. Each child therefore gets a
-clean environment, its own process group, and a private directory that links ``singularity`` to the chosen Apptainer. A
-result appears at its target by a rename, or not at all. A killed process leaves its private directories behind; the
-next call removes them.
+clean environment and its own process group. A private directory links ``singularity`` to the chosen Apptainer. A result
+appears at its target by a rename, or not at all. A killed process leaves its private directories behind; the next call
+removes them.
 """
 
 from __future__ import annotations

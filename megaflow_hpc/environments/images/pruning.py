@@ -1,7 +1,7 @@
 """Removes images from a store, and the layers that only they used.
 
-Layers that were unused before are kept for a day, because they may belong to a build or pull in progress or about to be
-retried. While a build is running, the layers of removed images are kept for a day as well.
+Other unused layers are kept for a day. They may belong to a build or pull that is in progress or about to be retried.
+While a build is running, the layers of removed images are kept for a day as well.
 """
 
 from __future__ import annotations

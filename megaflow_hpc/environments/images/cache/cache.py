@@ -1,8 +1,8 @@
 """Caches images on this node: each unpacked once, verified, within a budget, and prefetched in the order of use.
 
-An image consists of one or more copies (:mod:`.artifacts`). A copy is verified against the digest in its source's name
-while it is made, so an existing copy is not read again. An image outside of stores, such as a SIF that a campaign maps
-by path, is identified by path, size and mtime.
+An image consists of one or more copies (:mod:`.artifacts`). While a copy is made, its source is verified against the
+digest in the source's name. An existing copy is not read again. An image outside of stores, such as a SIF that a
+campaign maps, is identified by path, size and mtime.
 
 Copies in use are leased and never removed (:mod:`.index`). A process reserves space for all missing copies of an image
 in one step. While waiting it holds none of them, so two processes cannot deadlock.

@@ -207,7 +207,7 @@ class Reader:
         if self._current is not None:  # Before the first FROM there is no base image to set them.
             self.unset += [(self._line, variable) for variable in dict.fromkeys(self._defaulted)]
 
-    # --- settings of the following steps ------------------------------------------------------------------------
+    # --- instructions that affect later steps -------------------------------------------------------------------
 
     def _take_from(self, instruction: DockerfileInstruction) -> None:
         _options(instruction, ("platform",))

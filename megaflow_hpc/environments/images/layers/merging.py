@@ -1,7 +1,7 @@
 """Merges an overlay's upper directory or a layer into a tree by moving files, for hosts that cannot mount overlays.
 
-Hidden files are marked as in the kernel (a 0/0 device, an extended attribute), or by files ``.wh.NAME`` and
-``.wh..wh..opq``, because some file systems support neither. Programs that must start fast import this module, so it
+Hidden files are marked as in the kernel, by a 0/0 device or an extended attribute. Some file systems support neither,
+so files ``.wh.NAME`` and ``.wh..wh..opq`` serve as marks, too. Programs that must start fast import this module, so it
 imports little.
 """
 

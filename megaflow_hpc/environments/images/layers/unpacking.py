@@ -121,7 +121,7 @@ class LayerWriter(TreeWriter):
         super().__exit__(kind, error, trace)
 
     def add(self, member: Member, reader: TarReader) -> None:
-        """Writes one member."""
+        """Writes one archive member."""
         parts = plain(member.name)
         if member.kind == "directory":
             self.directory(parts)
