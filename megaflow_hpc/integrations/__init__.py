@@ -1,5 +1,5 @@
-"""Classes that other projects load by an import path.
+"""Classes that other projects load by import path.
 
-``harbor`` makes this package's sandboxes an environment of Harbor's own runs. Each class takes the other project's
-configuration and implements its interface. No other room imports from here.
+``harbor`` lets Harbor runs use this package's sandboxes as their environment. Each class takes the other project's
+configuration and implements its interface. No other package imports from here.
 """

@@ -1,16 +1,16 @@
-"""Makes sandboxes an environment of Harbor (https://pypi.org/project/harbor, 0.25)::
+"""Runs Harbor (https://pypi.org/project/harbor, 0.25) trials in this package's sandboxes::
 
     harbor run -p TASK -a oracle --env megaflow_hpc.integrations.harbor:ApptainerEnvironment --ek images=base=base.sif
 
-Harbor keeps its own scheduling, agents and verifier. A trial's environment is one sandbox. All trials of the process
-share an :class:`~megaflow_hpc.environments.ApptainerProvider`. Files are copied through the sandbox; only mounts that
+Harbor keeps its own scheduling, agents and verifier. Each trial's environment is one sandbox. All trials of a process
+share an :class:`~megaflow_hpc.environments.ApptainerProvider`. Files are copied through the sandbox. Only mounts that
 the user requests from Harbor are mounted. Both packages must be installed in Harbor's Python (3.12 or later).
 
 Keyword arguments (``--ek KEY=VALUE``, or ``environment.kwargs`` of a job file):
 
 ``images``
-    ``NAME=TARGET``, several separated by commas, or a mapping, like ``environment.images`` of a campaign. A name that
-    is not mapped means ``docker://NAME``.
+    A mapping, or ``NAME=TARGET`` pairs separated by commas, like ``environment.images`` of a campaign. Unmapped names
+    mean ``docker://NAME``.
 ``scratch``
     A local directory for writable layers.
 ``network``
@@ -39,11 +39,11 @@ from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer
 
 _providers: dict[tuple[asyncio.AbstractEventLoop, str], tuple[ApptainerProvider, list[ApptainerEnvironment]]] = {}
-"""Event loop and scratch directory → provider, and the environments that use it now."""
+"""Event loop and scratch directory → provider, and the environments currently using it."""
 
 
 class ApptainerEnvironment(BaseEnvironment):
-    """One trial's sandbox. The module lists the keyword arguments."""
+    """Sandbox of one trial. The module docstring lists the keyword arguments."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ApptainerEnvironment(BaseEnvironment):
         self._as: str | None = None
         super().__init__(*arguments, **keywords)
 
-    # --- questions of Harbor before the start ---------------------------------------------------------------------
+    # --- Harbor's checks before the start -------------------------------------------------------------------------
 
     @staticmethod
     def type() -> str:
@@ -101,7 +101,7 @@ class ApptainerEnvironment(BaseEnvironment):
     # --- start and stop --------------------------------------------------------------------------------------------
 
     async def start(self, force_build: bool) -> None:
-        """Resolves the image (built or pulled at the first use) and starts the sandbox."""
+        """Resolves the image (built or pulled on first use) and starts the sandbox."""
         image, workdir, env, user = await asyncio.to_thread(self._image)
         memory_mb = self._resource_limit_value("memory", auto_mode=_limit())
         cpus = self._resource_limit_value("cpu", auto_mode=_limit())
@@ -125,7 +125,7 @@ class ApptainerEnvironment(BaseEnvironment):
         await self._upload_environment_dir_after_start()
 
     def _image(self) -> tuple[str, str | None, dict[str, str], str | None]:
-        """Returns image file, work directory, variables and user of the task's definition."""
+        """Returns the image file, working directory, variables and user from the task's definition."""
         dockerfile = self.environment_dir / "Dockerfile"
         named = self.task_env_config.docker_image
         parsed = None if named else Dockerfile(dockerfile)
@@ -155,7 +155,8 @@ class ApptainerEnvironment(BaseEnvironment):
         return provider
 
     async def stop(self, delete: bool) -> None:
-        """Ends the sandbox, and the provider after its last sandbox. Nothing is kept, regardless of ``delete``."""
+        """Stops the sandbox, and closes the provider after its last sandbox. Nothing is kept, whatever ``delete``
+        is."""
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await sandbox.stop()
@@ -184,14 +185,14 @@ class ApptainerEnvironment(BaseEnvironment):
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
-        """Runs a command by ``bash``, or by ``sh`` if bash is missing.
+        """Runs a command with ``bash``, or with ``sh`` if bash is missing.
 
         Raises:
-            TimeoutError: after ``timeout_sec``, as in Harbor's own environments.
+            TimeoutError: The command exceeded ``timeout_sec``, as in Harbor's own environments.
         """
         wanted = self._resolve_user(user)
         if wanted not in (None, "root", 0, "0", self._as):
-            # A sandbox has only one uid. Another user of the image differs only in name and home.
+            # A sandbox has only one uid. Another user differs only in name and home directory.
             name = shlex.quote(str(wanted))
             home = f"$(getent passwd {name} 2>/dev/null | cut -d: -f6)"
             command = f'export USER={name} LOGNAME={name}; h={home}; [ -w "$h" ] && export HOME="$h"; {command}'
@@ -230,7 +231,7 @@ class ApptainerEnvironment(BaseEnvironment):
 
 
 def parse_images(value: str | Mapping[str, str] | None) -> dict[str, str]:
-    """Parses ``NAME=TARGET,NAME=TARGET`` or a mapping. The first ``=`` separates."""
+    """Parses ``NAME=TARGET,NAME=TARGET`` or a mapping. The first ``=`` of a pair separates name and target."""
     if value is None:
         return {}
     if isinstance(value, Mapping):

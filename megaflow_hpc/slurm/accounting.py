@@ -1,6 +1,6 @@
-"""Read job states with one squeue query per cluster for all jobs of a campaign.
+"""Reads job states, with one squeue query per cluster for all jobs of a campaign.
 
-Jobs that squeue has forgotten are looked up with sacct.
+Jobs that squeue no longer lists are looked up with sacct.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LIVE = frozenset(
 )
 
 UNLAUNCHED = "launch failed requeued held"
-"""Slurm's reason for a job that a node could not start, such as a failed prolog or a silent slurmd."""
+"""Slurm's reason for a job that a node could not start, for example after a failed prolog or an unresponsive slurmd."""
 
 _FIELDS = "%i|%T|%S|%N|%r"
-"""The reason comes last because it may be an administrator's free text."""
+"""The reason is last because it may contain an administrator's free text."""
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,29 @@ class JobState:
     id: str
     state: str
     reason: str = ""
-    """Slurm's code for why the job waits (:mod:`.reasons`)."""
+    """Slurm's reason code for a pending job (:mod:`.reasons`)."""
     node: str = ""
     starts_at: float | None = None
-    """Expected start of a waiting job, in seconds UTC. ``None`` if Slurm gives no estimate."""
+    """Expected start of a pending job, in Unix seconds. ``None`` if Slurm gives no estimate."""
 
     @property
     def live(self) -> bool:
-        """Returns whether the job waits, runs, or is being requeued."""
+        """Whether the job is pending, running or being requeued."""
         return self.state in LIVE
 
     @property
     def held(self) -> bool:
-        """Returns whether the job is held and waits for a release, before its first start or after a requeue."""
+        """Whether the job is held until it is released, before its first start or after a requeue."""
         return self.state == "REQUEUE_HOLD" or (self.state == "PENDING" and "held" in self.reason.lower())
 
     @property
     def unlaunched(self) -> bool:
-        """Returns whether Slurm holds the job because its node could not launch it."""
+        """Whether Slurm holds the job because its node could not launch it."""
         return self.held and self.reason.lower().replace("_", " ") == UNLAUNCHED
 
 
 def expand(job_id: str) -> list[str]:
-    """Returns the array elements of an id as squeue prints it.
+    """Expands an id printed by squeue into its array elements.
 
     ``7_[0-2,5%3]`` → ``7_0 7_1 7_2 7_5``. ``7+1`` (a component of a heterogeneous job) → ``7``. Other ids are returned
     unchanged.
@@ -78,17 +78,17 @@ def expand(job_id: str) -> list[str]:
 
 
 def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
-    """Returns the jobs that squeue still knows, by element.
+    """Returns the jobs that squeue still lists, by element.
 
     Raises:
-        SiteError: A controller does not answer. The caller must not conclude that the jobs have ended.
+        SiteError: A controller does not respond. The caller must not conclude that the jobs have ended.
     """
     states: dict[str, JobState] = {}
     for cluster, numbers in by_cluster(job_ids).items():
         try:
             output = ask("squeue", *on(cluster), "-h", "-j", ",".join(numbers), "-t", "all", "-o", _FIELDS, epoch=True)
         except SiteError as error:
-            if "Invalid job id" in str(error):  # squeue has forgotten all of these jobs
+            if "Invalid job id" in str(error):  # squeue no longer lists any of these jobs
                 continue
             raise
         for line in output.splitlines():
@@ -97,13 +97,13 @@ def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
             for number in expand(job_id):
                 element = named(number, cluster)
                 before = states.get(element)
-                if before is None or not before.live:  # a heterogeneous job lives while any of its components does
+                if before is None or not before.live:  # a heterogeneous job is live while any of its components is
                     states[element] = JobState(element, state, reason, node, starts_at)
     return states
 
 
 def finished_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
-    """Returns the jobs' states from accounting, by element. The result is empty on a site without accounting."""
+    """Returns job states from accounting, by element. Empty on a site without accounting."""
     states = {}
     for cluster, numbers in by_cluster(job_ids).items():
         try:
@@ -119,47 +119,47 @@ def finished_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
 
 
 ACCOUNTING_DELAY_S = 300.0
-"""Seconds after a job's end in which slurmdbd may still get updates or a user may requeue the job."""
+"""How long after a job's end its record may still change, by late slurmdbd updates or a requeue."""
 FIELDS = "JobID,State,Start,End,AllocCPUS,TotalCPU,AllocTRES,TRESUsageInTot"
 
 
 @dataclass(frozen=True)
 class ElementUse:
-    """One start of one element, with its allocation. Times are in seconds UTC."""
+    """One start of an element, with its allocation. Times are in Unix seconds."""
 
     id: str
     started_at: float
     ended_at: float | None
-    """``None`` while the job runs."""
+    """``None`` while the job is running."""
     cores: int
     gpus: int
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Allocation and actual use of one start of one element."""
+    """Allocation and actual usage of one start of an element."""
 
     use: ElementUse
     state: str
     cpu_s: float
-    """CPU time of all processes. 0 until the first step has ended."""
+    """CPU time of all processes. 0 until the first step has finished."""
     memory_asked_mb: float | None
     memory_peak_mb: float | None
-    """Highest use of any one step, summed over its tasks. ``None`` if Slurm does not record it."""
+    """Peak of the largest step, summed over its tasks. ``None`` if Slurm does not record it."""
 
 
 StartsByJob = dict[str, list[Efficiency]]
-"""Starts by job or array."""
+"""Job or array id → its starts."""
 
 
 def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Efficiency]:
-    """Returns the same figures as ``seff`` for every start of every element.
+    """Returns the figures that ``seff`` reports, for every start of every element.
 
     Args:
-        kept: Cache file for final jobs. Without it all jobs are queried.
+        kept: Cache file for jobs whose records are final. Without it, all jobs are queried.
 
     Raises:
-        SiteError: The site has no accounting, or it does not answer.
+        SiteError: The site has no accounting, or it does not respond.
     """
     job_ids, cached = list(job_ids), _read(kept)
     starts_by_job: StartsByJob = {}
@@ -169,7 +169,7 @@ def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Effic
         starts_by_job |= answered
         final |= {job: starts for job, starts in answered.items() if job not in open_}
     if kept is not None and final:
-        with suppress(OSError):  # another user's run, or a full disk
+        with suppress(OSError):  # the run belongs to another user, or the disk is full
             with without_links(kept.parent) as folder:
                 write_json(folder / kept.name, msgspec.to_builtins(_read(kept) | final))
     every = cached | starts_by_job
@@ -177,7 +177,7 @@ def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Effic
 
 
 def _query(cluster: str, numbers: Iterable[str]) -> tuple[StartsByJob, set[str]]:
-    """Query one cluster. Returns the starts by job, and the jobs that are not final yet."""
+    """Queries one cluster. Returns the starts by job, and the jobs whose records are not final yet."""
     output = ask("sacct", *on(cluster), "-n", "-P", "-D", "-j", ",".join(numbers), "-o", FIELDS, epoch=True)
     starts_by_job: StartsByJob = {}
     open_: set[str] = set()
@@ -185,7 +185,7 @@ def _query(cluster: str, numbers: Iterable[str]) -> tuple[StartsByJob, set[str]]
     for job_id, state, start, end, cores, cpu, held, used in (line.split("|", 7) for line in output.splitlines()):
         array = array_of(named(job_id.partition(".")[0].partition("+")[0], cluster))
         starts = starts_by_job.setdefault(array, [])
-        if "." in job_id:  # a step, which follows its job in the output
+        if "." in job_id:  # a step; steps follow their job in the output
             peak = _megabytes(used)
             if peak is not None and starts and starts[-1].use.id == named(job_id.partition(".")[0], cluster):
                 starts[-1] = replace(starts[-1], memory_peak_mb=max(peak, starts[-1].memory_peak_mb or 0.0))
@@ -202,7 +202,7 @@ def _query(cluster: str, numbers: Iterable[str]) -> tuple[StartsByJob, set[str]]
 
 
 def _read(kept: Path | None) -> StartsByJob:
-    """Read the cache. A missing or damaged file counts as empty."""
+    """Reads the cache. Returns an empty dict if it is missing or damaged."""
     if kept is None:
         return {}
     try:
@@ -212,7 +212,7 @@ def _read(kept: Path | None) -> StartsByJob:
 
 
 def _duration_s(text: str) -> float:
-    """Parse ``[days-][hours:]minutes:seconds[.fraction]``. Any other text gives 0."""
+    """Parses ``[days-][hours:]minutes:seconds[.fraction]``. Returns 0 for any other text."""
     days, _, rest = text.rpartition("-")
     try:
         seconds = float(days or 0) * 86400
@@ -224,7 +224,7 @@ def _duration_s(text: str) -> float:
 
 
 def _megabytes(resources: str) -> float | None:
-    """Return the memory in a TRES list such as ``…,mem=4000M,…``, in MiB. A number without a unit is in bytes."""
+    """Returns the memory in a TRES list such as ``…,mem=4000M,…``, in MiB. A number without a unit is in bytes."""
     match = re.search(r"\bmem=([\d.]+)([KMGTP]?)", resources)
     if match is None:
         return None

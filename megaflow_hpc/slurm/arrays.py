@@ -1,13 +1,13 @@
-"""Create, submit, record and find the Slurm jobs of one run, within the limits of the site.
+"""Creates, submits, records and finds the Slurm jobs of one run, within the limits of the site.
 
 ::
 
     RUN/ledger/jobs/<array>.json     one submission: its role, id and elements
-    RUN/ledger/leaving/<pod>         this element shall drain and must not be requeued
+    RUN/ledger/leaving/<pod>         marks an element that must drain and not be requeued
 
-A campaign may consist of several arrays (because of MaxArraySize, pools or ``scale``). They share a name and a comment,
-and a pod needs no knowledge of other arrays. Each submission is recorded at once in a file of its own, so two
-processes that submit do not overwrite each other's records. If a process was killed between submitting and recording,
+A campaign may consist of several arrays (because of MaxArraySize, pools or ``scale``). They share a job name and a
+comment, and pods need not know about other arrays. Each submission is immediately recorded in its own file, so
+concurrent submitters do not overwrite each other's records. If a process is killed between submitting and recording,
 its jobs are found by their comment.
 """
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def server_jobs(
     config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: Allowance
 ) -> Iterator[Job]:
-    """Yields the engine arrays. Each covers a part of one server group."""
+    """Yields the engine arrays. Each covers part of one server group."""
     for group in groups:
         first = group.first
         largest_index = allowed.array_size - 1
@@ -53,11 +53,11 @@ def server_jobs(
 
 
 _CPU_OPTIONS = {"cpus-per-task", "c", "cpus-per-gpu", "exclusive", "mincpus", "cores-per-socket", "threads-per-core"}
-"""sbatch options with which a campaign sets its servers' CPUs itself."""
+"""sbatch options by which a campaign sets the CPUs itself, so that no default applies."""
 
 
 def cpus_per_gpu(config: CampaignConfig, run: RunDir, group: ServerGroup) -> int | None:
-    """Returns the default number of CPUs per GPU for servers. ``None`` leaves it to the campaign or to Slurm."""
+    """Returns the default CPUs per GPU for servers, or ``None`` to leave the choice to the campaign or Slurm."""
     servers = config.slurm.servers
     extra = {**config.slurm.extra, **servers.extra}
     if servers.cpus_per_gpu or not group.gpus:
@@ -68,7 +68,7 @@ def cpus_per_gpu(config: CampaignConfig, run: RunDir, group: ServerGroup) -> int
 
 
 def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] | None = None) -> Iterator[Job]:
-    """Yields one trainer job for each learning policy, or for each of the given policies."""
+    """Yields one trainer job for each learning policy, restricted to ``policies`` if given."""
     trainer = config.slurm.trainer
     cpus = None
     if config.training and trainer.gpus and not config.slurm.servers.cpus_per_gpu:
@@ -80,7 +80,7 @@ def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] 
 
 
 def _default_cpus_per_gpu(extra: Collection[str], job: Callable[[int | None], Job]) -> int | None:
-    """Returns the default CPUs per GPU, or ``None`` if the campaign or Slurm sets it or limits forbid the default."""
+    """Returns the default CPUs per GPU. ``None`` if the campaign or Slurm sets it, or if limits forbid it."""
     if {option_name(name) for name in extra} & _CPU_OPTIONS or not site.has_slurm():
         return None
     partition = job(None).options.get("partition")
@@ -96,11 +96,11 @@ def _default_cpus_per_gpu(extra: Collection[str], job: Callable[[int | None], Jo
 
 
 GATHER_S = 3600.0
-"""Walltime of the gather job if neither the campaign nor a limit sets it."""
+"""Walltime of the gather job unless the campaign or a limit sets it."""
 
 
 def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = ()) -> Job:
-    """Returns the gather job. Without a configured walltime it gets an hour, or less if the site allows less."""
+    """Returns the gather job. Without a configured walltime it gets one hour, or less if the site requires it."""
     return timed(script.gather_job(config, run, dependency, servers), GATHER_S)
 
 
@@ -115,12 +115,13 @@ def pod_jobs(
 ) -> Iterator[Job]:
     """Yields the pod arrays of all pools on this cluster.
 
-    If limits allow few jobs at once, the arrays are throttled so that pods do not take the place of a requeued engine.
+    If limits allow few concurrent jobs, the arrays are throttled, so that pods cannot take the slot of a requeued
+    engine.
 
     Args:
-        count: Total number of elements. Default: as many as the campaign asks for.
-        engines: Number of engine servers that must be able to run at the same time as the pods.
-        server_amounts: Resources that each of these servers requests.
+        count: Total number of elements. Default: the number in the campaign.
+        engines: Number of engine servers that must be able to run alongside the pods.
+        server_amounts: Resources requested by each of these servers.
     """
     pods = config.slurm.pods
     left = pods.here if count is None else count
@@ -138,7 +139,7 @@ def pod_jobs(
 
 
 def pod_jobs_elsewhere(config: CampaignConfig, run: RunDir) -> Iterator[Job]:
-    """Yields the pod arrays of pools on other clusters. Those clusters enforce their own limits."""
+    """Yields the pod arrays of pools on other clusters, which enforce their own limits."""
     for pool in config.slurm.pods.pools:
         if pool.cluster:
             for elements in chunks(pool.count, site.max_array_size(pool.cluster)):
@@ -146,18 +147,18 @@ def pod_jobs_elsewhere(config: CampaignConfig, run: RunDir) -> Iterator[Job]:
 
 
 class Arrays:
-    """Manages the submissions of one run."""
+    """The submissions of one run."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self.handles: list[ArrayJob] = []
-        """submitit's handles of the jobs that this process submitted."""
+        """submitit handles of the jobs submitted by this process."""
 
     def queue(self, job: Job) -> list[str]:
-        """Submits one array and returns its elements' ids.
+        """Submits one array and returns the ids of its elements.
 
         Raises:
-            SiteError: sbatch refuses.
+            SiteError: sbatch rejected the job.
         """
         from megaflow_hpc.slurm.submission import submit
 
@@ -172,7 +173,7 @@ class Arrays:
         write_json(self.run.jobs / f"{array}.json", msgspec.to_builtins(record))
 
     def records(self) -> list[JobRecord]:
-        """Returns every recorded submission, ordered by id."""
+        """Returns all recorded submissions, sorted by id."""
         return sorted(read_jobs(self.run).values(), key=lambda record: int(number(record.id)))
 
     def ids(self, role: str | None = None) -> list[str]:
@@ -180,11 +181,10 @@ class Arrays:
         return [record.id for record in self.records() if role in (None, record.role)]
 
     def adopt(self, name: str, clusters: Sequence[str] = ("",)) -> None:
-        """Records this run's jobs that a killed process had submitted but not recorded. They are found by their
-        comment.
+        """Records jobs of this run that a killed process submitted but did not record. They are found by their comment.
 
         Raises:
-            SiteError: The controller does not answer.
+            SiteError: A controller does not respond.
         """
         ids = set(self.ids())
         for cluster in clusters:
@@ -197,13 +197,14 @@ class Arrays:
                     self._record(array, _role(self.run, array), None)
 
     def leave(self, pod: str) -> None:
-        """Asks a running element to drain. It is not requeued afterwards."""
+        """Asks a running element to drain, and prevents it from being requeued."""
         Marks(self.run).leave(pod)
         scancel([pod], "--batch", "--signal=USR2")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Locks the number of jobs against this user's other processes, as far as the file system supports locks."""
+        """Holds a lock while changing the number of jobs, so that concurrent processes do not interfere. Does
+        nothing if the file system has no locks."""
         with contextlib.ExitStack() as lock:
             with contextlib.suppress(OSError):
                 lock.enter_context(locked(self.run.ledger / "jobs.lock"))
@@ -211,7 +212,7 @@ class Arrays:
 
 
 def _role(run: RunDir, array: str) -> str:
-    """Returns a job's role, which is derived from its log path."""
+    """Derives a job's role from its log path."""
     log = site.ask("scontrol", *site.on(cluster_of(array)), "-o", "show", "job", number(array))
     for role, prefix in (("servers", "server-"), ("trainer", "trainer-"), ("gather", "gather-")):
         if f"StdOut={run.logs}/{prefix}" in log:

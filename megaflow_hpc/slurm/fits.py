@@ -1,7 +1,7 @@
-"""Check whether a partition can ever run a job, and choose walltimes for jobs that name none.
+"""Checks whether a partition can ever run a job, and chooses walltimes for jobs without one.
 
-The checks cover walltime, the number of nodes, and what a single node has. Slurm would accept an impossible job and let
-it wait for ever (PartitionTimeLimit, PartitionConfig), or refuse it without naming the key of the campaign file. These
+The checks cover walltime, the number of nodes, and the resources of a single node. Slurm would accept an impossible job
+and keep it pending forever (PartitionTimeLimit, PartitionConfig), or reject it without naming the campaign key. These
 checks name the key and the limit.
 """
 
@@ -20,7 +20,7 @@ from megaflow_hpc.slurm.site import Partition
 
 
 def seconds(time: str | int | None) -> float | None:
-    """Parses a walltime in any of Slurm's forms. Returns infinity for an unlimited one and ``None`` for an invalid one.
+    """Parses a walltime in any Slurm format. Returns infinity if it is unlimited and ``None`` if it is invalid.
 
     ``30`` and ``30:00`` are minutes, ``1:30:00`` is in hours and ``2-0`` in days (sbatch ``--time``).
     """
@@ -39,10 +39,10 @@ def seconds(time: str | int | None) -> float | None:
 
 
 def partitions_of(options: Mapping[str, Any]) -> list[Partition]:
-    """Returns the partitions from which Slurm chooses for a job with these sbatch options.
+    """Returns the partitions that Slurm may choose for a job with these sbatch options.
 
     Raises:
-        SiteError: The controller does not answer.
+        SiteError: The controller does not respond.
     """
     partitions = site.partitions()
     names = str(options.get("partition") or "").split(",")
@@ -54,10 +54,10 @@ def _default(partitions: Mapping[str, Partition]) -> list[Partition]:
 
 
 def timed(job: Job, unasked_s: float | None = None) -> Job:
-    """Returns the job with its walltime filled in (:func:`asked_time`). Engines in a pod's allocation get the pod's
-    walltime.
+    """Returns the job with its walltime filled in (:func:`asked_time`).
 
-    A job for another cluster is returned unchanged, since that cluster's limits are unknown here.
+    In a heterogeneous job, the pod and its engines share the shortest walltime. A job for another cluster is returned
+    unchanged, since that cluster's limits are unknown here.
     """
     options = {option_name(name): value for name, value in job.options.items() if value is not None}
     if job.cluster or not {"time", "t"}.isdisjoint(options):
@@ -71,20 +71,20 @@ def timed(job: Job, unasked_s: float | None = None) -> Job:
 
 
 def asked_time(options: Mapping[str, Any], unasked_s: float | None = None) -> str | None:
-    """Returns the walltime to request for a job with these options, in Slurm's form. ``None`` means to request none.
+    """Returns the walltime to request for a job with these options, in Slurm's format, or ``None`` to request none.
 
-    A walltime in the options is used as it is. Otherwise nothing is requested if the partition's default fits. If it
-    does not fit, the longest walltime that partition, account and QOS allow is requested, because Slurm would refuse
-    such a job (DenyOnLimit) or hold it for ever.
+    A walltime given in the options is returned unchanged. Otherwise none is requested if the partition's default is
+    allowed. If it is not, the longest walltime allowed by partition, account and QOS is requested. Slurm would
+    otherwise reject such a job (DenyOnLimit) or keep it pending forever.
 
     Args:
-        unasked_s: Seconds to request instead of the partition's default.
+        unasked_s: Seconds to request in place of the partition's default.
     """
     if times := [str(options[name]) for name in ("time", "t") if options.get(name) is not None]:
         return times[0]
     wanted_s, longest = unasked_s, math.inf
     if site.has_slurm():
-        with contextlib.suppress(SiteError):  # Slurm does not answer; sbatch will report it
+        with contextlib.suppress(SiteError):  # Slurm does not respond; sbatch will report it
             longest = longest_s(options)
             wanted_s = max(_defaults_s(options), default=None) if unasked_s is None else unasked_s
     if wanted_s is None or (unasked_s is None and wanted_s <= longest):
@@ -95,24 +95,24 @@ def asked_time(options: Mapping[str, Any], unasked_s: float | None = None) -> st
 def walltime_s(options: Mapping[str, Any]) -> float | None:
     """Returns the walltime of a job with these options in seconds: the requested one, else the partition's default.
 
-    ``None`` means that it is unknown, infinity that there is no limit.
+    ``None`` means unknown; infinity means unlimited.
     """
     requested = asked_time(options)
     return min(_defaults_s(options), default=None) if requested is None else seconds(requested)
 
 
 def _defaults_s(options: Mapping[str, Any]) -> list[float]:
-    """Return the default walltime of each partition that the job names, if it is known."""
+    """Returns the known default walltimes of the job's partitions."""
     defaults = site.default_times()
     times = [seconds(defaults.get(partition.name)) or seconds(partition.time) for partition in partitions_of(options)]
     return [time for time in times if time is not None]
 
 
 def longest_s(options: Mapping[str, Any]) -> float:
-    """Returns the longest walltime that partition, account and QOS allow, in seconds. Infinity means no limit.
+    """Returns the longest walltime allowed by partition, account and QOS, in seconds. Infinity means unlimited.
 
     Raises:
-        SiteError: The controller does not answer.
+        SiteError: The controller does not respond.
     """
     limits_s = [_limit_s(partition.time) for partition in partitions_of(options)]
     longest = [] if not limits_s or _may_exceed(options) else [max(limits_s)]
@@ -122,11 +122,11 @@ def longest_s(options: Mapping[str, Any]) -> float:
 
 
 def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
-    """Explains why none of a job's partitions can ever run it, with one line per key. Empty if one of them can.
+    """Explains why none of a job's partitions can ever run it, with one line per problem. Empty if one of them can.
 
     Args:
         key: The job's section in the campaign file, such as ``slurm.pods``.
-        options: The job's sbatch options, by sbatch's own names.
+        options: The job's sbatch options, under sbatch's own names.
     """
     partitions = partitions_of(options)
     if not partitions:
@@ -165,15 +165,15 @@ def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def _limit_s(text: str) -> float:
-    """Parse a limit. An unknown one counts as infinity."""
+    """Parses a limit. Returns infinity if it is unknown."""
     return seconds(text) or math.inf
 
 
 def _may_exceed(options: Mapping[str, Any]) -> bool:
-    """Return whether the requested QOS lifts the partition's limit (its flag PartitionTimeLimit)."""
+    """Returns whether the requested QOS overrides the partition's time limit (its flag PartitionTimeLimit)."""
     if not options.get("qos"):
         return False
     try:
         return "PartitionTimeLimit" in limits.qos(str(options["qos"])).get("flags", "")
     except SiteError:
-        return True  # the answer is unknown; Slurm will report it
+        return True  # unknown; Slurm will report it

@@ -1,4 +1,4 @@
-"""Find what currently fails in a site's Slurm, with the cause of each failure. ``doctor`` prints it."""
+"""Diagnoses a site's Slurm: finds what currently fails, and why. ``doctor`` prints the results."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from megaflow_hpc.rundir.marks import cause
 from megaflow_hpc.slurm import site
 
 UNAVAILABLE_STATES = ("down", "drain", "fail", "unk", "maint", "inval", "reboot")
-"""Prefixes of sinfo's long state names in which a node accepts no jobs."""
+"""Prefixes of sinfo's long state names for nodes that accept no jobs."""
 
 
 @dataclass(frozen=True)
 class AbsentNodes:
-    """The nodes of a partition that accept no jobs: their number and the most frequent reason."""
+    """Number of nodes in a partition that accept no jobs, and the most frequent reason."""
 
     count: int
     reason: str
 
 
 def absent_nodes() -> dict[str, AbsentNodes]:
-    """Returns the partitions that have nodes out of service. A node that does not respond counts too.
+    """Returns the partitions with nodes out of service, including unresponsive nodes.
 
     Raises:
-        SiteError: Slurm does not answer.
+        SiteError: Slurm does not respond.
     """
     reasons: dict[str, Counter[str]] = defaultdict(Counter)
     for line in site.ask("sinfo", "-h", "-N", "-o", "%R|%T|%E").splitlines():
@@ -42,10 +42,10 @@ def absent_nodes() -> dict[str, AbsentNodes]:
 
 
 def why_no_accounting() -> str | None:
-    """Returns why ``sacct`` does not answer. Empty if it does, ``None`` if the site keeps no accounts.
+    """Returns why ``sacct`` does not work. Empty if it works, ``None`` if the site has no accounting.
 
     Raises:
-        SiteError: The controller does not answer.
+        SiteError: The controller does not respond.
     """
     settings = site.configuration()
     if "slurmdbd" not in settings.get("AccountingStorageType", "") or not shutil.which("sacct"):
@@ -61,7 +61,7 @@ def why_no_accounting() -> str | None:
 def why_no_pmi(plugin: str) -> str:
     """Returns why MPI ranks started with ``srun --mpi=PLUGIN`` cannot find each other. Empty if no reason is known.
 
-    Only certain failures are reported. ``doctor --job`` runs a real test.
+    Only definite failures are reported. ``doctor --job`` runs a real test.
     """
     library = mpi_library()
     if plugin == "cray_shasta" and library and "cray" not in library.lower():
@@ -71,14 +71,14 @@ def why_no_pmi(plugin: str) -> str:
 
 @dataclass(frozen=True)
 class MpiProbe:
-    """Result of a step with two ranks. ``why_not`` explains a failure and is empty if the ranks found each other."""
+    """Result of a two-rank job step. ``why_not`` explains a failure and is empty if the ranks found each other."""
 
     why_not: str = ""
     library: str = ""
     asks: bool = False
-    """True if Slurm commands work inside a step."""
+    """Whether Slurm commands work inside a step."""
     outlives: bool = False
-    """True if rank 0 continues after the other rank is killed."""
+    """Whether rank 0 survives when the other rank is killed."""
 
 
 PROBE = """\
@@ -105,11 +105,12 @@ while world.size > 1 and time.monotonic() < end:
 print("outlived", flush=True)
 os._exit(0)
 """
-"""Program of a rank in :func:`try_world`. A launcher that ends all ranks after a loss does so within milliseconds."""
+"""Program that each rank runs in :func:`try_world`. A launcher that kills all ranks after a loss does so within
+milliseconds."""
 
 
 def try_world(plugin: str) -> MpiProbe:
-    """Starts two ranks with ``srun --mpi=PLUGIN`` in the way a pod does, and kills one of them."""
+    """Starts two ranks with ``srun --mpi=PLUGIN`` as a pod does, and kills one of them."""
     step = ["srun", f"--mpi={plugin}", "-n2", "-N1", "--kill-on-bad-exit=0", "--no-kill"]
     command = [*step, "--time=2", "--mem-per-cpu=200M", sys.executable, "-c", PROBE]
     try:

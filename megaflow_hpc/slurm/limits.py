@@ -1,8 +1,8 @@
-"""Read how many jobs Slurm lets this user queue and run at once: array size, association and QOS limits.
+"""Reads how many jobs Slurm lets this user queue and run at once: array size, association and QOS limits.
 
-Associations and QOS take one ``sacctmgr`` query each. Only the array size is limited if a site has no accounting, does
-not enforce limits, or its slurmdbd is away. Slurm enforces all limits itself. Reading them beforehand lets a campaign
-fit, instead of being refused half-way or queued for ever.
+Associations and QOS take one ``sacctmgr`` query each. Only the array size is known if a site has no accounting, does
+not enforce limits, or its slurmdbd is down. Slurm enforces all limits itself. Checking them in advance keeps a campaign
+from being rejected half-way or pending forever.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from megaflow_hpc.slurm.resources import Cap
 
 @dataclass(frozen=True)
 class Allowance:
-    """How much another campaign of this user may queue and run. ``None`` means no limit."""
+    """How many more jobs this user may queue and run. ``None`` means no limit."""
 
     array_size: int = 1001
-    """Maximum number of elements of one array (MaxArraySize)."""
+    """Maximum number of elements in one array (MaxArraySize)."""
     submit: int | None = None
-    """Maximum number of queued and running jobs under the narrowest limit. Each array element counts as one job."""
+    """Maximum number of pending and running jobs under the tightest limit. Each array element counts as one job."""
     queued: int = 0
-    """Current number of those jobs."""
+    """Number of jobs that currently count towards ``submit``."""
     running: int | None = None
     """Maximum number of running jobs."""
     why: str = ""
-    """Describes the limit behind ``submit``, for messages."""
+    """The limit behind ``submit``, used in messages."""
     caps: tuple[Cap, ...] = ()
-    """Limits on resources."""
+    """Resource limits."""
 
     @property
     def room(self) -> int | None:
-        """Number of jobs that can still be queued."""
+        """Number of jobs that can still be queued. ``None`` means no limit."""
         return None if self.submit is None else max(0, self.submit - self.queued)
 
 
 def chunks(count: int, size: int) -> list[int]:
-    """Splits ``count`` elements into arrays of at most ``size`` and of about equal length."""
+    """Splits ``count`` elements into roughly equal arrays of at most ``size`` elements."""
     arrays = -(-count // max(1, size))
     return [count * (n + 1) // arrays - count * n // arrays for n in range(arrays)]
 
 
 def allowance(options: Mapping[str, Any]) -> Allowance:
-    """Returns the limits of jobs with these sbatch options (``account``, ``qos`` and ``partition`` matter).
+    """Returns the limits for jobs with these sbatch options (only ``account``, ``qos`` and ``partition`` matter).
 
     Raises:
-        SiteError: The controller does not answer.
+        SiteError: The controller does not respond.
     """
     array_size = site.max_array_size()
     user = getpass.getuser()
     try:
         rows = _rows(user, options)
-    except SiteError:  # no accounting, or slurmdbd is away: sbatch will report what Slurm refuses
+    except SiteError:  # no accounting, or slurmdbd is down: sbatch will report what Slurm rejects
         return Allowance(array_size)
     caps = _caps(rows, options)
     limits = [limit for of, row in rows for limit in _job_limits(row, of)]
@@ -74,7 +74,7 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
 
 
 def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
-    """Returns the resource limits of jobs with these sbatch options. Empty if Slurm cannot tell."""
+    """Returns the resource limits for jobs with these sbatch options. Empty if accounting is not available."""
     try:
         return _caps(_rows(getpass.getuser(), options), options)
     except SiteError:
@@ -82,7 +82,7 @@ def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
 
 
 def longest_walltime(options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns the longest allowed walltime in Slurm's form, and the name of the limit's owner. ``None`` if no limit is
+    """Returns the longest allowed walltime in Slurm's format, and the owner of the limit. ``None`` if no limit is
     known."""
     try:
         rows = _rows(getpass.getuser(), options)
@@ -95,26 +95,26 @@ def longest_walltime(options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _caps(rows: Sequence[tuple[str, Mapping[str, str]]], options: Mapping[str, Any]) -> tuple[Cap, ...]:
-    if "," in str(options.get("partition") or ""):  # what one partition forbids, another may allow
+    if "," in str(options.get("partition") or ""):  # a limit of one partition may not apply to another
         rows = rows[-2:]
     return tuple(resources.caps(rows))
 
 
 class Limit(NamedTuple):
-    """One limit on the number of jobs."""
+    """A limit on the number of jobs."""
 
     kind: str
     """``submit`` or ``jobs``."""
     value: int
     of: str
-    """``QOS …`` or ``account …``, whose jobs are counted."""
+    """Owner of the limit, ``QOS …`` or ``account …``, whose jobs are counted."""
 
 
 def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
-    """Return the names of all limit owners with sacctmgr's fields for each. Owners with precedence come first.
+    """Returns the limit owners with their sacctmgr fields, in order of precedence.
 
     Raises:
-        SiteError: The site has no accounting, or it does not answer.
+        SiteError: The site has no accounting, or it does not respond.
     """
     if not site.enforces_limits():
         return []
@@ -125,7 +125,7 @@ def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, st
 
 
 def _association(user: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the user's association: its default QOS, and its limits under sacctmgr's names."""
+    """Returns the user's association: its default QOS, and its limits under sacctmgr's names."""
     fields = ("cluster", "account", "user", "partition", *_JOBS, "maxtres", "grptres", "maxwall")
     output = site.sacctmgr("assoc", f"user={user}", f"format={','.join(fields)},defaultqos")
     cluster = site.cluster_name()
@@ -148,7 +148,7 @@ def qos(name: str) -> dict[str, str]:
     """Returns the limits and flags of a QOS under sacctmgr's names. Empty if the QOS does not exist.
 
     Raises:
-        SiteError: The site has no accounting, or it does not answer.
+        SiteError: The site has no accounting, or it does not respond.
     """
     fields = ("name", "flags", *_QOS_JOBS, *resources.LIMITS, "maxwall")
     for line in site.sacctmgr("qos", f"format={','.join(fields)}").splitlines():  # one cached query for all QOS

@@ -1,4 +1,4 @@
-"""Explain why jobs wait: Slurm's reason codes in plain words, with a remedy, grouped for the jobs of a run.
+"""Explains why jobs are pending: Slurm's reason codes in plain words, with a remedy, grouped for the jobs of a run.
 
 The codes are documented at https://slurm.schedmd.com/job_reason_codes.html. Unknown codes are shown unchanged.
 """
@@ -73,11 +73,11 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     ("QOSMin.*", "it asks for less than the QOS takes", "see: sacctmgr show qos"),
 )
-"""Each entry has a pattern for a whole code, its meaning, and a remedy. The first match counts."""
+"""Pattern for a whole code, meaning, remedy. The first match wins."""
 
 
 def explain(reason: str) -> tuple[str, str]:
-    """Returns the meaning of a reason code and the remedy. Each is empty if it is unknown."""
+    """Returns the meaning of a reason code and the remedy. Each is an empty string if unknown."""
     for pattern, means, remedy in REASONS:
         if re.fullmatch(pattern, reason, re.IGNORECASE | re.DOTALL):
             return means, remedy
@@ -85,14 +85,14 @@ def explain(reason: str) -> tuple[str, str]:
 
 
 def waiting(jobs: Iterable[tuple[str, JobState]]) -> list[dict[str, Any]]:
-    """Returns the waiting jobs grouped by role and reason, largest group first.
+    """Returns the pending jobs, grouped by role and reason, largest group first.
 
     Args:
-        jobs: Each job's role and state.
+        jobs: Role and state of each job.
 
     Returns:
-        ``role``, ``reason``, ``jobs`` (their number), ``first`` (an id), ``means``, ``remedy``, and ``starts_at``. The
-        last is the time in seconds UTC at which Slurm expects the first of them to start, or ``None`` without an
+        Rows with ``role``, ``reason``, ``jobs`` (their number), ``first`` (an id), ``means``, ``remedy`` and
+        ``starts_at``. ``starts_at`` is the earliest start that Slurm expects, in Unix seconds, or ``None`` without an
         estimate.
     """
     groups: dict[tuple[str, str], list[JobState]] = {}

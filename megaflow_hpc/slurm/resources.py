@@ -1,8 +1,8 @@
-"""Handle Slurm's trackable resources (TRES): what a job requests, and what associations and QOS allow.
+"""Slurm's trackable resources (TRES): what a job requests, and what associations and QOS allow.
 
 Resources have Slurm's names: ``cpu``, ``node``, ``mem`` (in MB), ``gres/gpu``, ``gres/gpu:a100``. A limit applies to
 one job, or to all running jobs of a user, an account, an association or a QOS. If the same limit is set in several
-places, the first in this order counts: the partition's QOS, the job's QOS, the association
+places, the first of these applies: the partition's QOS, the job's QOS, the association
 (https://slurm.schedmd.com/resource_limits.html).
 """
 
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from megaflow_hpc.slurm.script import option_name
 
 Amounts = dict[str, int]
-"""Amount by resource. Memory is in MB."""
+"""Resource → amount. Memory is in MB."""
 
 PER_JOB = "MaxTRESPerJob"
 LIMITS = {"maxtres": PER_JOB, "maxtrespu": "MaxTRESPerUser", "maxtrespa": "MaxTRESPerAccount", "grptres": "GrpTRES"}
-"""Limit names: sacctmgr's format name → the name in its manual."""
+"""Name of a limit in sacctmgr's format option → its name in the manual."""
 _MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
@@ -28,18 +28,19 @@ class Cap(NamedTuple):
     """A limit on one resource."""
 
     limit: str
-    """One of the values of :data:`LIMITS`."""
+    """A value of :data:`LIMITS`."""
     resource: str
     value: int
     of: str
-    """``QOS …`` or ``account …``."""
+    """Owner of the limit: ``QOS …`` or ``account …``."""
 
     def __str__(self) -> str:
         return f"{self.of} allows {self.resource}={self.value} ({self.limit})"
 
 
 def amounts(text: str) -> Amounts:
-    """Parses ``cpu=64,gres/gpu=4,mem=100G`` as sacctmgr prints it. A value that is not a number means no limit."""
+    """Parses ``cpu=64,gres/gpu=4,mem=100G`` as printed by sacctmgr. Skips values that are not numbers: they mean no
+    limit."""
     parsed: Amounts = {}
     for resource, _, value in (part.partition("=") for part in text.split(",")):
         with contextlib.suppress(ValueError):
@@ -51,7 +52,7 @@ def megabytes(text: str) -> int:
     """Converts ``100G`` or ``2000`` (MB) to MB.
 
     Raises:
-        ValueError: The text has neither form.
+        ValueError: The text has neither format.
     """
     match = re.fullmatch(r"([\d.]+)([KMGT]?)B?", text.strip().upper())
     if not match:
@@ -60,10 +61,10 @@ def megabytes(text: str) -> int:
 
 
 def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
-    """Returns the limits in force.
+    """Returns the limits in effect.
 
     Args:
-        rows: Names of the limits' owners, with sacctmgr's fields. Owners with precedence come first.
+        rows: Owners of limits with their sacctmgr fields, in order of precedence.
     """
     by_scope: dict[tuple[str, str], Cap] = {}
     for of, row in rows:
@@ -74,7 +75,7 @@ def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
 
 
 def asked(options: Mapping[str, Any]) -> Amounts:
-    """Returns the minimum resources that a job with these sbatch options needs."""
+    """Returns the minimum resources requested by a job with these sbatch options."""
     options_given = {
         option_name(str(name)): str(value) for name, value in options.items() if value not in (None, False)
     }
@@ -100,19 +101,19 @@ def asked(options: Mapping[str, Any]) -> Amounts:
 
 
 def shared(amounts: Amounts, limits: Iterable[Cap]) -> Amounts:
-    """Returns the part of a job's resources that counts towards the shared limits."""
+    """Returns the part of a job's resources that counts towards limits shared by several jobs."""
     counted = {cap.resource for cap in limits if cap.limit != PER_JOB}
     return {resource: count for resource, count in amounts.items() if resource in counted}
 
 
 def _number(options: Mapping[str, str], name: str, default: int) -> int:
-    """Return the first number in an option's value, such as 2 for ``2-4`` nodes."""
+    """Returns the first number in an option's value, such as 2 for ``2-4`` nodes."""
     match = re.match(r"\d+", options.get(name, ""))
     return int(match[0]) if match else default
 
 
 def _gres(text: str) -> Amounts:
-    """Parse ``gpu:4`` and ``gpu:a100:4``; the second counts for both resources. ``gpu`` alone counts as 1."""
+    """Parses ``gpu:4`` or ``gpu:a100:4``. The latter counts for both resources. ``gpu`` alone counts as 1."""
     name, _, rest = text.strip().removeprefix("gres/").removeprefix("gres:").partition(":")
     kind, _, count = rest.rpartition(":")
     if rest and not count.isdigit():
@@ -127,14 +128,14 @@ def _gres(text: str) -> Amounts:
 
 
 def impossible(limits: Iterable[Cap], job: Amounts) -> Cap | None:
-    """Returns the limit that makes even a single such job impossible. ``None`` if no limit does."""
+    """Returns the limit that prevents even a single such job from running, or ``None``."""
     over = [cap for cap in limits if job.get(cap.resource, 0) > cap.value]
     return max(over, key=lambda cap: job[cap.resource] / max(1, cap.value), default=None)
 
 
 def at_once(limits: Iterable[Cap], job: Amounts, others: Iterable[Amounts] = ()) -> tuple[int, Cap] | None:
-    """Returns how many such jobs may run next to ``others``, and the deciding limit. ``None`` if nothing limits
-    them."""
+    """Returns how many such jobs may run alongside ``others``, and the limit that decides. ``None`` if nothing
+    limits them."""
     others = list(others)
     counts = []
     for cap in limits:

@@ -1,8 +1,8 @@
-"""Renders every batch script with one pure function.
+"""Renders all batch scripts with one pure function.
 
-``--dry-run`` prints exactly the text that is submitted. The scripts in ``sbatch/`` are this function's output without a
-campaign, so manual and automatic submission run the same lines. The bodies are ``pods.sh``, ``servers.sh``,
-``trainer.sh`` and ``gather.sh`` in this directory. Each of them starts with ``own.sh``.
+``--dry-run`` prints exactly the text that would be submitted. The scripts in ``sbatch/`` are the output of this
+function without a campaign, so manual and automatic submission run the same lines. The bodies are ``pods.sh``,
+``servers.sh``, ``trainer.sh`` and ``gather.sh`` in this directory. Each of them starts with ``own.sh``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megaflow_hpc.rundir.layout import RunDir
 Role = Literal["pods", "servers", "trainer", "gather"]
 
 WARN_S = 60
-"""Seconds before the walltime at which the batch shell gets SIGUSR2 and the pod drains."""
+"""Seconds before the end of the walltime at which the batch shell receives SIGUSR2 and the pod drains."""
 TRAINER_WARN_S = 300
-"""Seconds before the walltime at which a trainer gets SIGUSR2, finishes its step and writes a checkpoint.
-``trainer.sh`` leaves it all but 30 of them."""
+"""Seconds before the end of the walltime at which a trainer receives SIGUSR2, finishes its step and writes a
+checkpoint. ``trainer.sh`` kills a step that is still running 30 s before the end."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One submission: its role, sbatch options and number of array elements (``None`` for a single job)."""
+    """A submission: its role, sbatch options and number of array elements (``None`` for a plain job)."""
 
     role: Role
     options: Mapping[str, Any]
@@ -36,30 +36,30 @@ class Job:
     first: int = 0
     """Index of the first element."""
     base: int = 0
-    """Offset from an element's index to its server's index in ``run.json``, for indices beyond MaxArraySize."""
+    """Offset from array index to server index in ``run.json``, for server indices beyond MaxArraySize."""
     throttle: int | None = None
-    """Maximum number of elements that run at once."""
+    """Maximum number of elements that run concurrently."""
     arguments: Sequence[str] = ()
-    """More arguments of the command that the script runs (gather only)."""
+    """Additional arguments for the command in the script (gather only)."""
     run: str | None = None
-    """Run directory that is written into the script. If it is ``None``, the script takes it from its command line."""
+    """Run directory written into the script. If ``None``, the script takes it from its command line."""
     header: Sequence[str] = field(default_factory=tuple)
     engines: Sequence[Mapping[str, Any]] = ()
-    """Options of the engine servers that share a pod's allocation and MPI world (a heterogeneous job)."""
+    """Options of engine servers that share a pod's allocation and MPI world (a heterogeneous job)."""
     cluster: str = ""
-    """Name of another Slurm cluster to submit to. Empty for our own."""
+    """Name of the other Slurm cluster to submit to. Empty for our own."""
     policy: str = ""
-    """The policy that a trainer trains. Without a run it comes from the command line."""
+    """Policy that a trainer trains. If empty, the script takes it from its command line."""
 
     @property
     def indices(self) -> str:
-        """Index range in the form that ``--array`` takes."""
+        """Index range in the format of ``--array``."""
         throttle = "" if self.throttle is None else f"%{self.throttle}"
         return f"{self.first}-{self.first + (self.elements or 1) - 1}{throttle}"
 
 
 def script(job: Job) -> str:
-    """Returns the whole batch script."""
+    """Renders the complete batch script."""
     lines = ["#!/bin/bash", *(f"# {line}".rstrip() for line in job.header)]
     options = dict(job.options)
     if job.elements is not None:
@@ -80,7 +80,7 @@ def script(job: Job) -> str:
     body = body.replace("@RUN@", shlex.quote(job.run) if job.run else run_argument)
     body = body.replace("@POLICY@", shlex.quote(job.policy) if job.policy else "${2:-default}")
     body = body.replace(" @INDEX@", f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "")
-    if job.engines:  # the step has one part for each component of the job
+    if job.engines:  # one part of the step for each component of the job
         body = body.replace("srun --export=ALL", "srun --het-group=0 --export=ALL").replace(
             "SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK_HET_GROUP_0"
         )
@@ -89,7 +89,7 @@ def script(job: Job) -> str:
 
 
 def _engine_part(server: int) -> str:
-    """Return the part of the step that starts one engine server, as a rank of the same MPI world."""
+    """Returns the part of the step that starts one engine server, as a rank of the same MPI world."""
     return (
         f' \\\n    : --het-group={server + 1} --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill '
         f'--label --cpus-per-task="${{SLURM_CPUS_PER_TASK_HET_GROUP_{server + 1}:-1}}" '
@@ -98,18 +98,18 @@ def _engine_part(server: int) -> str:
 
 
 def option_name(name: str) -> str:
-    """Converts an option to sbatch's own name: ``--qos`` → ``qos``, ``mem_per_cpu`` → ``mem-per-cpu``."""
+    """Converts an option to sbatch's spelling: ``--qos`` → ``qos``, ``mem_per_cpu`` → ``mem-per-cpu``."""
     return name.strip("-").replace("_", "-")
 
 
 def option(name: str, value: Any) -> str:
-    """Formats one sbatch option for ``#SBATCH`` lines and command lines."""
+    """Formats an sbatch option for ``#SBATCH`` lines and command lines."""
     name = option_name(name)
     return f"--{name}" if value is True or value == "" else f"--{name}={shlex.quote(str(value))}"
 
 
 def command(job: Job, path: str) -> str:
-    """Returns the sbatch command line that submits ``path`` by hand with this job's options."""
+    """Returns the sbatch command for submitting ``path`` by hand with this job's options."""
     options = {**({} if job.elements is None else {"array": job.indices}), **job.options}
     words = [option(name, value) for name, value in options.items() if value is not None and value is not False]
     policy = [shlex.quote(job.policy)] if job.policy else []
@@ -145,10 +145,10 @@ def pod_job(
     """Returns a pod array. Each element is one MPI world on ``pods.nodes`` nodes.
 
     Args:
-        count: Number of elements. Default: the pool's or the campaign's.
-        dependency: Dependency in sbatch's form.
+        count: Number of elements. Default: that of the pool or the campaign.
+        dependency: Job dependency in sbatch's format.
         pool: An additional pool of pods. Default: ``slurm.pods`` itself.
-        throttle: Maximum number of elements that run at once.
+        throttle: Maximum number of elements that run concurrently.
     """
     pods = config.slurm.pods
     own = {name: getattr(pool, name) for name in ("partition", "account", "time", "nodes")} if pool else {}
@@ -171,7 +171,7 @@ def pod_job(
     }
     cluster = (pool and pool.cluster) or ""
     if cluster:
-        options |= {"clusters": cluster, "dependency": None}  # a job cannot wait for jobs on another cluster
+        options |= {"clusters": cluster, "dependency": None}  # a job cannot depend on jobs of another cluster
     return Job("pods", options, count or (pool or pods).count, run=str(run), throttle=throttle, cluster=cluster)
 
 
@@ -186,15 +186,15 @@ def server_job(
     nodes: int = 1,
     cpus_per_gpu: int | None = None,
 ) -> Job:
-    """Returns an engine array. Each element is one engine server, whose index identifies it in ``run.json``.
+    """Returns an engine array. Each element is one engine server, identified by its index in ``run.json``.
 
     Args:
-        gpus: GPUs of each server on each of its nodes.
+        gpus: GPUs per node of each server.
         first: Index of the first server.
-        largest: Highest array index that the site allows. Servers beyond it are counted from 0, with an offset.
-        held: Whether the jobs are held in the queue until they are released (``scontrol release``).
-        nodes: Nodes of each server.
-        cpus_per_gpu: CPUs per GPU if the campaign does not set them. Default: Slurm's.
+        largest: Largest array index that the site allows. If it is exceeded, array indices start at 0, with an offset.
+        held: Submit the jobs held, until they are released (``scontrol release``).
+        nodes: Nodes per server.
+        cpus_per_gpu: CPUs per GPU unless the campaign sets them. Default: Slurm's default.
     """
     servers = config.slurm.servers
     each = servers.cpus_per_gpu or cpus_per_gpu
@@ -222,8 +222,8 @@ def together_job(config: CampaignConfig, run: RunDir, gpus: Sequence[int], cpus_
     """Returns a pod and its engine servers as one heterogeneous job, with one allocation and one MPI world.
 
     Args:
-        gpus: GPUs of each server.
-        cpus_per_gpu: As for :func:`server_job`.
+        gpus: Number of GPUs of each server.
+        cpus_per_gpu: As in :func:`server_job`.
     """
     pod = pod_job(config, run, 1)
     kept = ("partition", "nodes", "ntasks", "gres", "cpus-per-task", "mem")
@@ -234,10 +234,10 @@ def together_job(config: CampaignConfig, run: RunDir, gpus: Sequence[int], cpus_
 
 
 def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: int | None = None) -> Job:
-    """Returns the job of a policy's trainer. It has one task per node, which gets all of the job's resources there.
+    """Returns the trainer job of a policy. It has one task per node, which gets all of the job's resources there.
 
     Args:
-        cpus_per_gpu: As for :func:`server_job`.
+        cpus_per_gpu: As in :func:`server_job`.
     """
     trainer, servers = config.slurm.trainer, config.slurm.servers
     each = servers.cpus_per_gpu or cpus_per_gpu
@@ -260,7 +260,7 @@ def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: 
 
 
 def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = ()) -> Job:
-    """Returns the follow-up job, which writes trajectories.h5 and ends the engine arrays ``servers``."""
+    """Returns the follow-up job, which writes trajectories.h5 and then ends the engine arrays ``servers``."""
     gather, pods = config.slurm.gather, config.slurm.pods
     options = {
         **_common(config, run, "gather"),
@@ -278,7 +278,8 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Se
 
 
 def by_hand(role: Role) -> str:
-    """Returns a role's script for ``sbatch/``. It has no campaign and takes the run directory as its argument."""
+    """Renders a role's script for ``sbatch/``. It is independent of a campaign and takes the run directory as an
+    argument."""
     common = {"job-name": "megaflow", "open-mode": "append", "signal": f"B:USR2@{WARN_S}", "requeue": True}
     if role == "pods":
         header = [

@@ -1,4 +1,4 @@
-"""Query the site's partitions, MPI plug-ins and configuration. Answers are cached, so each query runs one command."""
+"""Queries the site's partitions, MPI plug-ins and configuration. Results are cached, so each query runs one command."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from megaflow_hpc.config import CampaignConfig
 
 COMMAND_TIMEOUT_S = 60.0
-"""Timeout in seconds for a Slurm command, since a busy slurmctld may answer slowly."""
+"""Timeout for a Slurm command. It is generous, because a busy slurmctld may respond slowly."""
 ACCOUNTING_CACHE_S = 30.0
-"""Seconds for which answers about accounts and QOS are cached."""
+"""How long to cache responses about accounts and QOS."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition as sinfo shows it.
+    """A partition, as reported by sinfo.
 
-    ``cpus`` and ``memory_mb`` (MiB) are the largest of any node. ``time`` is the limit in Slurm's form.
-    ``cpus_per_gpu`` is the smallest of any node with GPUs, and 0 if the partition has none.
+    ``cpus`` and ``memory_mb`` (MiB) are the maximum over its nodes. ``time`` is the time limit in Slurm's format.
+    ``cpus_per_gpu`` is the minimum over nodes with GPUs, or 0 if there are none.
     """
 
     name: str
@@ -48,10 +48,10 @@ def ask(*command: str, epoch: bool = False) -> str:
     """Runs a Slurm command and returns its output.
 
     Args:
-        epoch: Whether the command prints times in seconds UTC.
+        epoch: Let the command print times as Unix seconds.
 
     Raises:
-        SiteError: The command is missing, fails, or does not answer.
+        SiteError: The command is missing, fails or times out.
     """
     environment = {**os.environ, "SLURM_TIME_FORMAT": "%s"} if epoch else None
     try:
@@ -71,11 +71,10 @@ def ask(*command: str, epoch: bool = False) -> str:
 
 
 def sacctmgr(*show: str) -> str:
-    """Returns the output of ``sacctmgr -nP show``, cached for half a minute because each kind of job needs the same
-    answers.
+    """Returns the output of ``sacctmgr -nP show``. Cached for half a minute, because each kind of job asks the same.
 
     Raises:
-        SiteError: The site has no accounting, or it does not answer.
+        SiteError: The site has no accounting, or it does not respond.
     """
     return _sacctmgr(show, int(time.monotonic() // ACCOUNTING_CACHE_S))
 
@@ -86,20 +85,20 @@ def _sacctmgr(show: tuple[str, ...], moment: int) -> str:
 
 
 def on(cluster: str) -> tuple[str, ...]:
-    """Returns the options that direct a Slurm command to a cluster. Empty for our own cluster."""
+    """Returns the options that direct a Slurm command to another cluster. Empty for our own cluster."""
     return ("-M", cluster) if cluster else ()
 
 
 def has_slurm() -> bool:
-    """Tells whether Slurm's commands are on PATH."""
+    """Returns whether Slurm's commands are on PATH."""
     return all(shutil.which(tool) for tool in ("sbatch", "squeue", "srun"))
 
 
 @functools.cache
 def partitions(cluster: str = "") -> dict[str, Partition]:
-    """Returns the partitions visible to this user, by name, on this cluster or on the given one."""
+    """Returns the partitions of a cluster that are visible to this user, by name. Default: this cluster."""
     by_name: dict[str, Partition] = {}
-    # -e: without it sinfo merges nodes of different sizes into one line with the smallest values.
+    # Without -e, sinfo merges nodes of different sizes into one line with the smallest values.
     output = ask("sinfo", *on(cluster), "-h", "-e", "-o", "%R|%P|%a|%D|%c|%m|%G|%l")
     for line in output.splitlines():
         name, marked, available, nodes, cpus, memory, gres, limit = line.split("|")
@@ -126,7 +125,7 @@ def _leading_number(text: str) -> int:
 
 
 def _merged(one: Partition, other: Partition) -> Partition:
-    """Return a partition with the nodes of both."""
+    """Merges two entries of a partition into one that covers the nodes of both."""
     shares = [partition.cpus_per_gpu for partition in (one, other) if partition.cpus_per_gpu]
     return replace(
         other,
@@ -139,16 +138,16 @@ def _merged(one: Partition, other: Partition) -> Partition:
 
 
 def mpi_plugin() -> str:
-    """Returns the ``srun --mpi`` type to try first for mpi4py's MPI."""
+    """Returns the ``srun --mpi`` plug-in to try first, given the MPI library of mpi4py."""
     return mpi_plugins()[0]
 
 
 @functools.cache
 def mpi_plugins() -> tuple[str, ...]:
-    """Returns the MPI types to try, the most likely first. ``MEGAFLOW_MPI`` overrides them.
+    """Returns the MPI plug-ins to try, most likely first. ``MEGAFLOW_MPI`` overrides them.
 
     Raises:
-        SiteError: srun offers no type that we know.
+        SiteError: srun offers no plug-in that we support.
     """
     if chosen := os.environ.get("MEGAFLOW_MPI", "").split():
         return tuple(chosen)
@@ -165,9 +164,9 @@ def mpi_plugins() -> tuple[str, ...]:
 
 
 def mpi_attempts() -> str:
-    """Returns the types that a pod tries, separated by blanks: the first of each kind (pmix loads pmix_v4).
+    """Returns the plug-ins that a pod tries, separated by spaces: the first of each kind (pmix loads pmix_v4).
 
-    Types in ``MEGAFLOW_MPI`` are used as they are.
+    Plug-ins in ``MEGAFLOW_MPI`` are used unchanged.
     """
     if chosen := os.environ.get("MEGAFLOW_MPI", "").split():
         return " ".join(chosen)
@@ -177,20 +176,20 @@ def mpi_attempts() -> str:
 
 @functools.cache
 def configuration(cluster: str = "") -> dict[str, str]:
-    """Returns the entries of ``scontrol show config`` by name, for this cluster or for the given one."""
+    """Returns the settings in ``scontrol show config``, by name. Default: those of this cluster."""
     output = ask("scontrol", *on(cluster), "show", "config")
     pairs = (line.partition("=") for line in output.splitlines())
     return {name.strip(): value.strip() for name, separator, value in pairs if separator}
 
 
 def max_array_size(cluster: str = "") -> int:
-    """Returns MaxArraySize (the largest array index + 1) of this cluster or of the given one."""
+    """Returns MaxArraySize (the largest array index + 1) of a cluster. Default: this cluster."""
     size = configuration(cluster).get("MaxArraySize", "")
     return int(size) if size.isdigit() else 1001
 
 
 def accounts() -> list[str]:
-    """Returns the accounts that this user may charge, the default first. Empty without accounting."""
+    """Returns the accounts that this user may charge, default account first. Empty without accounting."""
     user = getpass.getuser()
     try:
         output = sacctmgr("user", user, "withassoc", "format=defaultaccount,account")
@@ -203,28 +202,28 @@ def accounts() -> list[str]:
 
 
 def enforces_limits() -> bool:
-    """Tells whether limits of associations and QOS are enforced (AccountingStorageEnforce)."""
+    """Returns whether Slurm enforces association and QOS limits (AccountingStorageEnforce)."""
     return bool({"limits", "safe"} & set(configuration().get("AccountingStorageEnforce", "").lower().split(",")))
 
 
 def cluster_name() -> str:
-    """Returns the name of this cluster."""
     return configuration().get("ClusterName", "")
 
 
 def partition_qos(names: str) -> set[str]:
-    """Returns the QOS of partitions, whose limits apply in addition to the job's own. ``names`` is in sbatch's form."""
+    """Returns the QOS of partitions, whose limits apply in addition to the job's own. ``names`` is in sbatch's
+    format."""
     wanted = names.split(",") if names else [p.name for p in partitions().values() if p.default]
     return {qos for name, qos in _each_partition("QoS") if name in wanted and qos != "N/A"}
 
 
 def default_times() -> dict[str, str]:
-    """Returns the default walltime of each partition that has one, in Slurm's form."""
+    """Returns the default walltimes of partitions that have one, in Slurm's format."""
     return {name: time for name, time in _each_partition("DefaultTime") if time != "NONE"}
 
 
 def _each_partition(key: str) -> list[tuple[str, str]]:
-    """Return each partition with the value of ``key`` in ``scontrol show partition``."""
+    """Returns each partition's name and its value of ``key`` in ``scontrol show partition``."""
     return re.findall(rf"^PartitionName=(\S+).*?\b{key}=(\S+)", _shown_partitions(), re.MULTILINE)
 
 
@@ -234,19 +233,19 @@ def _shown_partitions() -> str:
 
 
 MAX_CPUS_PER_GPU = 8
-"""Default upper bound of an engine's CPUs per GPU. More would gain little and block other jobs."""
+"""Upper bound on an engine's default CPUs per GPU. More would gain little and block other jobs."""
 
 
 def engine_cpus(names: str | None) -> int | None:
-    """Returns the CPUs per GPU that engine servers request by default: their share of a node.
+    """Returns the CPUs per GPU that engine servers request by default: a GPU's share of its node.
 
-    ``None`` if Slurm sets a default itself (DefCpuPerGPU), or if the share is unknown.
+    Returns ``None`` if Slurm sets a default itself (DefCpuPerGPU), or if the share is unknown.
 
     Args:
-        names: Partitions in sbatch's form, or ``None`` for the default partition.
+        names: Partitions in sbatch's format, or ``None`` for the default partition.
 
     Raises:
-        SiteError: Slurm does not answer.
+        SiteError: Slurm does not respond.
     """
     by_name = partitions()
     wanted = names.split(",") if names else [p.name for p in by_name.values() if p.default]
@@ -259,13 +258,13 @@ def engine_cpus(names: str | None) -> int | None:
 
 
 def check_site(config: CampaignConfig, where: Any) -> None:
-    """Checks that the partitions of the campaign exist.
+    """Checks that the campaign's partitions exist.
 
     Args:
-        where: Returns ``file:line`` of a dotted key.
+        where: Returns ``file:line`` for a dotted key.
 
     Raises:
-        ConfigError: A partition does not exist. The error names it and the existing partitions.
+        ConfigError: A partition does not exist. The message names it and lists the existing partitions.
     """
     by_name = partitions()
     pods = config.slurm.pods

@@ -1,7 +1,7 @@
-"""Submit our own batch scripts through submitit's executor, and return its array and job handles.
+"""Submits our own batch scripts through submitit's executor, and returns its array and job handles.
 
 submitit's own runner unpickles functions in a shared folder. Ours runs ``python -m megaflow_hpc.pod``, so only
-submitit's submission and handles are used. A handle offers state and cancel; ``result()`` is not supported.
+submitit's submission and handles are used. Handles support ``state`` and ``cancel()``, but not ``result()``.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class ArrayJob(submitit.SlurmJob):
     """Handle of one element: ``job_id``, ``state``, ``cancel()``."""
 
     def result(self) -> Any:
-        """Raises RuntimeError, because elements return nothing."""
+        """Raises RuntimeError, because elements have no return value."""
         raise RuntimeError("array elements return nothing; wait for the campaign with run.wait() and read run.path")
 
 
 class ClusterJob(ArrayJob):
-    """Handle of an element on another cluster, which is named after the ``@`` of its id."""
+    """Handle of an element on another cluster, given after the ``@`` in its id."""
 
     watcher = SlurmInfoWatcher(delay_s=600)  # a separate watcher, because submitit's own would query our cluster
 
     @property
     def state(self) -> str:
-        """The state on that cluster. ``UNKNOWN`` if neither squeue nor sacct knows the job."""
+        """Job state on that cluster. ``UNKNOWN`` if neither squeue nor sacct lists the job."""
         states = accounting.finished_jobs([self.job_id]) | accounting.live_jobs([self.job_id])
         return states[self.job_id].state if self.job_id in states else "UNKNOWN"
 
@@ -47,7 +47,7 @@ class ClusterJob(ArrayJob):
 
 
 class ScriptExecutor(submitit.SlurmExecutor):
-    """Submits the text of a :class:`~megaflow_hpc.slurm.script.Job`."""
+    """Submits the script of a :class:`~megaflow_hpc.slurm.script.Job`."""
 
     job_class = ArrayJob
 
@@ -65,7 +65,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         return 1
 
     def submit_job(self) -> list[ArrayJob]:
-        """Submits the job and returns one handle per element (one for a plain job)."""
+        """Submits the job and returns one handle per element (one in total for a plain job)."""
         first = cast(ArrayJob, self._submit_command(""))
         if self._job.cluster:
             elements = range(self._job.first, self._job.first + (self._job.elements or 1))
@@ -78,16 +78,16 @@ class ScriptExecutor(submitit.SlurmExecutor):
 
 
 SITE_VARIABLES = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"))
-"""Slurm's variables that describe the site and not a job."""
+"""Slurm variables that describe the site rather than a job."""
 POD_VARIABLES = frozenset(("POD", "START", "POD_DIR", "END", "SERVER", "ELASTIC", "CLUSTER", "REQUEUES"))
-"""``MEGAFLOW_…`` variables of a pod. Jobs that a pod submits must not inherit them."""
+"""``MEGAFLOW_…`` variables of a pod. Jobs submitted by a pod must not inherit them."""
 
 
 def inherited(environment: Iterable[str]) -> list[str]:
-    """Returns the names of variables that no job may inherit.
+    """Returns the names of variables that a submitted job must not inherit.
 
-    These are the variables of a job, a step or an MPI world around this process, which Slurm and MPI in the new job
-    would use as their own. ``SBATCH_…`` is included because sbatch prefers it to the options in a script.
+    These belong to the job, step or MPI world around this process. Slurm and MPI would apply them to the new job.
+    ``SBATCH_…`` variables are included because they override the options in a script.
     """
     foreign = re.compile(r"(SLURMD?|SBATCH|SRUN|SALLOC|PMIX?|OMPI|PRTE|HYDRA|HYDI|I_MPI_HYDRA)_")
     mine = {f"MEGAFLOW_{name}" for name in POD_VARIABLES}
@@ -95,10 +95,10 @@ def inherited(environment: Iterable[str]) -> list[str]:
 
 
 def submit(run: RunDir, job: Job) -> list[ArrayJob]:
-    """Submits one job or array.
+    """Submits a job or array.
 
     Raises:
-        SiteError: sbatch refused. The error contains its message.
+        SiteError: sbatch rejected the job. The error contains its message.
     """
     JobPaths.get_first_id_independent_folder(run.logs).mkdir(parents=True, exist_ok=True)
     try:

@@ -1,9 +1,9 @@
-"""Calls Apptainer's Python client (spython) in a child process: builds and pulls, which take seconds.
+"""Builds and pulls images with Apptainer's Python client (spython), each in a child process.
 
-The client runs a program named ``singularity``, drops the reasons of failures and has no time limit. Each child has a
-private directory with a link of that name to the chosen Apptainer, a clean environment and a process group of its own.
-A result appears at its target by a rename, or not at all. A killed process leaves its private directories; the next
-call removes them.
+The client runs a program named ``singularity``, hides why a call failed and has no timeout. Each child therefore gets a
+clean environment and its own process group. A private directory links ``singularity`` to the chosen Apptainer. A result
+appears at its target by a rename, or not at all. A killed process leaves its private directories behind; the next call
+removes them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megaflow_hpc.host.cleanup import BUILD_DIRECTORY, make_directory, sweep_dir
 from megaflow_hpc.host.files import remove_tree
 
 SIF_OPTIONS = ("--mksquashfs-args", "-comp gzip -Xcompression-level 1")
-"""Fast compression that every squashfs can read. An image is packed once and unpacked on every node."""
+"""Fast compression that every squashfs version can read. An image is packed once and unpacked on every node."""
 TIMEOUT_S = 3600.0
 _POLL_INTERVAL_S = 0.5
 _ERROR_LINES = 15
@@ -55,15 +55,15 @@ def build(
     """Builds an image at ``target``.
 
     Args:
-        source: a definition file, an image or a ``docker://`` address.
-        options: further options of ``apptainer build``.
-        sandbox: Build a directory, not a SIF.
-        cwd: the directory that relative paths in a definition file start from.
+        source: A definition file, an image or a ``docker://`` address.
+        options: Additional options for ``apptainer build``.
+        sandbox: Build a directory instead of a SIF.
+        cwd: Directory against which relative paths in a definition file are resolved.
         timeout_s: Kill the build and all its processes after this time.
-        stopped: Kill them as soon as this is set.
+        stopped: Kill the build as soon as this event is set.
 
     Raises:
-        SiteError: The build failed; the message has Apptainer's last lines. ``target`` is unchanged.
+        SiteError: The build failed. The message contains Apptainer's last lines. ``target`` is unchanged.
     """
     call = {"verb": "build", "source": source, "options": options, "sandbox": sandbox}
     _make(apptainer, target, call, cwd or Path.cwd(), timeout_s, stopped, {})
@@ -81,12 +81,12 @@ def pull(
     """Pulls an ``oras://`` or ``library://`` address to a SIF at ``target``.
 
     Args:
-        plain_http: The registry speaks HTTP without TLS.
+        plain_http: Use HTTP without TLS.
         timeout_s: Kill the pull and all its processes after this time.
-        stopped: Kill them as soon as this is set.
+        stopped: Kill the pull as soon as this event is set.
 
     Raises:
-        SiteError: The pull failed; the message has Apptainer's last lines. ``target`` is unchanged.
+        SiteError: The pull failed. The message contains Apptainer's last lines. ``target`` is unchanged.
     """
     variables = {"APPTAINER_NOHTTPS": "1", "SINGULARITY_NOHTTPS": "1"} if plain_http else {}
     call = {"verb": "pull", "source": address}
@@ -135,7 +135,7 @@ def _environment(private: Path, apptainer: str) -> dict[str, str]:
 
 def _is_whole(result: Path, status: int) -> bool:
     if result.is_dir():
-        return status == 0  # a directory does not show whether files are missing
+        return status == 0  # a directory, unlike a SIF, does not reveal missing files
     try:
         system_partition(result)
     except SandboxError:
@@ -150,8 +150,8 @@ def _run(
     timeout_s: float,
     stopped: threading.Event | None,
 ) -> tuple[int, str]:
-    """Runs the child; returns its exit status and its output."""
-    # Isolated (-I), and started in /: Python must not import from the directory of a definition file.
+    """Runs the child and returns its exit status and output."""
+    # Run isolated (-I) and in /, so that Python imports nothing from the definition file's directory.
     process = subprocess.Popen(
         [*dies_with_parent("TERM"), sys.executable, "-I", "-c", _PROGRAM, json.dumps(request)],
         cwd="/",
@@ -164,7 +164,7 @@ def _run(
     try:
         output = _output(process, name, timeout_s, stopped)
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # The child is not reaped yet, so the group is still its own.
+        os.killpg(process.pid, signal.SIGKILL)  # The child is not reaped yet, so its group id cannot be reused.
         process.wait()
         raise
     return process.returncode, output.decode("utf-8", "replace")
@@ -184,7 +184,7 @@ def _output(process: subprocess.Popen[bytes], name: str, timeout_s: float, stopp
 
 
 def serve(request: dict[str, Any]) -> int:
-    """Makes one call of the client, in the child process; prints Apptainer's output and returns its exit status."""
+    """Runs one client call in the child process. Prints Apptainer's output and returns its exit status."""
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # sent when the parent dies
     from spython.main import Client
 
@@ -193,7 +193,7 @@ def serve(request: dict[str, Any]) -> int:
     done: dict[str, Any] = {"return_code": 1, "message": []}
 
     def keep(command: list[str], **options: Any) -> None:
-        # build() and pull() drop what this method returns: exit status and output.
+        # build() and pull() discard the exit status and output that this method returns.
         options |= {"capture": True, "quiet": True, "return_result": True}
         done.update(run(command, **options))
 
@@ -205,7 +205,7 @@ def serve(request: dict[str, Any]) -> int:
             Client.build(request["source"], request["result"], options=options, sandbox=sandbox, sudo=False, quiet=True)
         else:
             Client.pull(request["source"], name=request["result"], quiet=True)
-    except UnicodeDecodeError as error:  # The client cannot read output that is not UTF-8.
+    except UnicodeDecodeError as error:  # The client decodes output as strict UTF-8.
         sys.stdout.buffer.write(error.object)
     message = done["message"]
     print(message if isinstance(message, str) else "\n".join(message))

@@ -1,7 +1,7 @@
-"""Writes files of a store that several processes write at once: records and links that appear whole, and locks.
+"""Atomic records, links and locks for a store that several processes write to concurrently.
 
-Unfinished files are stored in the store's ``work`` directory, under the name of their host and process. :func:`sweep`
-removes those of processes that were killed.
+Unfinished files are kept in the store's ``work`` directory. Their names contain the host and process that made them.
+:func:`sweep` removes those left by killed processes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 
 STALE_S = 7 * 86400.0
-"""Unfinished files of another host are removed after this time."""
+"""Remove unfinished files of other hosts after this time."""
 
 
 def write_record(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes ``STORE/<directory>/<name>.json``, readable for every user whom the directory lets in."""
+    """Writes ``STORE/<directory>/<name>.json``, readable by every user who can enter the directory."""
     write_atomic(path, to_json(value), 0o444, temporary=_own(path.parents[1] / "work", "note"))
 
 
 def link_record(path: Path, target: Path) -> None:
-    """Makes ``STORE/<directory>/<name>`` a link to a file of another store, and copies its record."""
+    """Links ``STORE/<directory>/<name>`` to a file in another store, and copies its record."""
     link = _own(path.parents[1] / "work", "link")
     os.symlink(target, link)
     write_record(path.with_suffix(".json"), read_record(target.with_suffix(".json")) or {})
@@ -51,9 +51,9 @@ def read_record(path: Path) -> Mapping[str, Any] | None:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Holds a lock file and removes it at the end.
+    """Holds a file lock and removes the lock file on exit.
 
-    If the file system has no locks, no process waits: work may be done twice, but nothing breaks.
+    If the file system does not support locks, no process waits. Work may then be done twice, but nothing breaks.
 
     Raises:
         TimeoutError: ``wait`` is false and another process holds the lock.
@@ -64,7 +64,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
         except TimeoutError:
             raise
         except OSError:
-            pass  # no locks here
+            pass  # the file system does not support locks
         try:
             yield
         finally:
@@ -73,7 +73,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 @contextmanager
 def work_directory(work: Path, kind: str) -> Iterator[Path]:
-    """Creates a directory below ``work`` and removes it at the end."""
+    """Creates a directory below ``work`` and removes it on exit."""
     path = _own(work, kind)
     path.mkdir(mode=0o700)
     try:
@@ -87,7 +87,7 @@ def _own(work: Path, kind: str) -> Path:
 
 
 def sweep(work: Path) -> None:
-    """Removes files that killed processes have left in ``work``."""
+    """Removes files that killed processes left in ``work``."""
     for path in work.iterdir():
         if path.suffix == ".lock":
             with suppress(TimeoutError), locked(path, wait=False):
@@ -97,7 +97,8 @@ def sweep(work: Path) -> None:
 
 
 def abandoned(path: Path) -> bool:
-    """Returns whether the process that made this file is gone. Processes of another host count as alive for a week."""
+    """Returns whether the process that created this file is gone. Processes on other hosts count as alive for a
+    week."""
     name = re.fullmatch(r"[^.]+\.(?P<host>.+)-(?P<pid>\d+)-(?P<start>\d+)", path.name)
     if name is None:
         return False

@@ -14,55 +14,55 @@ from pathlib import Path
 MAX_PARALLEL_BUILDS = 4
 REPORT_INTERVAL_S = 0.25
 CANCEL_TIMEOUT_S = 20.0
-"""Builds may take this long to end after a cancel."""
+"""How long to wait for running builds to end after a cancel."""
 
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """Progress of ``total`` images."""
+    """Progress of building ``total`` images."""
 
     total: int
     looked_up: int
     """Images checked against the store so far. Building starts once all are checked."""
     there: int = 0
-    """Images that were in the store at the beginning."""
+    """Images already in the store at the start."""
     to_make: int = 0
-    """Images that the store lacked. Names that cannot be resolved are not counted."""
+    """Images missing from the store. Names that cannot be resolved are not counted."""
     made: int = 0
     failed: int = 0
     at_work: int = 0
     steps: int = 0
-    """Steps of Dockerfiles that were carried out."""
+    """Completed Dockerfile steps."""
     bytes: int = 0
     """Bytes added to the store."""
     elapsed_s: float = 0.0
-    """Time since the first build began."""
+    """Time since the first build started."""
 
     @property
     def left_s(self) -> float | None:
-        """Expected remaining seconds; ``None`` before the first image is done."""
+        """Estimated remaining seconds. ``None`` until the first image is done."""
         done = self.made + self.failed
         return self.elapsed_s / done * (self.to_make - done) if done else None
 
 
 Job = Callable[[], Path]
 Report = Callable[[int, int, int, float], None]
-"""Receives the number of images made, failed and under way, and the elapsed seconds."""
+"""Called with the number of images made, failed and in progress, and the elapsed seconds."""
 
 
 def at_once() -> int:
-    """Returns the number of images built at a time: one for each processor of this process, at most four."""
+    """Returns the number of images to build in parallel: one per available CPU, at most four."""
     return min(len(os.sched_getaffinity(0)), MAX_PARALLEL_BUILDS)
 
 
 def make_all(
     jobs: Mapping[str, Job], report: Report, stop: Callable[[], None], *, keep_going: bool
 ) -> tuple[dict[str, Path], dict[str, BaseException]]:
-    """Runs jobs in parallel, in their order. Returns their results, and the errors of the jobs that failed.
+    """Runs jobs in parallel, starting them in order. Returns the results and the errors of failed jobs, by name.
 
     Args:
-        stop: ends running jobs, after a cancel.
-        keep_going: start further jobs after a failure.
+        stop: Called to end running jobs after a cancel.
+        keep_going: Start further jobs after a failure.
     """
     waiting, results = deque(jobs.items()), queue.SimpleQueue[tuple[str, Path | BaseException]]()
     made: dict[str, Path] = {}
@@ -86,7 +86,7 @@ def make_all(
                 results.put((name, error))
 
     start = time.monotonic()
-    # Daemons, so that a cancelled program does not wait for a registry that does not answer.
+    # Daemon threads, so that a cancelled program does not wait for an unresponsive registry.
     threads = [threading.Thread(target=work, name=f"images {n}", daemon=True) for n in range(min(at_once(), len(jobs)))]
     try:
         for thread in threads:

@@ -1,8 +1,8 @@
-"""Says how much a user may still write to a directory, and chooses the directory of the image store by that.
+"""Determines how much a user may still write to a directory, and uses this to choose the image store.
 
-The free space of the file system and the quotas count. ``quota`` (NFS, XFS, ext4) and ``lfs quota``
-(Lustre) are called if they are installed. Each has :data:`QUOTA_TIMEOUT_S` seconds. If one fails or prints unknown
-output, it limits nothing.
+The limits are the free space of the file system and the user's quotas. ``quota`` (NFS, XFS, ext4) and ``lfs quota``
+(Lustre) are run if installed, with a timeout of :data:`QUOTA_TIMEOUT_S` seconds. If a program fails or its output is
+not understood, its quota is ignored.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ QUOTA_TIMEOUT_S = 5.0
 _KIB = 1024
 
 VARIABLE = "MEGAFLOW_IMAGE_STORE"
-"""Names the directories of stores, separated by colons. The first is written to."""
+"""Variable with the store directories, separated by colons. New images go to the first."""
 
 STORE_DIRECTORIES = ("sha256", "names", "layers", "steps", "work")
 """Subdirectories of a store."""
 SITE_VARIABLES = ("SCRATCH", "PSCRATCH", "GSCRATCH", "WORK", "PROJECT")
-"""Variables by which sites name directories for large files that all nodes share."""
+"""Variables that sites set to directories for large files, shared by all nodes."""
 NEW_STORE_BYTES, NEW_STORE_INODES = 20e9, 50_000
-"""Space that a directory must have free for a new store."""
+"""Free space that a directory needs to be chosen for a new store."""
 MIN_FREE_BYTES, MIN_FREE_INODES = 1e9, 1000
-"""With less free space no image is built or pulled, because that could fail half-way or fill the quota."""
+"""Below this free space, no image is built or pulled, because it could fail half-way or exhaust the quota."""
 RECHECK_INTERVAL_S = 60.0
-"""A store that had space is checked again after this time. Each check starts programs."""
+"""How long a successful check remains valid. Each check runs external programs."""
 _checked_until: dict[Path, float] = {}
 
 
@@ -48,15 +48,15 @@ class DiskQuota:
     free_bytes: float
     free_inodes: float
     bytes_by: str = "the file system"
-    """The limit on bytes: ``the file system``, ``quota`` or ``lfs quota``."""
+    """What limits the bytes: ``the file system``, ``quota`` or ``lfs quota``."""
     inodes_by: str = "the file system"
 
 
 def disk_quota(path: str | os.PathLike[str]) -> DiskQuota:
-    """Returns the quota at a path, or at the closest directory above it that exists.
+    """Returns the quota at a path, or at its closest existing parent directory.
 
     Raises:
-        OSError: the file system does not answer.
+        OSError: The file system does not respond.
     """
     directory = Path(path).absolute()
     while not directory.exists():
@@ -73,10 +73,10 @@ def disk_quota(path: str | os.PathLike[str]) -> DiskQuota:
 
 
 def quotas(directory: Path, device: str, kind: str) -> Iterator[tuple[str, float, float]]:
-    """Yields the name, bytes and inodes that each quota on a file system leaves."""
+    """Yields the name, remaining bytes and remaining inodes of each quota on a file system."""
     if kind == "lustre" and shutil.which("lfs"):
         lines = _output_lines("lfs", "quota", "-q", "-u", getpass.getuser(), str(directory))
-        yield from _parsed("lfs quota", lines[-1:] if lines else [])  # a long name has a line of its own before it
+        yield from _parsed("lfs quota", lines[-1:] if lines else [])  # a long name is printed on a line of its own
     elif shutil.which("quota"):
         lines = _output_lines("quota", "-w", "-p", "-u", getpass.getuser())
         yield from _parsed("quota", [line for line in lines if line.split()[:1] == [device]])
@@ -94,7 +94,7 @@ def _output_lines(*command: str) -> list[str]:
 
 
 def _parsed(by: str, lines: list[str]) -> Iterator[tuple[str, float, float]]:
-    """Parses ``[device] KiB soft hard grace files soft hard grace``. 0 means no limit; a star means over quota."""
+    """Parses ``[device] KiB soft hard grace files soft hard grace``. 0 means no limit; an asterisk means over quota."""
     for line in lines:
         numbers = re.findall(r"(?<=\s)(\d+)\*?(?=\s)|(?<=\s)(-)(?=\s)", f" {line} ")
         values = [int(number) if number else 0 for number, _ in numbers]
@@ -105,7 +105,7 @@ def _parsed(by: str, lines: list[str]) -> Iterator[tuple[str, float, float]]:
 
 
 def mount_of(directory: Path) -> tuple[str, str]:
-    """Returns device and type of the file system of a directory, as the kernel lists them."""
+    """Returns the device and type of the file system that contains a directory, as listed by the kernel."""
     best, mount = "", ("", "")
     try:
         text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
@@ -122,11 +122,11 @@ def mount_of(directory: Path) -> tuple[str, str]:
 
 
 def default_stores(named: str | None = None) -> list[Path]:
-    """Returns the stores of ``MEGAFLOW_IMAGE_STORE``, else those of ``named``, else a default.
+    """Returns the stores in ``MEGAFLOW_IMAGE_STORE``, else those in ``named``, else a default.
 
-    The default is an existing store in a directory that the site names for large files (:data:`SITE_VARIABLES`), else
-    the first of these directories that is writable and has space, else the home directory. A store in the home
-    directory is also read.
+    The default is an existing store in one of the directories in :data:`SITE_VARIABLES`. Otherwise it is the first of
+    these directories that is writable and has enough space, or else the home directory. An existing store in the home
+    directory is searched as well.
 
     Args:
         named: ``environment.image_store`` of a campaign or its site profile: directories, separated by colons.
@@ -158,10 +158,10 @@ def _has_space(store: Path) -> bool:
 
 
 def check_quota(store: Path) -> None:
-    """Refuses to write to a store that has hardly any space left.
+    """Checks that a store has enough free space to write to.
 
     Raises:
-        SiteError: names the space, the limit and the remedy.
+        SiteError: There is too little space. The message gives the amount, the limit and the remedy.
     """
     if time.monotonic() < _checked_until.get(store, 0.0):
         return
@@ -180,10 +180,10 @@ def check_quota(store: Path) -> None:
 
 
 def check_safe(root: Path) -> None:
-    """Refuses a store that other users could have changed.
+    """Checks that no other user can modify a store.
 
     Raises:
-        SiteError: names the directory that other users may write to, and the remedy.
+        SiteError: Another user may write to a directory. The message names it and the remedy.
     """
     try:
         owner = root.stat().st_uid

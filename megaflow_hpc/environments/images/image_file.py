@@ -1,4 +1,4 @@
-"""Image files: their sizes, layers and work directory, read without unpacking them, and copies checked by digest."""
+"""Image files: sizes, layers and working directory without unpacking, and copies verified by digest."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megaflow_hpc.environments.images.store import digest_in, known_size
 from megaflow_hpc.errors import SandboxError
 
 LABEL = "megaflow.workdir"
-"""Label that names the work directory of an image that Apptainer built."""
+"""Label with the working directory of an image built by Apptainer."""
 
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Facts of an image file. ``digest`` is ``None`` if the image is in no store.
+    """Sizes and layers of an image file. ``digest`` is ``None`` if the image is in no store.
 
-    The sizes of a layered image are those of its base and all layers. A directory's sizes are 0.
+    The sizes of a layered image include its base and all layers. The sizes of a directory are 0.
     """
 
     path: str
@@ -35,18 +35,18 @@ class ImageFacts:
     base: ImageFacts | None = None
     """The image below the layers."""
     layers: tuple[LayerFacts, ...] = ()
-    """The layers, bottom first, each once."""
+    """The distinct layers, bottom first."""
     settings: str = ""
-    """Shell lines that set its variables (:class:`.layered.LayeredImage`)."""
+    """Shell lines that set the image's variables (:class:`.layered.LayeredImage`)."""
 
     @property
     def is_layered(self) -> bool:
-        """True if the file is a document that names a base and layers."""
+        """Whether the file is a document that lists a base and layers."""
         return is_layered(self.path)
 
     @property
     def key(self) -> str:
-        """Name of its copies, 40 characters of a hash: of its digest, or of its path, size and mtime."""
+        """Cache key: the first 40 hexadecimal digits of the digest, or of a hash of path, size and mtime."""
         if self.digest:
             return self.digest[:40]
         identity = f"{self.path}\0{stamp(self.path)}"
@@ -54,7 +54,7 @@ class ImageFacts:
 
 
 class ImageFiles:
-    """Reads facts of images from store records or file headers, and caches them until the file changes."""
+    """Reads image facts from store records or file headers, and caches them until the file changes."""
 
     def __init__(self) -> None:
         self._facts: dict[str, tuple[tuple[int, ...], ImageFacts]] = {}
@@ -64,7 +64,7 @@ class ImageFiles:
         """Returns the facts of an image.
 
         Raises:
-            SandboxError: The file is missing or is not an image, or its base was replaced.
+            SandboxError: The file is missing or not an image, or its base was replaced.
         """
         try:
             status = os.stat(image)
@@ -117,7 +117,7 @@ class ImageFiles:
 
 
 def working_directory(image: str | os.PathLike[str]) -> str | None:
-    """Returns the absolute directory in which the image's author wants commands to start, or ``None`` if unknown.
+    """Returns the absolute working directory that the image specifies, or ``None`` if unknown.
 
     Apptainer ignores the ``WORKDIR`` of a Docker image but keeps the image's configuration in the SIF that it pulls.
     Other images may have the label :data:`LABEL`.
@@ -153,9 +153,9 @@ def stamp(path: str) -> tuple[int, int]:
 
 
 def read_checked(facts: ImageFacts, target: Path) -> None:
-    """Copies an image to ``target`` and compares the digest of the copied bytes with the image's name.
+    """Copies an image to ``target`` and verifies the copied bytes against the digest in the image's name.
 
-    Use the copy afterwards, because the owner of the store may change the file itself at any time.
+    Callers should use the copy, because the owner of the store may change the original at any time.
     """
     digest = hashlib.sha256()
     with open(facts.path, "rb", buffering=0) as reader, open(target, "wb", buffering=0) as writer:

@@ -1,12 +1,12 @@
-"""The layers of a store, each stored once for all images, and the build steps that made them.
+"""Layers of a store, each stored once for all images, and the build steps that produced them.
 
 ::
 
     STORE/
       layers/<digest>  <digest>.json    an immutable layer blob and its sizes
-      steps/<key>.json                  a build step, by a hash of its inputs → its layer; none if it changed no file
+      steps/<key>.json                  hash of a build step's inputs → its layer; empty if it changed no file
 
-A layer of another store is not copied. If an image of the user's own store needs it, a symbolic link refers to it.
+Layers of other stores are not copied. If an image in the user's own store needs one, it is symlinked.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class LayerStore:
-    """The layers of the stores ``roots``. New layers go to the first."""
+    """Layers in the stores ``roots``. New layers go to the first store."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = roots
         self.root = roots[0]
         self.added_bytes = 0
-        """Bytes of the blobs that this object has added."""
+        """Total size of the blobs added through this object."""
         self._guard = threading.Lock()
 
     # --- reading ------------------------------------------------------------------------------------------------
@@ -67,10 +67,10 @@ class LayerStore:
         return None
 
     def step(self, key: str) -> LayerFacts | None:
-        """Returns the layer that a build step made, or ``None`` if the step changed no file.
+        """Returns the layer that a build step produced, or ``None`` if the step changed no file.
 
         Raises:
-            KeyError: No step of this key is recorded with an existing layer.
+            KeyError: The step is not recorded, or its layer no longer exists.
         """
         for root in self.roots:
             record = read_record(root / "steps" / f"{key}.json")
@@ -93,7 +93,7 @@ class LayerStore:
 
     @contextmanager
     def making(self, key: str) -> Iterator[Path]:
-        """Holds a step's lock and yields a directory of the store for its layer. Removes it at the end."""
+        """Locks a step and yields a directory in the store for building its layer. Removes the directory on exit."""
         with locked(self.root / "work" / f"{key}.lock"), work_directory(self.root / "work", key) as directory:
             yield directory
 
@@ -110,10 +110,10 @@ class LayerStore:
         return facts
 
     def take(self, digest: str, pieces: Iterable[bytes]) -> LayerFacts:
-        """Writes a blob that arrives in pieces and adds it if its digest is ``digest``.
+        """Stores a blob that arrives in chunks, after verifying that its digest is ``digest``.
 
         Raises:
-            SiteError: The digest differs, or the blob is not a layer. Nothing is kept.
+            SiteError: The digest differs, or the blob is not a layer. Nothing is stored.
         """
         with work_directory(self.root / "work", "take") as directory:
             file = directory / "layer"
@@ -127,18 +127,18 @@ class LayerStore:
             return self.add(file, facts)
 
     def record_step(self, key: str, layer: LayerFacts | None, source: str) -> None:
-        """Records the layer that a step made, or ``None`` if it changed no file."""
+        """Records the layer that a step produced, or ``None`` if it changed no file."""
         write_record(self.root / "steps" / f"{key}.json", {"layer": layer.digest if layer else "", "source": source})
 
     def adopt(self, digest: str) -> None:
-        """Makes a layer available in the first store. If only another store has it, creates a link to it."""
+        """Makes a layer available in the first store, as a symlink if only another store has it."""
         path = self.path(digest)
         own = self.root / "layers" / digest
         if path != own:
             link_record(own, path)
 
     def remove(self, digest: str) -> int:
-        """Removes a layer from the first store. Returns the freed bytes."""
+        """Removes a layer from the first store. Returns the number of bytes freed."""
         path = self.root / "layers" / digest
         try:
             size = path.lstat().st_size
@@ -149,14 +149,14 @@ class LayerStore:
         return size
 
     def tidy(self, older_s: float) -> None:
-        """Removes dangling links, records without a layer that are older than ``older_s``, and steps without one."""
+        """Removes dangling links, records older than ``older_s`` without a blob, and steps whose layer is missing."""
         directory = self.root / "layers"
         before = time.time() - older_s
         for path in directory.iterdir() if directory.is_dir() else ():
             blob = path.with_suffix("")
             with suppress(FileNotFoundError):
                 is_dangling = blob.is_symlink() and not blob.exists()
-                # The record is written before the blob is moved, so a new record may be without its blob.
+                # Records are written before blobs are moved, so a recent record may not have its blob yet.
                 is_abandoned = not os.path.lexists(blob) and path.stat().st_mtime < before
                 if is_dangling or is_abandoned:
                     path.unlink()
@@ -168,7 +168,7 @@ class LayerStore:
 
 
 def _copied(pieces: Iterable[bytes], writer: BinaryIO) -> Iterator[bytes]:
-    """Yields the pieces after writing them."""
+    """Writes each piece and yields it."""
     for piece in pieces:
         writer.write(piece)
         yield piece

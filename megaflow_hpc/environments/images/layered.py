@@ -1,4 +1,4 @@
-"""Images that consist of a base and layers, each described by a JSON document ``STORE/sha256/<digest>.image``.
+r"""Images made of a base and layers, each described by a JSON document ``STORE/sha256/<digest>.image``.
 
 ::
 
@@ -7,9 +7,9 @@
      "layers": [{"digest": …, "bytes": …, "unpacked_bytes": …, "inodes": …}, …],      bottom first
      "settings": "export PATH=…\n", "workdir": "/app", "user": "agent"}
 
-The digest in the file name is the document's. The document contains the digests of its layers. So the name identifies
-all content. A base outside of stores, such as a SIF or directory that a campaign maps, is identified by path, size and
-mtime. Without a base, the lowest layer is the bottom, as in an image of a registry.
+The digest in the file name is that of the document, which contains the digests of all layers. So the name identifies
+the whole content. A base outside of stores, such as a SIF or directory that a campaign maps, is identified by path,
+size and mtime. Without a base, the first layer is the bottom, as in registry images.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_DOCUMENT_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Base:
-    """The image below the layers: a SIF of a store with its ``digest``, or a SIF or directory outside of stores."""
+    """The image below the layers: a SIF in a store, with its ``digest``, or a SIF or directory outside of stores."""
 
     path: str
     digest: str = ""
@@ -51,11 +51,11 @@ class Base:
 
     @property
     def identity(self) -> str:
-        """Identifies its content: the digest, or path, size and mtime."""
+        """The digest, or path, size and mtime, to identify the content."""
         return self.digest or f"{self.path}\0{self.bytes}\0{self.mtime_ns}"
 
     def check(self, image: str) -> None:
-        """Raises :class:`SandboxError` if the base is missing or was changed since ``image`` was built on it."""
+        """Raises :class:`SandboxError` if the base is missing or has changed since ``image`` was built on it."""
         try:
             status = os.stat(self.path)
         except OSError as error:
@@ -66,19 +66,19 @@ class Base:
 
 @dataclass(frozen=True)
 class LayeredImage:
-    """A base, the layers over it (bottom first), and how commands start in it.
+    """A base, the layers above it (bottom first), and the settings for commands.
 
-    If a layer occurs twice, only its last occurrence is kept. It hides the earlier one, and an overlay accepts no
-    directory twice.
+    If a layer occurs twice, only the last occurrence is kept. It hides the earlier one, and overlays reject duplicate
+    directories.
     """
 
     base: Base | None
     layers: tuple[LayerFacts, ...] = ()
     settings: str = ""
-    """Shell lines that set the image's variables, applied after those of its base."""
+    """Shell lines that set the image's variables, run after those of its base."""
     workdir: str | None = None
     user: str = ""
-    """User of the build steps of a Dockerfile that starts from this image. Empty: root. Sandboxes do not use it."""
+    """User for the build steps of Dockerfiles based on this image. Empty means root. Ignored by sandboxes."""
 
     def __post_init__(self) -> None:
         last = {layer.digest: number for number, layer in enumerate(self.layers)}
@@ -106,7 +106,7 @@ class LayeredImage:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the document, in hexadecimal."""
+        """Hexadecimal SHA-256 of the document."""
         return hashlib.sha256(self.document()).hexdigest()
 
     def over(self, layers: Sequence[LayerFacts]) -> LayeredImage:
@@ -115,12 +115,12 @@ class LayeredImage:
 
 
 def is_layered(image: str | os.PathLike[str]) -> bool:
-    """Returns whether an image's path has the suffix of such a document."""
+    """Returns whether the path is that of a layered image's document, judging by its suffix."""
     return os.fspath(image).endswith(SUFFIX)
 
 
 def read_layered(path: str | os.PathLike[str]) -> LayeredImage:
-    """Reads a document. Raises :class:`SandboxError` if it is invalid or its digest differs from its name."""
+    """Reads a document. Raises :class:`SandboxError` if it is invalid or its digest does not match its name."""
     try:
         with open(path, "rb") as file:
             data = file.read(_MAX_DOCUMENT_BYTES)
@@ -147,10 +147,10 @@ def read_layered(path: str | os.PathLike[str]) -> LayeredImage:
 
 
 def base_path(image: str | os.PathLike[str], digest: str) -> Path:
-    """Returns the path of the SIF of ``digest`` in the store of a document."""
+    """Returns the path of a base SIF, by digest, in the same store as the document ``image``."""
     return Path(image).parent / f"{digest}.sif"
 
 
 def layer_path(image: str | os.PathLike[str], digest: str) -> Path:
-    """Returns the path of a layer's blob in the store of a document."""
+    """Returns the path of a layer's blob in the same store as the document ``image``."""
     return Path(image).parent.parent / "layers" / digest

@@ -1,4 +1,4 @@
-"""Maps the image names of tasks to sources, as a campaign says.
+"""Maps the image names in tasks to sources, as configured by a campaign.
 
 An image in a task or Dockerfile is only a name. The mapping turns it into an address or a path.
 """
@@ -15,7 +15,7 @@ from megaflow_hpc.environments.images.registries import is_remote
 from megaflow_hpc.errors import ConfigError
 
 BUILD_S = 3600.0
-"""Default timeout of a Dockerfile's build, in seconds."""
+"""Default timeout for building a Dockerfile."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class ImageRequest:
     """An image that a task needs."""
 
     name: str
-    """The name in the task."""
+    """Image name used by the task."""
     base: str = ""
-    """The image that is mapped instead, and that its Dockerfile starts from. Empty: ``name`` itself."""
+    """Name to look up instead of ``name``. Empty means ``name`` itself."""
     dockerfile: Path | None = None
-    """Built on ``base``."""
+    """Dockerfile to build, if any."""
     timeout_s: float = BUILD_S
-    """Timeout of the build."""
+    """Timeout for the build."""
     path: str = ""
-    """Directory or file of the task, for messages."""
+    """Directory or file of the task, used in messages."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class ImageMapping:
 
     names: Mapping[str, str]
     base_dir: Path
-    """Directory of relative paths."""
+    """Directory against which relative paths are resolved."""
     where: str = "environment.images"
-    """Name of the mapping in messages."""
+    """Name of the mapping, used in messages."""
 
 
 def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
-    """Returns the source of an image name: that of its own entry, else that of the longest matching pattern.
+    """Returns the source of an image name, from an exact entry or else from the longest matching pattern.
 
-    A pattern has one ``*``, which matches any text. The text replaces ``*`` in the source, as in
+    A pattern contains one ``*``, which matches any text. The matched text replaces ``*`` in the source, as in
     ``"swebench/*": docker://swebench/*`` or ``"swebench/sweb.eval.x86_64.*:latest": images/*.sif``. The text comes from
-    a task. So in a path it must not contain ``..`` or a variable.
+    a task. If the source is a path, the text must therefore not contain ``..`` or a variable.
 
     Raises:
-        ConfigError: The text does.
+        ConfigError: The matched text is not allowed in a path.
     """
     if name in mapping:
         return _path(mapping[name])
@@ -72,7 +72,7 @@ def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
 
 
 _FILE_NAME = re.compile(r"(?!~)(?!.*(^|/)\.{0,2}(/|$))[^\0$]+", re.DOTALL)
-"""Matches a relative path without ``..`` and without a variable."""
+"""Matches a relative path without ``..`` and without variables."""
 
 
 def _path(source: str) -> str:

@@ -1,7 +1,7 @@
 """Removes images from a store, and the layers that only they used.
 
-Layers that no image used before stay for a day, because they may belong to a build or pull that is running or will be
-retried. While a build runs, the layers of removed images stay as long.
+Other unused layers are kept for a day. They may belong to a build or pull that is in progress or about to be retried.
+While a build is running, the layers of removed images are kept for a day as well.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class Pruned:
-    """Digests of removed images and layers, and files that killed builds had left."""
+    """Digests of removed images and layers, and the leftover files of killed builds."""
 
     images: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     leftovers: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    """Images that are old enough, but are the base of other images."""
+    """Images old enough to remove, but kept as the base of other images."""
     freed_bytes: int = 0
 
 
@@ -44,16 +44,16 @@ def prune(
     dry_run: bool = False,
     layers_older_s: float = DAY_S,
 ) -> Pruned:
-    """Removes images from the store that is written to, and the layers that no image uses any more.
+    """Removes images from the first store, and the layers that are no longer used.
 
     Args:
-        named: images to remove.
-        older_s: also remove images that are older than this, in seconds.
-        layers_older_s: remove layers that no image used before if they are older than this.
+        named: Images to remove.
+        older_s: Also remove images older than this many seconds.
+        layers_older_s: Remove previously unused layers that are older than this many seconds.
 
     Raises:
-        ConfigError: a named image is the base of images that stay.
-        SandboxError: an image cannot be read, so its layers are unknown.
+        ConfigError: A named image is the base of an image that is kept.
+        SandboxError: An image cannot be read, so its layers are unknown.
     """
     with nullcontext() if dry_run or not (store.root / "work").is_dir() else store.changing():
         old = []
@@ -87,7 +87,7 @@ def prune(
 
 
 def dependants(store: ImageStore, without: Collection[str] = ()) -> dict[str, list[str]]:
-    """Returns the images of the store that is written to by the digest of their base."""
+    """Returns the images of the first store that have a stored base, by the base's digest."""
     images_by_base: dict[str, list[str]] = {}
     for digest, image in _documents(store, without):
         if image.base is not None and image.base.digest:
@@ -96,7 +96,7 @@ def dependants(store: ImageStore, without: Collection[str] = ()) -> dict[str, li
 
 
 def own_bytes(store: ImageStore) -> Mapping[str, tuple[int, int]]:
-    """Returns, by digest, the bytes that only this image uses, and the bytes that it shares with other images."""
+    """Returns, by digest, the bytes that only this image uses and the bytes that it shares with other images."""
     images = {image.digest: image for image in reversed(list(store.images()))}
     layered = {digest: read_layered(image.path) for digest, image in images.items() if is_layered(image.path)}
     users = Counter(layer.digest for image in layered.values() for layer in image.layers)
@@ -120,7 +120,7 @@ def _own(store: ImageStore, image: StoredImage) -> bool:
 
 
 def _unused(store: ImageStore, going: Mapping[str, StoredImage], older_s: float) -> list[LayerFacts]:
-    """Returns the layers of the store that is written to that no remaining image uses."""
+    """Returns the layers of the first store that no remaining image uses and that may be removed."""
     used = {layer.digest for _, image in _documents(store, going) for layer in image.layers}
     theirs: set[str] = set()
     if all(abandoned(path) for path in (store.root / "work").glob("*.*/")):

@@ -1,6 +1,6 @@
-"""Pulls images from registries into a store, each layer once, however many images share it.
+"""Pulls images from registries into a store. Layers shared by several images are pulled once.
 
-Images of ``oras://`` and ``library://`` have no layers. Apptainer pulls each of them as one SIF.
+Images from ``oras://`` and ``library://`` have no layers. Apptainer pulls each of them as a single SIF.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 
 SPARE_BYTES = 1 << 30
-"""Bytes that must stay free after a pull."""
+"""Free space that a pull must leave."""
 REPORT_INTERVAL_S = 2.0
 
 Say = Callable[[str], None]
@@ -40,17 +40,17 @@ def pull(
     """Pulls an image.
 
     Args:
-        source: an address, such as ``docker://debian:12``.
-        target: the path of a new SIF, in a directory of the store.
-        layers: the store that gets the layers.
-        say: called with a line at the start of a pull, and with progress every few seconds.
-        stopped: End the pull as soon as this is set.
+        source: An address, such as ``docker://debian:12``.
+        target: Path for a new SIF, in a directory of the store.
+        layers: Store for the layers.
+        say: Called with a message at the start of a pull, and with progress every few seconds.
+        stopped: Cancel the pull as soon as this event is set.
 
     Returns:
         An image whose layers are in ``layers``, or ``None`` if the image is the SIF at ``target``.
 
     Raises:
-        SiteError: The site is air-gapped, the disk is full, or the registry refuses.
+        SiteError: The site is air-gapped, the disk is full, or the registry refuses the request.
     """
     registries.check(source)
     try:
@@ -66,7 +66,7 @@ def pull(
 
 def _pull_layers(registries: Registries, source: str, layers: LayerStore, progress: _Progress) -> LayeredImage:
     def take(digest: str, pieces: Iterable[bytes]) -> None:
-        with locked(layers.root / "work" / f"layer-{digest}.lock"):  # another process may pull this layer
+        with locked(layers.root / "work" / f"layer-{digest}.lock"):  # another process may be pulling this layer
             if layers.find(digest) is None:
                 layers.take(digest, pieces)
 
@@ -80,7 +80,7 @@ def _pull_layers(registries: Registries, source: str, layers: LayerStore, progre
 
 
 def layered(image: RemoteImage, layers: LayerStore) -> LayeredImage:
-    """Returns the image that sandboxes start from. All its layers must be in ``layers``."""
+    """Returns the layered image for a registry image. All its layers must be in ``layers``."""
     facts = []
     for layer in image.layers:
         stored = layers.find(layer.digest)
@@ -94,7 +94,7 @@ def layered(image: RemoteImage, layers: LayerStore) -> LayeredImage:
 
 
 def exports(env: Sequence[str]) -> str:
-    """Returns shell lines that export ``NAME=value`` variables. Skips names that a shell cannot have."""
+    """Returns shell lines that export ``NAME=value`` variables. Skips names that are invalid in a shell."""
     pairs = (entry.partition("=") for entry in env)
     return "".join(
         f"export {name}={shlex.quote(value)}\n"
@@ -104,7 +104,7 @@ def exports(env: Sequence[str]) -> str:
 
 
 class _Progress:
-    """Reports the progress of a pull. Checks the free space before it starts."""
+    """Checks the free space before a pull, and reports its progress."""
 
     def __init__(self, source: str, directory: Path, say: Say, stopped: threading.Event | None = None) -> None:
         self._stopped = stopped

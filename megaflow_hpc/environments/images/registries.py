@@ -1,8 +1,8 @@
-"""Addresses of images in registries, such as ``docker://debian:12``, and the site's mirrors of these registries.
+"""Registry addresses, such as ``docker://debian:12``, and the site's registry mirrors.
 
 With the mirror ``docker.io=registry.site.edu/dockerhub``, ``docker://debian:12`` is fetched from
 ``docker://registry.site.edu/dockerhub/library/debian:12``. A mirror that begins with ``http://`` is contacted without
-TLS. The store keeps the image under the requested address.
+TLS. The store records the image under the requested address.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Registries:
     """Access to registries from this site.
 
     Args:
-        mirrors: Registry → its mirror.
-        air_gapped: Nothing may be fetched. Images that the store lacks are errors.
+        mirrors: Registry → mirror.
+        air_gapped: Never fetch. Images missing from the store are errors.
     """
 
     mirrors: Mapping[str, str] = field(default_factory=dict)
     air_gapped: bool = False
 
     def address(self, source: str) -> tuple[str, bool]:
-        """Returns the address of ``source`` at its mirror, and whether the mirror uses HTTP without TLS."""
+        """Returns the mirrored address of ``source``, and whether the mirror uses HTTP without TLS."""
         scheme, _, name = source.partition("://")
         if scheme not in ("docker", "oras"):
             return source, False
@@ -46,12 +46,12 @@ class Registries:
         return f"{scheme}://{host}/{path}", mirror.startswith("http://")
 
     def reference(self, source: str) -> Reference:
-        """Returns the repository and version from which a ``docker://`` address is fetched."""
+        """Resolves a ``docker://`` address, through its mirror, to a repository and a tag or digest."""
         address, plain = self.address(source)
         return Reference.parse(*split_name(address.partition("://")[2]), plain=plain)
 
     def failed(self, source: str, error: SiteError) -> SiteError:
-        """Returns the error of a pull with remedies for sites without access to registries."""
+        """Adds remedies for sites without registry access to the error of a failed pull."""
         address, _ = self.address(source)
         through = f" (for {source})" if address != source else ""
         return SiteError(
@@ -60,7 +60,7 @@ class Registries:
         )
 
     def check(self, source: str) -> None:
-        """Raises :class:`SiteError` if nothing may be fetched, so that ``source`` cannot be."""
+        """Raises :class:`SiteError` if the site is air-gapped, so that ``source`` cannot be fetched."""
         if self.air_gapped:
             raise SiteError(
                 f"{source}: not in the image store, and nothing may be fetched here "
@@ -69,21 +69,21 @@ class Registries:
             )
 
     def check_definition(self, path: Path) -> None:
-        """Raises :class:`SiteError` if nothing may be fetched and a definition file's base is not local."""
+        """Raises :class:`SiteError` if the site is air-gapped and a definition file needs a remote base."""
         for bootstrap in _BOOTSTRAP.findall(path.read_text(encoding="utf-8", errors="replace")):
             if bootstrap.lower() not in _LOCAL:
                 self.check(f"{path} (Bootstrap: {bootstrap})")
 
 
 def is_remote(source: str) -> bool:
-    """Returns whether an image's source is a registry's address."""
+    """Returns whether an image source is a registry address."""
     return source.startswith(SCHEMES)
 
 
 def split_name(name: str) -> tuple[str, str]:
     """Splits ``debian:12`` into ``docker.io`` and ``library/debian:12``.
 
-    The first part of a name is a host if it has a dot or a colon, or is ``localhost``.
+    The first component is a host if it contains a dot or a colon, or is ``localhost``.
     """
     first, slash, rest = name.partition("/")
     has_host = slash and ("." in first or ":" in first or first == "localhost")

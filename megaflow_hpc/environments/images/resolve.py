@@ -1,7 +1,7 @@
-"""Maps image names of tasks to image files, and builds or fetches into the store what is missing.
+"""Resolves image names in tasks to image files, building or fetching missing images into the store.
 
-The key of an image is a hash of its inputs: a definition file and the files it copies, an address, or a Dockerfile with
-the files it copies and its base images. A name that is mapped to a SIF file or a directory uses that file as it is.
+The key of an image is a hash of its inputs: an address; a definition file and the files it copies; or a Dockerfile, the
+files it copies and its base images. A name mapped to a SIF file or a directory uses it directly.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 
 MAX_BUILD_S = 6 * 3600.0
-"""Upper limit for a task's build timeout, in seconds."""
+"""Upper limit for a task's build timeout."""
 
 KEY_LENGTH = 32
 _NOT_BUILT = "not-built-"
 
 
 def is_built(path: Path) -> bool:
-    """Returns whether a path that was resolved with ``build=False`` is an image, not the name of a missing one."""
+    """Returns whether a path resolved with ``build=False`` is an existing image rather than a placeholder."""
     return not path.name.startswith(_NOT_BUILT)
 
 
 class DockerfileBuilder(Protocol):
-    """Builds images from Dockerfiles. :class:`megaflow_hpc.environments.builds.builder.Builder` implements it."""
+    """Builds images from Dockerfiles. Implemented by :class:`megaflow_hpc.environments.builds.builder.Builder`."""
 
     def build(
         self,
@@ -59,26 +59,26 @@ class DockerfileBuilder(Protocol):
 
 
 class Images:
-    """Resolves image names to files, which a store keeps. Building needs Apptainer, looking up does not."""
+    """Resolves image names to files in a store. Building requires Apptainer, looking up does not."""
 
     def __init__(
         self, store: ImageStore, registries: Registries | None = None, builder: DockerfileBuilder | None = None
     ) -> None:
         """
         Args:
-            registries: The mirrors, and whether anything may be fetched. Default: no mirrors, and fetching is allowed.
-            builder: Builds Dockerfiles. Without it their images must be in the store.
+            registries: Mirrors, and whether fetching is allowed. Default: no mirrors, fetching allowed.
+            builder: Builds Dockerfiles. Without it, their images must already be in the store.
         """
         self.store = store
         self.builder = builder
         self.registries = registries or Registries()
         self.dockerfiles = Dockerfiles()
         self.say: Callable[[str], None] = lambda line: None
-        """Called by several threads with a line for each step of a Dockerfile, and with the progress of downloads."""
+        """Called from several threads with a line for each Dockerfile step and with download progress."""
         self.show: Callable[[BuildProgress], None] = lambda state: None
-        """Called with the progress of :meth:`resolve_all`, some times a second."""
+        """Called with the progress of :meth:`resolve_all`, several times a second."""
         self.used: dict[str, tuple[str, Path | None]] = {}
-        """Key → source and file of every requested image of the store. The file is ``None`` if it is missing."""
+        """Key → source and file of each store image requested so far. The file is ``None`` if missing."""
         self._steps = self._sif_bytes = 0
         self._guard = threading.Lock()
         self._stopped = threading.Event()
@@ -91,14 +91,14 @@ class Images:
         build: bool = True,
         failures: dict[str, MegaflowError] | None = None,
     ) -> dict[str, str]:
-        """Returns the absolute path of every requested image, by its name.
+        """Resolves all requested images. Returns image name → absolute path.
 
-        Looks up all names first. Then builds and pulls the missing images in parallel (build_progress.py).
+        First looks up all names, then builds and pulls the missing images in parallel (build_progress.py).
 
         Args:
-            build: Build and pull what is missing. Otherwise only check names and sources.
-            failures: Gets the errors of failed images, by name. These images are left out of the result, and the others
-                are still made. Without it the first error ends the call.
+            build: Build and pull missing images. Otherwise only check names and sources.
+            failures: Filled with the errors of failed images, by name. Those images are left out of the result, and the
+                others are still made. If ``None``, the first error is raised.
 
         Raises:
             ConfigError: A name is not mapped, or is mapped to a missing file.
@@ -119,7 +119,7 @@ class Images:
             if build:
                 self.show(BuildProgress(len(wanted), number))
         if build:
-            # The key of a Dockerfile's image depends on its base. So keys that were computed without the base go.
+            # The key of a Dockerfile's image depends on its base, so drop keys computed while the base was missing.
             self.used = used_before | {key: row for key, row in self.used.items() if row[1]}
             paths = self._make_missing(wanted, paths, mapping, failures)
         return {name: str(paths[name]) for name in wanted if name in paths}
@@ -131,7 +131,7 @@ class Images:
         mapping: ImageMapping,
         failures: dict[str, MegaflowError] | None,
     ) -> dict[str, Path]:
-        """Makes the images that are not built yet. Returns the paths of all images but the failed ones."""
+        """Makes the missing images. Returns the paths of all images except failed ones."""
         ready = {name: path for name, path in paths.items() if is_built(path)}
         jobs = {name: partial(self.resolve_request, wanted[name], mapping) for name in paths if name not in ready}
         steps_before, bytes_before = self._steps, self._added_bytes
@@ -151,7 +151,7 @@ class Images:
         return ready | made
 
     def unmapped(self, requests: Iterable[ImageRequest], mapping: ImageMapping) -> list[str]:
-        """Returns an error for each name that is not mapped, or is mapped to a missing file.
+        """Returns an error for each name that is not mapped or is mapped to a missing file.
 
         Does not contact registries.
         """
@@ -170,11 +170,11 @@ class Images:
             except ConfigError as error:
                 errors.append(str(error))
             except SiteError:
-                continue  # The name is mapped. The image itself has another problem.
+                continue  # The name is mapped. The image has some other problem.
         return errors
 
     def stop(self) -> None:
-        """Cancels what threads of :meth:`resolve_all` are making, and starts nothing more."""
+        """Cancels all builds and pulls of :meth:`resolve_all`, and refuses new ones."""
         self._stopped.set()
         if self.builder is not None:
             self.builder.stop()
@@ -189,7 +189,7 @@ class Images:
         self.say(line)
 
     def resolve_request(self, request: ImageRequest, mapping: ImageMapping, *, build: bool = True) -> Path:
-        """Returns the file of one image: the mapped one, or its Dockerfile built on the mapped base."""
+        """Returns the file of one image: the mapped one, or the result of building its Dockerfile."""
         if request.dockerfile is None:
             name = request.base or request.name
             return self.resolve(name, mapping, build=build, task_path=request.path)
@@ -210,7 +210,7 @@ class Images:
         task_path: str = "",
         timeout_s: float = BUILD_S,
     ) -> Path:
-        """Returns the image that a Dockerfile builds on the images that its ``FROM`` lines are mapped to."""
+        """Returns the image built from a Dockerfile, whose ``FROM`` images are mapped."""
         bases = {name: self.resolve(name, mapping, build=build, task_path=task_path) for name in dockerfile.bases}
         key = context_digest(dockerfile, "\0".join(map(_base_key, bases.values())))
 
@@ -223,15 +223,15 @@ class Images:
         return self._find_or_make(key, str(dockerfile.path), make, build=build)
 
     def resolve_source(self, source: str, where: str) -> Path:
-        """Returns the image file of an address, or of a path relative to the working directory.
+        """Returns the image file for an address, or for a path relative to the working directory.
 
         Args:
-            where: The origin of the name, for messages.
+            where: Origin of the name, used in messages.
         """
         return self.resolve(source, ImageMapping({source: source}, Path.cwd(), where))
 
     def resolve(self, name: str, mapping: ImageMapping, *, build: bool = True, task_path: str = "") -> Path:
-        """Returns the image file that ``mapping`` has for ``name``."""
+        """Returns the image file to which ``mapping`` maps ``name``."""
         where = mapping.where
         try:
             source = match_name(name, mapping.names)
@@ -282,11 +282,12 @@ class Images:
         *,
         build: bool,
     ) -> Path:
-        """Returns the image of ``key``. A missing one is made, or if ``build`` is false only named.
+        """Returns the image for ``key``. If it is missing, makes it, or returns a placeholder path if ``build`` is
+        false.
 
         Args:
             check: Raises :class:`SiteError` if a missing image must not be fetched.
-            where: Prefix of that error.
+            where: Prefix for that error.
         """
         key = key[:KEY_LENGTH]
         path = self.store.find(key)
@@ -305,12 +306,12 @@ class Images:
 
 
 def source_key(source: str) -> str:
-    """Returns the key of the image of an address. It does not depend on mirrors."""
+    """Returns the key for an image address. It does not depend on mirrors."""
     return hashlib.sha256(f"remote\0{source}".encode()).hexdigest()[:KEY_LENGTH]
 
 
 def definition_digest(path: Path) -> str:
-    """Returns the SHA-256 of a definition file, its local base image and the files that it copies."""
+    """Returns the SHA-256 of a definition file, its local base image and the files it copies."""
     text = path.read_text(encoding="utf-8", errors="surrogateescape")
     digest = hashlib.sha256(b"definition\0" + text.encode("utf-8", "surrogateescape"))
     flags = re.IGNORECASE | re.MULTILINE
@@ -334,7 +335,7 @@ def definition_digest(path: Path) -> str:
 
 
 def _base_key(path: Path) -> str:
-    """Returns what identifies a base image in a key: the digest in its name, or its path, size and mtime."""
+    """Identifies a base image in a key: by the digest in its name, or by path, size and mtime."""
     try:
         status = path.stat()
     except OSError:
@@ -343,7 +344,7 @@ def _base_key(path: Path) -> str:
 
 
 def _build_definition(target: Path, definition: Path, stopped: threading.Event) -> None:
-    """Builds a SIF at ``target``. Ends when ``stopped`` is set."""
-    # Relative paths in a definition file are relative to its directory.
+    """Builds a SIF at ``target``. Cancelled when ``stopped`` is set."""
+    # Relative paths in a definition file are resolved against its directory.
     options = ("--fakeroot", *apptainer_client.SIF_OPTIONS)
     apptainer_client.build(find_apptainer(), target, str(definition), *options, cwd=definition.parent, stopped=stopped)

@@ -1,6 +1,6 @@
-"""Reads SIF files: root file system, metadata and sizes from the header, and the files by ``unsquashfs``.
+"""Reads SIF files: the root file system, metadata and sizes from the header, and files with ``unsquashfs``.
 
-The header and its descriptors follow the SIF format, version 1. The superblock is that of squashfs 4.0.
+Header and descriptors follow version 1 of the SIF format. The superblock is that of squashfs 4.0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_DOCUMENT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _Object:
-    """One used descriptor of a SIF: a data type, the position of the data, and fields that depend on the type."""
+    """A used SIF descriptor: data type, position of the data, and type-specific fields."""
 
     kind: int
     offset: int
@@ -46,7 +46,7 @@ class _Object:
 
 @dataclass(frozen=True)
 class SifPartition:
-    """The squashfs with an image's files. Offset and size are in bytes."""
+    """The squashfs partition with an image's files. Offset and size are in bytes."""
 
     offset: int
     size: int
@@ -54,7 +54,7 @@ class SifPartition:
 
 
 def system_partition(path: str | os.PathLike[str]) -> SifPartition:
-    """Returns the partition of a SIF that holds its root file system.
+    """Returns the SIF partition that contains the root file system.
 
     Raises:
         SandboxError: The file is not a SIF, is truncated or encrypted, or its file system is not squashfs.
@@ -87,7 +87,7 @@ def _system_partition(descriptor: int, name: str) -> SifPartition:
 
 
 def documents(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the JSON documents that Apptainer stores in a SIF next to the file system, by name.
+    """Returns the JSON documents that Apptainer stores in a SIF, by name.
 
     Raises:
         SandboxError: The file is not a SIF.
@@ -118,14 +118,14 @@ def _objects(descriptor: int, name: str) -> Iterator[_Object]:
 def run_unsquashfs(
     partition: SifPartition, arguments: Sequence[str], prefix: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[bytes]:
-    """Runs ``unsquashfs`` on the root file system of a SIF. It ends with the thread that started it.
+    """Runs ``unsquashfs`` on the root file system of a SIF. The program is killed if the calling thread exits.
 
     Args:
-        arguments: Further arguments: the options, then the SIF, then files.
+        arguments: Additional arguments: options, then the SIF, then file names.
         prefix: An argv prefix that enters a namespace.
 
     Raises:
-        SiteError: The program is missing.
+        SiteError: ``unsquashfs`` is missing.
     """
     program = shutil.which("unsquashfs")
     if program is None:
@@ -141,7 +141,7 @@ def run_unsquashfs(
 
 
 def unpacked_bytes(path: str | os.PathLike[str], partition: SifPartition) -> int:
-    """Returns the bytes of an image's files once unpacked, or an estimate if ``unsquashfs`` is missing or fails."""
+    """Returns the size of an image's files when unpacked, or an estimate if ``unsquashfs`` is missing or fails."""
     estimate = 3 * partition.size
     try:
         listed = run_unsquashfs(partition, ["-lln", os.path.abspath(path)])
@@ -151,9 +151,9 @@ def unpacked_bytes(path: str | os.PathLike[str], partition: SifPartition) -> int
         return estimate
     total = 0
     for line in listed.stdout.decode("utf-8", "replace").splitlines():
-        fields = line.split(None, 3)  # mode, owner, size, rest; a device has major,minor instead of a size
+        fields = line.split(None, 3)  # mode, owner, size, rest; devices have major,minor in place of a size
         if len(fields) == 4 and fields[2].isdecimal():
-            if fields[0].startswith("-"):  # A file system allocates whole blocks.
+            if fields[0].startswith("-"):  # File systems allocate whole blocks.
                 total += -(-int(fields[2]) // _BLOCK) * _BLOCK
             elif fields[0].startswith("d"):
                 total += _BLOCK
@@ -161,10 +161,10 @@ def unpacked_bytes(path: str | os.PathLike[str], partition: SifPartition) -> int
 
 
 def unpack(path: Path, target: Path, partition: SifPartition) -> bool:
-    """Unpacks an image's files below ``target``. The caller owns them and can write to every directory.
+    """Unpacks an image's files into ``target``. The caller owns them and can write to every directory.
 
-    Returns ``False`` and leaves nothing behind if ``unsquashfs`` is missing or skipped a file. Then use Apptainer,
-    which has its own.
+    Returns ``False`` and leaves nothing behind if ``unsquashfs`` is missing or failed. Callers then use Apptainer,
+    which bundles its own.
     """
     options = ["-n", "-q", "-no-xattrs", "-processors", str(len(os.sched_getaffinity(0)))]
     try:

@@ -1,4 +1,4 @@
-"""The image store: images on the shared file system, each stored under the digest of its content.
+"""Image store on the shared file system, in which images are named by the digest of their content.
 
 ::
 
@@ -9,8 +9,8 @@
       names/<key>.json                       key of a request → digest of its image
       work/<key>.lock  <kind>.<host>-<pid>-<start>     locks and unfinished files of builders (atomic_files.py)
 
-Every file appears complete, by a rename. Only the owner writes to a store. Other users read it. Several stores are
-searched in order: the user's own, then those of the group. Reading changes nothing.
+Files are added by rename, so they are always complete. Only its owner writes to a store; other users read it. Several
+stores are searched in order: the user's own, then those of the group. Reading changes nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _FACTS = ("bytes", "unpacked_bytes", "inodes", "source", "created_at")
 
 @dataclass(frozen=True)
 class StoredImage:
-    """One image of a store. ``bytes`` is the size of its SIF or of its layers, the other sizes are of its files."""
+    """An image in a store. ``bytes`` is the size of its SIF or layers; the other sizes are those of its files."""
 
     path: str
     digest: str
@@ -65,19 +65,19 @@ class StoredImage:
 
 
 def digest_in(path: str | os.PathLike[str]) -> str | None:
-    """Returns the digest in the name of a store's file, or ``None`` for a file that is in no store."""
+    """Returns the digest in a store file's name, or ``None`` if the file is not in a store."""
     file = Path(path)
     is_stored = file.parent.name == "sha256" and re.fullmatch(r"[0-9a-f]{64}\.(sif|image)", file.name)
     return file.stem if is_stored else None
 
 
 class ImageStore:
-    """One or more stores. New images go to the first, if it belongs to the user. The others are only read."""
+    """One or more stores. New images go to the first if it belongs to the user. The others are read-only."""
 
     def __init__(self, root: str | os.PathLike[str] | None = None, named: str | None = None) -> None:
         """
         Args:
-            root: The only store. Default: those of :func:`default_stores`.
+            root: Use only this store. Default: the stores of :func:`default_stores`.
             named: See :func:`default_stores`.
         """
         self.roots = [Path(root).absolute()] if root else [path.absolute() for path in default_stores(named)]
@@ -89,7 +89,7 @@ class ImageStore:
 
     @property
     def writable(self) -> bool:
-        """True if images can be added: the first store belongs to the user, or does not exist yet."""
+        """Whether images can be added: the first store belongs to the user or does not exist yet."""
         try:
             status = self.root.stat()
         except OSError:
@@ -99,7 +99,7 @@ class ImageStore:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def find(self, key: str) -> Path | None:
-        """Returns the image of ``key`` from the first store that has it complete."""
+        """Returns the image for ``key`` from the first store that has all its parts, or ``None``."""
         for root in self.roots:
             name = read_record(root / "names" / f"{key}.json")
             image = self._image(root, str(name.get("digest"))) if name else None
@@ -108,7 +108,8 @@ class ImageStore:
         return None
 
     def is_complete(self, path: str | os.PathLike[str]) -> bool:
-        """Returns whether an image's base and layers exist. Linked ones may have been removed from their store."""
+        """Returns whether an image's base and layers exist. Linked ones may have been removed from the store they
+        are in."""
         if not is_layered(path):
             return True
         try:
@@ -120,7 +121,7 @@ class ImageStore:
         return all(self.layers.find(layer.digest) for layer in image.layers)
 
     def image(self, digest: str) -> StoredImage | None:
-        """Returns the image of a digest or of its first characters, if they are unique."""
+        """Returns the image with a digest, which may be abbreviated to a unique prefix, or ``None``."""
         if len(digest) == 64:
             return next((image for root in self.roots if (image := self._image(root, digest))), None)
         matching = {image.digest: image for image in self.images() if image.digest.startswith(digest)}
@@ -129,7 +130,7 @@ class ImageStore:
         return next(iter(matching.values()), None)
 
     def images(self) -> Iterator[StoredImage]:
-        """Yields every image of every store, sorted by digest within a store."""
+        """Yields the images of all stores, sorted by digest within each store."""
         for root in self.roots:
             paths = [*(root / "sha256").glob("*.sif"), *(root / "sha256").glob(f"*{SUFFIX}")]
             for path in sorted(paths):
@@ -137,7 +138,7 @@ class ImageStore:
                     yield image
 
     def names(self) -> dict[str, list[str]]:
-        """Returns the sources that each image was made for, by its digest."""
+        """Returns digest → sources for which the image was made."""
         sources: dict[str, list[str]] = {}
         for root in self.roots:
             for path in sorted((root / "names").glob("*.json")):
@@ -159,13 +160,14 @@ class ImageStore:
     # --- writing ------------------------------------------------------------------------------------------------
 
     def make(self, key: str, source: str, build: Callable[[Path], LayeredImage | None]) -> Path:
-        """Returns the image of ``key``. If it is missing, calls ``build(target)``. Each key has one builder at a time.
+        """Returns the image for ``key``, calling ``build(target)`` if it is missing. Only one process builds a key at a
+        time.
 
         Args:
             build: Writes a SIF to ``target``, or returns an image whose layers are in a store.
 
         Raises:
-            SiteError: The store belongs to another user. Errors of ``build`` are passed on.
+            SiteError: The store belongs to another user. Errors of ``build`` are propagated.
         """
         if existing := self.find(key):
             return existing
@@ -181,7 +183,7 @@ class ImageStore:
         return Path(image.path)
 
     def add(self, file: Path, source: str, digest: str | None = None) -> StoredImage:
-        """Copies an existing SIF into the store. If ``digest`` is given, its content must have it."""
+        """Copies an existing SIF into the store. If ``digest`` is given, the content is verified against it."""
         self.prepare(str(file))
         with work_directory(self.root / "work", "add") as directory:
             target = directory / "image.sif"
@@ -199,9 +201,9 @@ class ImageStore:
         return self._publish(target, f"{digest}.sif", target.stat().st_size, unpacked, partition.inodes, source)
 
     def add_layered(self, layered: LayeredImage, source: str) -> StoredImage:
-        """Adds an image whose base and layers are in some store. Those of another store are linked.
+        """Adds an image whose base and layers are already in a store. Links those that are in another store.
 
-        Its recorded sizes are those of its layers, because the base is shared.
+        The recorded sizes are those of its layers, because the base is shared.
         """
         with self.changing(), work_directory(self.root / "work", "add") as directory:
             for layer in layered.layers:
@@ -232,7 +234,7 @@ class ImageStore:
     def _publish(
         self, target: Path, name: str, size: int, unpacked_bytes: int, inodes: int, source: str
     ) -> StoredImage:
-        """Writes an image's record and moves its file into the store."""
+        """Writes an image's record, then moves its file into the store."""
         final = self.root / "sha256" / name
         image = StoredImage(str(final), final.stem, size, unpacked_bytes, inodes, source, time.time())
         target.chmod(0o444)
@@ -241,13 +243,13 @@ class ImageStore:
         return image
 
     def name(self, key: str, source: str, digest: str) -> None:
-        """Records that the image of ``digest`` is the one of ``key``."""
+        """Maps ``key`` to the image with this digest."""
         write_record(self.root / "names" / f"{key}.json", {"digest": digest, "source": source})
 
     def remove(self, digest: str) -> int:
-        """Removes an image and its names from the first store. Returns the freed bytes.
+        """Removes an image and its names from the first store. Returns the number of bytes freed.
 
-        Layers stay, because other images may share them (pruning.py).
+        Layers are kept, because other images may share them (pruning.py).
         """
         for name in (self.root / "names").glob("*.json"):
             record = read_record(name)
@@ -262,7 +264,7 @@ class ImageStore:
         return freed
 
     def changing(self) -> AbstractContextManager[None]:
-        """Returns the lock, held briefly, that keeps new images from losing layers to a concurrent prune."""
+        """Returns the lock that prevents a concurrent prune from removing a new image's layers. Hold it briefly."""
         return locked(self.root / "work" / "store.lock")
 
     def leftovers(self) -> list[Path]:
@@ -270,7 +272,8 @@ class ImageStore:
         return [path for path in (self.root / "work").glob("*") if abandoned(path)]
 
     def prepare(self, source: str) -> None:
-        """Creates the store's directories. Raises :class:`SiteError`, naming ``source``, if another user owns it."""
+        """Creates the store's directories. Raises :class:`SiteError`, naming ``source``, if another user owns the
+        store."""
         if not self.writable:
             remedy = f"{VARIABLE}=~/.megaflow-hpc/images:{':'.join(map(str, self.roots))}"
             raise SiteError(
@@ -292,12 +295,12 @@ class ImageStore:
 
 
 def _files(root: Path, digest: str) -> list[Path]:
-    """Returns the paths that an image can have in a store."""
+    """Returns the paths that an image's file may have in a store."""
     return [root / "sha256" / f"{digest}.sif", root / "sha256" / f"{digest}{SUFFIX}"]
 
 
 def known_size(path: str | os.PathLike[str]) -> int | None:
-    """Returns the unpacked bytes in the record of a stored SIF, or ``None`` if there is no valid record."""
+    """Returns the recorded unpacked size of a stored SIF, or ``None`` if there is no valid record."""
     record = read_record(Path(path).with_suffix(".json")) if digest_in(path) else None
     if record is None or record.get("bytes") != os.path.getsize(path):
         return None

@@ -1,4 +1,4 @@
-"""Lists the trees of an image that a node's cache holds: one for each layer and base, or one flat tree.
+"""Determines which trees of an image a node caches: one for each layer and the base, or a single flat tree.
 
 ====================  ==========================================  ====================================
 copy                  contents                                    made from
@@ -7,7 +7,7 @@ copy                  contents                                    made from
 ``<digest>-layer``    ``rootfs/``, an overlay's upper directory   a layer's blob
 ====================  ==========================================  ====================================
 
-Images share the copies of their common layers. A base or layer with a digest is compared with it while it is read.
+Images share the copies of their common layers. A base or layer that has a digest is verified while it is read.
 """
 
 from __future__ import annotations
@@ -32,45 +32,44 @@ from megaflow_hpc.host.files import remove_tree
 
 TREE_EXTRA_INODES = 64
 LAYER_EXTRA_INODES = 8
-"""Inodes that a copy takes besides those of its files, and some to spare."""
+"""Inodes that a copy needs beyond those of its files, with a margin."""
 
 
 @dataclass(frozen=True)
 class CachedTree:
-    """One copy. ``make(directory)`` writes it to ``directory/rootfs`` and returns the bytes that it has read."""
+    """One cached copy. ``make(directory)`` writes it to ``directory/rootfs`` and returns the number of bytes read."""
 
     name: str
     source: str
-    """The file that it is made from."""
+    """Path of the file that the copy is made from."""
     size: DiskUsage
     make: Callable[[Path], int]
 
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """The trees of one image: ``artifacts``, the topmost first, and below them perhaps a ``directory``."""
+    """The trees of one image: ``artifacts``, topmost first, and optionally a ``directory`` below them."""
 
     image: str
     artifacts: tuple[CachedTree, ...]
     directory: str | None = None
-    """The base, if it is an unpacked image. It is used without a copy."""
+    """The base, if it is an already unpacked image. It is used in place."""
 
     @property
     def names(self) -> list[str]:
-        """The names of all artifacts."""
         return [artifact.name for artifact in self.artifacts]
 
     @property
     def sizes(self) -> dict[str, DiskUsage]:
-        """The sizes of all artifacts, by name."""
+        """Artifact name → size."""
         return {artifact.name: artifact.size for artifact in self.artifacts}
 
 
 def plan(facts: ImageFacts, apptainer: str, *, flat: bool = False) -> ImagePlan:
-    """Returns the trees that have to be on this node for an image.
+    """Returns the trees that this node needs to run an image.
 
     Args:
-        flat: lay an image of layers out as one tree, for nodes that cannot stack them by an overlay.
+        flat: Merge a layered image into one tree, for nodes that cannot stack layers with an overlay.
     """
     if not facts.is_layered:
         return ImagePlan(facts.path, (_sif_artifact(facts, apptainer),))
@@ -107,7 +106,7 @@ def _flat_artifact(facts: ImageFacts, apptainer: str) -> CachedTree:
 def _unpack_sif(facts: ImageFacts, target: Path, apptainer: str) -> int:
     before = stamp(facts.path)
     source = Path(facts.path)
-    if facts.digest:  # check and unpack a private copy, because the store's owner may change the file in between
+    if facts.digest:  # verify and unpack a private copy, since the store's owner may change the file in between
         source = target.with_name("image.sif")
         read_checked(facts, source)
     try:
@@ -134,7 +133,7 @@ def _unpack_layer(blob: str, layer: LayerFacts, target: Path, *, marks: bool = F
 
 
 def _lay_out(facts: ImageFacts, directory: Path, apptainer: str) -> int:
-    """Writes the base's files and merges each layer into them. The result is the view of an overlay."""
+    """Writes the base's files and merges each layer into them. The result equals what an overlay would show."""
     root, above = directory / "rootfs", directory / "layer"
     count = 0
     if facts.base is None:
@@ -153,7 +152,7 @@ def _lay_out(facts: ImageFacts, directory: Path, apptainer: str) -> int:
 
 
 def _copy_tree(source: str, target: Path) -> None:
-    # In a user namespace root may read all files of the user, whatever their modes are.
+    # Inside a user namespace, root can read all files of the user, whatever their modes.
     inside = runtime.unshare() if os.geteuid() else ()
     if why := child.cp(source, target, prefix=inside):
         raise SandboxError(f"{source}: cannot be copied: {why}")

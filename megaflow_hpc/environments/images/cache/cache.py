@@ -1,11 +1,11 @@
-"""Brings images to this node: each once, compared with its digest, within a budget, in the order of their use.
+"""Caches images on this node: each unpacked once, verified, within a budget, and prefetched in the order of use.
 
-An image is one copy or several (:mod:`.artifacts`). A copy is compared with the digest in the name of its source while
-it is read, so a copy that is here is never read again. An image that no store has, such as a SIF that a campaign maps
-by path, is identified by path, size and time of change.
+An image consists of one or more copies (:mod:`.artifacts`). While a copy is made, its source is verified against the
+digest in the source's name. An existing copy is not read again. An image outside of stores, such as a SIF that a
+campaign maps, is identified by path, size and mtime.
 
-Copies in use are leased and never removed (:mod:`.index`). A process reserves the room for all missing
-copies of an image at once. While it waits it holds none of them, so two processes cannot wait for each other.
+Copies in use are leased and never removed (:mod:`.index`). A process reserves space for all missing copies of an image
+in one step. While waiting it holds none of them, so two processes cannot deadlock.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megaflow_hpc.environments.images.image_file import ImageFacts, ImageFiles
 from megaflow_hpc.errors import MegaflowError, SandboxError
 
 POLL_INTERVAL_S = (0.005, 0.1)
-"""Pause between two polls for room or for another process: the first, and the longest."""
+"""First and longest pause between two polls for space or for another process."""
 
 
 class ImageLease:
-    """The right to use an image on this node until :meth:`release`.
+    """Right to use an image on this node until :meth:`release`.
 
-    ``path`` is its bottom tree. ``layers`` are the trees over it, the topmost first.
+    ``path`` is the bottom tree. ``layers`` are the trees above it, topmost first.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class ImageLease:
 
 
 class ImageCache:
-    """The images of this node, for one process. All processes of the user share the copies.
+    """This node's images, as used by one process. All processes of the user share the copies.
 
     Args:
-        root: a private directory on local scratch.
-        budget_bytes: Maximum size of all copies. Default: ``MEGAFLOW_CACHE_GB`` (10^9 bytes), else four fifths of the
-            free space of scratch.
-        budget_inodes: Maximum number of files of all copies. Default: four fifths of the free inodes of scratch.
+        root: Private directory on local scratch.
+        budget_bytes: Maximum total size of all copies. Default: ``MEGAFLOW_CACHE_GB`` (in 10^9 bytes), else 80 % of the
+            free space on scratch.
+        budget_inodes: Maximum number of inodes of all copies. Default: 80 % of the free inodes on scratch.
     """
 
     def __init__(
@@ -67,21 +67,22 @@ class ImageCache:
         self._files = ImageFiles()
         self._plans: dict[tuple[str, bool], tuple[ImageFacts, ImagePlan]] = {}
         self._claiming = threading.Lock()
-        """Held by the one thread of this process that asks or waits for room."""
+        """Held by the thread of this process that is requesting or waiting for space."""
         self._guard = threading.Lock()
 
-    # --- use ----------------------------------------------------------------------------------------------------
+    # --- leases -------------------------------------------------------------------------------------------------
 
     def acquire(self, image: str, *, flat: bool = False, timeout_s: float = 1800.0) -> ImageLease:
-        """Returns a lease on an image, which is unpacked now if it is not here.
+        """Returns a lease on an image, unpacking the image first if necessary.
 
-        Blocks while another process unpacks it, and while all copies that would have to be removed are in use.
+        Blocks while another process unpacks the image, or while there is no space because all removable copies are in
+        use.
 
         Args:
-            flat: as one tree, for nodes that cannot stack layers by an overlay.
+            flat: Use the image as one tree, for nodes that cannot stack layers with an overlay.
 
         Raises:
-            SandboxError: the image is missing, its content does not have the digest in its name, or there is no room.
+            SandboxError: The image is missing, its content does not match the digest in its name, or there is no space.
         """
         if os.path.isdir(image):
             return ImageLease(os.path.realpath(image))
@@ -98,7 +99,7 @@ class ImageCache:
         return self._lease(wanted)
 
     def ready(self, image: str, *, flat: bool = False) -> ImageLease | None:
-        """Returns a lease if the image is here, else ``None``. Never waits."""
+        """Returns a lease if the image is cached, else ``None``. Never waits."""
         if os.path.isdir(image):
             return ImageLease(os.path.realpath(image))
         wanted = self._plan(image, flat)
@@ -110,17 +111,17 @@ class ImageCache:
         flat: Callable[[str], bool] = lambda image: False,
         until: Callable[[], bool] = lambda: False,
     ) -> int:
-        """Unpacks ``images`` in the order of their use, while there is room. Blocks.
+        """Unpacks ``images``, given in order of use, as long as there is space. Blocks.
 
-        The named images are kept before all others until the next call. So name images that are in use, and will be
-        used again, first. Only copies that no process uses or named are removed.
+        Until the next call, the copies of these images are evicted last. Therefore put images that are in use and will
+        be needed again first. Only copies that no process uses or requested are evicted.
 
         Args:
-            flat: whether an image is used as one tree here.
-            until: called between images; once it returns true, the call returns.
+            flat: Returns whether an image is used as one tree on this node.
+            until: Polled between images. The call returns once it is true.
 
         Returns:
-            The number of ``images`` from the first that are here or that another process is unpacking.
+            The number of leading ``images`` that are cached or being unpacked by another process.
         """
         plans = [self._plan(image, flat(image)) for image in images if not os.path.isdir(image)]
         self._index.want(list(dict.fromkeys(name for wanted in plans for name in wanted.names)))
@@ -139,16 +140,17 @@ class ImageCache:
         """Returns the facts of an image; see :meth:`.ImageFiles.facts`."""
         return self._files.facts(image)
 
-    # --- the commands -----------------------------------------------------------------------------------------
+    # --- images commands ----------------------------------------------------------------------------------------
 
     @property
     def budget(self) -> DiskUsage:
-        """Bytes and inodes that all copies together may take."""
+        """Maximum bytes and inodes of all copies together."""
         return self._index.budget
 
     def list(self) -> list[dict[str, object]]:
-        """Returns every copy: ``name``, ``bytes``, ``inodes``, ``image`` (its source), ``ahead`` (made before any
-        sandbox needed it), ``made_at`` and ``used_at`` (seconds UTC), and ``in_use``."""
+        """Returns a row for each copy: ``name``, ``bytes``, ``inodes``, ``image`` (its source), ``ahead`` (prefetched),
+        ``made_at`` and ``used_at`` (Unix seconds), and ``in_use``.
+        """
         used = self._index.in_use()
         return [
             {
@@ -165,7 +167,7 @@ class ImageCache:
         ]
 
     def clear(self) -> int:
-        """Removes every copy that no process uses. Returns the bytes that were freed."""
+        """Removes every copy that is not in use. Returns the number of bytes freed."""
         freed = 0
         for entry in self._index.entries():
             if self._index.remove(entry.name):
@@ -188,10 +190,11 @@ class ImageCache:
         return ImageLease(trees[-1], trees[:-1], self._index, wanted.names)
 
     def _make_missing(self, wanted: ImagePlan, deadline: float) -> bool:
-        """Makes the missing copies of an image that no other thread or process makes.
+        """Makes the missing copies of an image that no other thread or process is making.
 
         Returns:
-            Whether all copies are here and marked as used. If not, a process that made one has ended: try again.
+            True if all copies exist and are marked as used. If false, a process that was making one has exited: try
+            again.
         """
         self._check_size(wanted)
         claim = self._claim(wanted, deadline)
@@ -218,13 +221,13 @@ class ImageCache:
             )
 
     def _claim(self, wanted: ImagePlan, deadline: float) -> CacheClaim | None:
-        """Waits for room, after the processes and threads that came before.
+        """Waits for space, behind processes and threads that started waiting earlier.
 
         Returns:
-            ``None`` if other threads or processes have made all copies, or are making them.
+            ``None`` if other threads or processes have made, or are making, all missing copies.
         """
         full = f"everything in {self._index.root} is in use; raise MEGAFLOW_CACHE_GB, or run fewer slots"
-        # One thread at a time: the samples of a task ask for the same image at the same time.
+        # One thread at a time, because the samples of a task request the same image simultaneously.
         while not self._claiming.acquire(timeout=POLL_INTERVAL_S[1]):
             if not self._index.unclaimed(wanted.names):
                 return None
@@ -257,7 +260,8 @@ class ImageCache:
             self._index.give_up(names)
 
     def _wait_for(self, names: Sequence[str], deadline: float) -> None:
-        """Waits while other threads or processes make copies. These have reserved their room, so they do not wait."""
+        """Waits until other threads or processes have made copies. They have reserved their space, so they never
+        wait."""
         missing = [name for name in names if not self._index.has(name)]
         for name, maker in self._index.makers(missing).items():
             for _ in _polls(deadline, "another process that stages it does not finish"):
@@ -266,7 +270,7 @@ class ImageCache:
 
 
 def _polls(deadline: float, message: str) -> Iterator[None]:
-    """Yields at growing intervals. Raises :class:`TimeoutError` with ``message`` at the deadline."""
+    """Yields at increasing intervals. Raises :class:`TimeoutError` with ``message`` at the deadline."""
     pause = POLL_INTERVAL_S[0]
     while True:
         yield
@@ -277,10 +281,10 @@ def _polls(deadline: float, message: str) -> Iterator[None]:
 
 
 class Prefetcher:
-    """Unpacks the images that will be needed next in one thread, while there is room.
+    """Unpacks upcoming images in a background thread, as long as there is space.
 
     Args:
-        is_flat: whether an image is used as one tree here.
+        is_flat: Returns whether an image is used as one tree on this node.
     """
 
     def __init__(self, images: ImageCache, is_flat: Callable[[str], bool]) -> None:
@@ -292,7 +296,7 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
 
     def order(self, images: Sequence[str]) -> None:
-        """Names the images in use here and those that come next, the soonest first. Replaces the previous order."""
+        """Sets the images that are in use or needed next, soonest first. Replaces the previous order."""
         with self._changed:
             self._order = list(images)
             if self._thread is None and not self._closed:
@@ -301,7 +305,7 @@ class Prefetcher:
             self._changed.notify()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Waits at most ``timeout_s`` seconds for the copy that is being made."""
+        """Stops the thread. Waits at most ``timeout_s`` seconds for the copy in progress."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -318,5 +322,5 @@ class Prefetcher:
             try:
                 self._images.prefetch(order, self._is_flat, until=lambda: self._closed or self._order is not None)
             except (MegaflowError, OSError) as error:
-                # A sandbox that needs the image reports the same error.
+                # Only log it: a sandbox that needs the image reports the same error.
                 print(f"staging ahead: {error}", file=sys.stderr, flush=True)

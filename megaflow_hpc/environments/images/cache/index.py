@@ -1,4 +1,4 @@
-"""The index of one node's image cache: its copies, the processes that use them, and which are removed for room.
+"""Index of one node's image cache: its copies, the processes that use them, and which copies to evict.
 
 ::
 
@@ -6,12 +6,12 @@
       lock                        held to decide which copies are made and removed
       removing                    shared: to take a lease; exclusive: to remove copies, for a moment
       images/<name>/              a copy (artifacts.py): rootfs/, and entry.json with its size
-      users/<pid>-<start>.<hex>   JSON: the copies that one open cache uses, wants next and makes, and whether it waits
-      work/<pid>-<start>.<hex>    files that a process writes or removes
+      users/<pid>-<start>.<hex>   JSON: copies that an open cache uses, wants and makes, and whether it is waiting
+      work/<pid>-<start>.<hex>    files that a process is writing or removing
 
-A copy appears in ``images`` and leaves it by rename, so it is always whole. The locks are the kernel's (``flock``) and
-end with their holder. All other files carry the identity of a process and count for nothing once that process is gone.
-So a SIGKILL at any instant blocks no other process, and the next one removes the leftovers.
+Copies enter and leave ``images`` by rename, so they are always complete. Locks are kernel locks (``flock``), released
+when their holder exits. All other files carry a process identity and are ignored once that process is gone. So a
+process killed by SIGKILL never blocks another one. The next process to open the cache removes its leftovers.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ from megaflow_hpc.host.locks import locked
 from megaflow_hpc.host.process import Identity
 
 DEFAULT_SHARE = 0.8
-"""Default budget, as a share of the free space on scratch plus the space that the cache already takes."""
+"""Default budget, as a fraction of the free space on scratch plus the space that the cache already occupies."""
 _SUBDIRECTORIES = ("images", "users", "work")
 
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """An amount of disk: bytes and inodes."""
-
     bytes: int
     inodes: int
 
@@ -61,49 +59,49 @@ NOTHING = DiskUsage(0, 0)
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A copy in the cache."""
+    """A cached copy."""
 
     name: str
     size: DiskUsage
     image: str
-    """The file that it was made from."""
+    """Path of the file that it was made from."""
     ahead: bool
-    """Made before any sandbox needed it."""
+    """Whether it was prefetched."""
     made_at: float
     used_at: float
-    """Both in seconds UTC."""
+    """Last use. Both times are in Unix seconds."""
 
 
 @dataclass
 class _User:
-    """The state of one open cache, as its file in ``users`` stores it."""
+    """State of one open cache, as stored in its file in ``users``."""
 
     uses: Collection[str] = ()
-    """Copies that stay."""
+    """Copies that must not be removed."""
     wants: Sequence[str] = ()
-    """Copies that it will use next, in this order."""
+    """Copies needed next, in order."""
     makes: dict[str, DiskUsage] = field(default_factory=dict)
-    """Copies that it is making, and the room that is reserved for them."""
+    """Copies being made, and the space reserved for them."""
     waits_since_ns: int | None = None
-    """Monotonic time since which it waits for room."""
+    """Monotonic time at which it started to wait for space."""
 
 
 @dataclass(frozen=True)
 class CacheClaim:
-    """The missing copies of an image, divided by the process that makes them."""
+    """The missing copies of an image, split by who makes them."""
 
     own: Sequence[str]
-    """This process makes these."""
+    """Copies that this process makes."""
     others: Sequence[str]
-    """Other threads or processes are making these."""
+    """Copies that other threads or processes are making."""
 
 
 class CacheIndex:
-    """The copies below ``root``. Processes and threads share them.
+    """The cached copies below ``root``, shared by processes and threads.
 
     Args:
-        budget_bytes, budget_inodes: Limits of all copies together. Default: ``MEGAFLOW_CACHE_GB``, else a share of the
-            free space.
+        budget_bytes, budget_inodes: Limits for all copies together. Default: ``MEGAFLOW_CACHE_GB``, else a fraction of
+            the free space.
     """
 
     def __init__(self, root: Path, budget_bytes: int | None = None, budget_inodes: int | None = None) -> None:
@@ -115,7 +113,7 @@ class CacheIndex:
             (root / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = root / "users" / self._unique_name()
         self._guard = threading.Lock()
-        """Protects this cache's own state, which is written to its file after each change."""
+        """Guards this cache's state, which is written to its file after each change."""
         self._uses: Counter[str] = Counter()
         self._state = _User()
         tidy(root)
@@ -132,7 +130,7 @@ class CacheIndex:
             free = disk.f_bavail * disk.f_frsize + present.bytes
             bytes_ = int(DEFAULT_SHARE * free) if gigabytes is None else int(gigabytes * 1e9)
         if inodes is None:
-            # File systems without a fixed number of inodes report 0.
+            # File systems without a fixed inode count report 0.
             free = disk.f_favail + present.inodes if disk.f_files else 1 << 62
             inodes = int(DEFAULT_SHARE * free)
         return DiskUsage(bytes_, inodes)
@@ -140,19 +138,19 @@ class CacheIndex:
     # --- copies -------------------------------------------------------------------------------------------------
 
     def path(self, name: str) -> Path:
-        """Returns the path that the copy ``name`` has, or would have."""
+        """Returns the path of the copy ``name``, whether or not it exists."""
         return self.root / "images" / name
 
     def has(self, name: str) -> bool:
-        """Returns whether the copy is here."""
+        """Returns whether a copy exists."""
         return os.path.isfile(f"{self.root}/images/{name}/entry.json")
 
     def has_all(self, names: Collection[str]) -> bool:
-        """Returns whether all of these copies are here."""
+        """Returns whether all these copies exist."""
         return all(self.has(name) for name in names)
 
     def entries(self) -> list[CacheEntry]:
-        """Returns every copy, the least recently used first."""
+        """Returns all copies, least recently used first."""
         entries = []
         for name in _names(self.root / "images"):
             path = self.path(name) / "entry.json"
@@ -162,20 +160,20 @@ class CacheIndex:
                 used_at = path.stat().st_mtime
                 entries.append(CacheEntry(name, size, record["image"], record["ahead"], record["made_at"], used_at))
             except (OSError, ValueError, KeyError):
-                continue  # It has just been removed.
+                continue  # It was removed in the meantime.
         return sorted(entries, key=lambda entry: entry.used_at)
 
     def in_use(self) -> set[str]:
-        """Returns the copies that living processes use."""
+        """Returns the copies that running processes use."""
         return {name for user in self._users().values() for name in user.uses}
 
     # --- leases -------------------------------------------------------------------------------------------------
 
     def use(self, names: Collection[str], *, wait: bool = True) -> bool:
-        """Marks copies as used if all of them are here. They stay until :meth:`release`.
+        """Marks copies as used and returns true, if all of them exist. They are kept until :meth:`release`.
 
         Args:
-            wait: Wait while another process decides which copies are removed. Otherwise they count as missing.
+            wait: Wait while another process removes copies. If false, treat the copies as missing instead.
         """
         if not self.has_all(names):
             return False
@@ -185,7 +183,7 @@ class CacheIndex:
             if not is_marked:
                 self._write()
         try:
-            # A process that removes copies looks for marks under this lock. So it saw ours, or the copy is gone by now.
+            # Removers check for marks while holding this lock. So they have seen ours, or the copy is already gone.
             with locked(self.root / "removing", shared=True, timeout_s=math.inf if wait else 0):
                 complete = self.has_all(names)
         except TimeoutError:
@@ -195,7 +193,7 @@ class CacheIndex:
         return complete
 
     def release(self, names: Collection[str]) -> None:
-        """Ends one use of each copy."""
+        """Drops one use of each copy."""
         with self._guard:
             self._uses.subtract(names)
             ended = [name for name in names if not self._uses[name]]
@@ -206,7 +204,7 @@ class CacheIndex:
                 self._write()
 
     def _touch(self, name: str) -> None:
-        """Records a use now. The kernel's own timestamps have a resolution of some milliseconds."""
+        """Sets the time of last use to now. Kernel timestamps are only accurate to a few milliseconds."""
         now = time.time_ns()
         with suppress(FileNotFoundError):
             os.utime(f"{self.root}/images/{name}/entry.json", ns=(now, now))
@@ -214,14 +212,14 @@ class CacheIndex:
     # --- making copies ------------------------------------------------------------------------------------------
 
     def want(self, names: Sequence[str]) -> None:
-        """Records the copies that this cache will use next, in this order. Replaces the previous record."""
+        """Sets the copies that this cache needs next, in order. Replaces the previous list."""
         with self._guard:
             self._state.wants = names
             self._write()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Queues for room. The process that has waited longest gets the next room that there is."""
+        """Queues for space. Space goes to the process that has waited longest."""
         with self._guard:
             self._state.waits_since_ns = time.monotonic_ns()
             self._write()
@@ -233,20 +231,20 @@ class CacheIndex:
                 self._write()
 
     def claim(self, sizes: Mapping[str, DiskUsage], *, ahead: bool = False, queued: bool = False) -> CacheClaim | None:
-        """Reserves room for the missing copies of an image that no process makes yet, and removes others for it.
+        """Reserves space for the missing copies of an image that no process is making, evicting other copies if needed.
 
-        The least recently used go first. Copies in use stay. Copies that some process wants next go only if ``ahead``
-        is false, the last wanted first.
+        Copies are evicted in least recently used order. Copies in use are never evicted. Copies that a process wants
+        next are evicted only if ``ahead`` is false, those needed last first.
 
         Args:
             sizes: The sizes of all copies of the image, by name.
-            ahead: No sandbox needs them yet. Otherwise they are marked as used, as by :meth:`use`.
-            queued: The caller is :meth:`waiting`. It comes after callers that have waited longer. Callers that do not
-                wait come last.
+            ahead: Prefetch: do not mark the copies as used. Otherwise they are marked as by :meth:`use`.
+            queued: The caller is :meth:`waiting`. Callers are served in the order in which they began to wait, and
+                callers that are not queued come last.
 
         Returns:
-            ``None`` if copies are missing and there is no room for all of them, or it is another caller's turn. Nothing
-            is marked then.
+            ``None`` if there is no space for all missing copies, or it is another caller's turn. Nothing is marked
+            then.
         """
         with locked(self.root / "lock"):
             claim, removed = self._claim(sizes, ahead, queued)
@@ -255,7 +253,7 @@ class CacheIndex:
         return claim
 
     def _claim(self, sizes: Mapping[str, DiskUsage], ahead: bool, queued: bool) -> tuple[CacheClaim | None, list[Path]]:
-        """Implements :meth:`claim`. Also returns the removed copies. Call with the lock held."""
+        """Implements :meth:`claim`. Also returns the copies moved away for removal. Call with the lock held."""
         users = list(self._users().values())
         made = {name for user in users for name in user.makes}
         missing = [name for name in sizes if not self.has(name)]
@@ -287,13 +285,13 @@ class CacheIndex:
     def _victims(
         self, needed: DiskUsage, users: Sequence[_User], keep: Collection[str], ahead: bool
     ) -> list[str] | None:
-        """Returns the copies to remove so that ``needed`` fits; ``None`` if it would not fit even so."""
+        """Returns the copies to evict so that ``needed`` fits, or ``None`` if it cannot fit."""
         entries = self.entries()
         sizes = {entry.name: entry.size for entry in entries}
         used = set(keep)
         rank: dict[str, int] = {}
         for user in users:
-            sizes |= user.makes  # some of these have just become entries
+            sizes |= user.makes  # some of these may have become entries meanwhile
             used.update(user.uses)
             for position, name in enumerate(user.wants):
                 rank[name] = min(position, rank.get(name, position))
@@ -301,7 +299,7 @@ class CacheIndex:
         idle = [entry for entry in entries if entry.name not in used]
         if ahead:
             idle = [entry for entry in idle if entry.name not in rank]
-        else:  # The sort is stable, so unwanted copies stay in the order of their last use.
+        else:  # The sort is stable, so unwanted copies keep their order of last use.
             idle.sort(key=lambda entry: rank.get(entry.name, len(rank)), reverse=True)
         victims = []
         for entry in idle:
@@ -312,14 +310,14 @@ class CacheIndex:
         return victims if taken + needed <= self.budget else None
 
     def put(self, name: str, size: DiskUsage, image: str, make: Callable[[Path], int], *, ahead: bool) -> int:
-        """Makes a claimed copy, which ``make(directory)`` writes. Returns the result of ``make``."""
+        """Makes a claimed copy with ``make(directory)`` and adds it to the cache. Returns the result of ``make``."""
         directory = self.root / "work" / self._unique_name()
         try:
             directory.mkdir(mode=0o700)
             result = make(directory)
             about = {"image": image, "ahead": ahead, "made_at": time.time()}
             write_json(directory / "entry.json", {"bytes": size.bytes, "inodes": size.inodes, **about})
-            remove_tree(self.path(name))  # without entry.json: the rest of a copy, not a whole one
+            remove_tree(self.path(name))  # has no entry.json: remains of an incomplete copy
             os.rename(directory, self.path(name))
             self._touch(name)
             self.give_up([name])
@@ -330,7 +328,7 @@ class CacheIndex:
             remove_tree(directory)
 
     def give_up(self, names: Collection[str]) -> None:
-        """Gives back the room that is still reserved for copies."""
+        """Releases the space still reserved for these copies."""
         with self._guard:
             held = [name for name in names if name in self._state.makes]
             for name in held:
@@ -339,27 +337,27 @@ class CacheIndex:
                 self._write()
 
     def unclaimed(self, names: Collection[str]) -> list[str]:
-        """Returns the copies that are missing and that no process makes."""
+        """Returns the missing copies that no process is making."""
         missing = [name for name in names if not self.has(name)]
         made = self.makers(missing)
         return [name for name in missing if name not in made]
 
     def makers(self, names: Collection[str]) -> dict[str, str]:
-        """Returns which of these copies are being made, each with the file in ``users`` of the cache that makes it."""
+        """Returns, for each of these copies that is being made, the ``users`` file of the cache that makes it."""
         if not names:
             return {}
         users = self._users()
         return {name: file for file, user in users.items() for name in names if name in user.makes}
 
     def makes(self, file: str, name: str) -> bool:
-        """Returns whether the cache of this file in ``users`` is making a copy, and its process is alive."""
+        """Returns whether the cache with this ``users`` file is alive and making the copy."""
         user = self._user(file)
         return user is not None and name in user.makes
 
     # --- removing copies ----------------------------------------------------------------------------------------
 
     def remove(self, name: str) -> bool:
-        """Removes a copy, unless a process uses it. Returns whether it was removed."""
+        """Removes a copy unless a process uses it. Returns whether it was removed."""
         with locked(self.root / "lock"):
             removed = self._withdraw([name])
         for directory in removed:
@@ -367,7 +365,7 @@ class CacheIndex:
         return bool(removed)
 
     def _withdraw(self, names: Sequence[str]) -> list[Path]:
-        """Moves copies that no process uses out of ``images``. Returns their new paths, for the caller to remove."""
+        """Moves copies that are not in use out of ``images``. Returns their new paths; the caller removes them."""
         if not names:
             return []
         removed = []
@@ -383,7 +381,7 @@ class CacheIndex:
     # --- files --------------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        """Replaces this cache's file in ``users``. Removes it if it would be empty. Call with the guard held."""
+        """Rewrites this cache's file in ``users``, or removes it if empty. Call with the guard held."""
         state = self._state
         state.uses = list(self._uses)
         if not (state.uses or state.wants or state.makes or state.waits_since_ns):
@@ -400,7 +398,7 @@ class CacheIndex:
         os.replace(partial, self._file)
 
     def _users(self) -> dict[str, _User]:
-        """Returns the state of every cache that a living process has open, by the name of its file."""
+        """Returns the state of each cache opened by a running process, by file name."""
         users = {}
         for file in _names(self.root / "users"):
             user = self._user(file)
@@ -420,7 +418,7 @@ class CacheIndex:
 
 
 def tidy(root: Path) -> int:
-    """Removes the files of dead processes from a cache. Returns the number of files and directories."""
+    """Removes the files of dead processes. Returns the number of files and directories removed."""
     count = 0
     for subdirectory in ("work", "users"):
         for name in _names(root / subdirectory):

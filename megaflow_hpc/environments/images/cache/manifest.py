@@ -1,6 +1,6 @@
-"""Manifests of images: lists a campaign's images by source and digest, to carry them to a site without network access.
+"""Image manifests: list a campaign's images by source and digest, to carry them to a site without network access.
 
-A manifest is written when all images are in a store. The other site uses it together with the store's files::
+A manifest is written once all images are in a store. The other site uses it together with the store's files::
 
     {"format": "megaflow-hpc/images", "format_version": 2,
      "images": [{"key": …, "source": "docker://debian:12", "digest": "…", "bytes": …, "files": ["layers/…", …],
@@ -8,10 +8,10 @@ A manifest is written when all images are in a store. The other site uses it tog
                  "layers": [{"digest": …, "bytes": …}, …]}],
      "bytes": …}
 
-``files`` are the store's files that the image consists of, shared ones included: a SIF, or a document with its layers
-and base. The last ``bytes`` counts each file once. A base with a path is in no store and is not carried: it must exist
-at the same path. An image without a digest was missing when the manifest was written. Version 1 had SIF files only and
-did not name them.
+``files`` lists the store files of the image, including shared ones: a SIF, or a document with its layers and base. The
+outer ``bytes`` counts each file once. A base given by path is in no store and is not carried along. It must exist at
+the same path on the other site. An image without a digest was missing when the manifest was written. Version 1
+supported only SIF files and did not list ``files``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 
 def manifest(images: Images) -> dict[str, Any]:
-    """Returns the manifest of all images that ``images`` has resolved."""
+    """Returns the manifest of all images resolved by ``images``."""
     rows, sizes = [], dict[Path, int]()
     for key, (source, path) in images.used.items():
         row: dict[str, Any] = {"key": key, "source": source, "digest": None, "bytes": None, "files": []}
@@ -54,7 +54,7 @@ def manifest(images: Images) -> dict[str, Any]:
 
 
 def _composition(path: Path) -> dict[str, Any]:
-    """Returns the base and layers of an image, with their sizes."""
+    """Returns the base and layers of an image with their sizes."""
     image = read_layered(path)
     base: dict[str, Any] | None = None
     if image.base and image.base.digest:
@@ -65,7 +65,7 @@ def _composition(path: Path) -> dict[str, Any]:
 
 
 def _store_files(path: Path) -> list[Path]:
-    """Returns the files of a store that an image consists of."""
+    """Returns the store files of an image."""
     files = [path]
     if is_layered(path):
         image = read_layered(path)
@@ -81,12 +81,12 @@ def missing(content: dict[str, Any]) -> list[str]:
 
 
 def write_manifest(path: Path, content: dict[str, Any]) -> None:
-    """Writes a manifest that every user may read."""
+    """Writes a manifest, readable by every user."""
     write_json(path, content, 0o644)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads a manifest. Raises :class:`ConfigError` if it is invalid or has a later version."""
+    """Reads a manifest. Raises :class:`ConfigError` if it is invalid or its version is too new."""
     try:
         content = json.loads(path.read_text())
         rows = [(row["key"], row["source"], row["digest"]) for row in content["images"]]
@@ -100,16 +100,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def fetch(images: Images, content: dict[str, Any], directory: Path | None, say: Say) -> dict[str, str]:
-    """Adds the images of a manifest to the store, from ``directory`` if it is given, else from registries.
+    """Adds the images of a manifest to the store, from ``directory`` if given, else from registries.
 
     Args:
-        directory: Has the files of a store, in the store's directories or all in one.
+        directory: Contains store files, either in the store's subdirectories or all in one place.
 
     Returns:
-        Source → file.
+        Source → image path.
 
     Raises:
-        SiteError: An image is not available, or its content differs from the manifest.
+        SiteError: An image is not available, or its content does not match the manifest.
     """
     files: dict[str, str] = {}
     lacking: list[str] = []
@@ -135,7 +135,7 @@ def fetch(images: Images, content: dict[str, Any], directory: Path | None, say: 
 
 
 def _fetch_image(images: Images, key: str, source: str, digest: str, directory: Path | None, say: Say) -> Path | None:
-    """Returns the image of a manifest's row, added to the store if necessary. ``None`` if it is not available."""
+    """Returns the image for a manifest row, adding it to the store if necessary, or ``None`` if it is not available."""
     store = images.store
     if path := store.find(key):
         return path
@@ -158,7 +158,7 @@ def _fetch_image(images: Images, key: str, source: str, digest: str, directory: 
 
 
 def _add_from(directory: Path, images: Images, source: str, digest: str, say: Say) -> Path | None:
-    """Adds an image from a directory to the store. Returns ``None`` if one of its files is missing there."""
+    """Adds an image from a directory to the store. Returns ``None`` if the directory lacks one of its files."""
     store = images.store
     if file := _locate(directory, "sha256", f"{digest}.sif"):
         say(f"{source}: from {file}")
@@ -188,7 +188,7 @@ def _add_from(directory: Path, images: Images, source: str, digest: str, say: Sa
 
 
 def _locate(directory: Path, subdirectory: str, name: str) -> Path | None:
-    """Finds a store's file in a copy of the store, in a flat directory, or in a sibling of ``directory``."""
+    """Finds a store file in a copied store, in a flat directory, or in a sibling of ``directory``."""
     for place in (directory / subdirectory, directory, directory.parent / subdirectory):
         if (place / name).is_file():
             return place / name

@@ -1,6 +1,6 @@
-"""Unpacks the archives of ``ADD``, which are recognised by their content, and bounds what a build takes.
+"""Unpacks ``ADD`` archives, which are recognised by their content, and limits how much an instruction may copy.
 
-Archives are untrusted: :class:`.unpacking.LayerWriter` writes them without following links.
+Archives are untrusted. :class:`.unpacking.LayerWriter` writes them without following links.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megaflow_hpc.host.tar import Member, RefusedMember, TarReader
 from megaflow_hpc.host.unpack import Parts, plain
 
 ArchivedAttributes = dict[tuple[int, int], tuple[int, int, int]]
-"""Device and inode of a file → its mode, uid and gid in an archive."""
+"""Device and inode of a file → its mode, uid and gid as recorded in an archive."""
 
 MAX_BYTES = 20 * 10**9
 MAX_ENTRIES = 500_000
@@ -28,27 +28,27 @@ _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 class DockerfileBounds:
-    """The bytes and entries that one instruction may still take. Raises :class:`ConfigError` when they are used up."""
+    """Remaining bytes and entries for one instruction. Raises :class:`ConfigError` when either is exhausted."""
 
     def __init__(self) -> None:
         self.bytes = MAX_BYTES
         self.entries = MAX_ENTRIES
 
     def take(self, size: int) -> None:
-        """Counts bytes."""
+        """Counts ``size`` bytes."""
         self.bytes -= size
         if self.bytes < 0:
             raise ConfigError(f"more than {MAX_BYTES} bytes of the context in one instruction; copy less at once")
 
     def count(self) -> None:
-        """Counts an entry: a file, a link or a directory."""
+        """Counts one file, link or directory."""
         self.entries -= 1
         if self.entries < 0:
             raise ConfigError(f"more than {MAX_ENTRIES} entries of the context in one instruction; copy less at once")
 
 
 def is_archive(path: Path) -> bool:
-    """Returns whether ``ADD`` unpacks a file: its first block is that of a tar archive, plain or compressed."""
+    """Returns whether ``ADD`` unpacks a file, which it does for tar archives, plain or compressed."""
     with open(path, "rb") as file:
         if file.read(4) == b"\x28\xb5\x2f\xfd":
             raise ConfigError(
@@ -64,10 +64,11 @@ def is_archive(path: Path) -> bool:
 
 
 def unpack(archive: Path, target: Path, bounds: DockerfileBounds) -> ArchivedAttributes:
-    """Unpacks an archive into a directory. The caller owns the files. Returns their attributes in the archive.
+    """Unpacks an archive into a directory, with files owned by the caller. Returns the attributes recorded in the
+    archive.
 
     Raises:
-        ConfigError: The archive cannot be unpacked, or holds more than ``bounds`` allows.
+        ConfigError: The archive cannot be unpacked, or exceeds ``bounds``.
     """
     try:
         members = _write(archive, target, bounds)
@@ -78,7 +79,7 @@ def unpack(archive: Path, target: Path, bounds: DockerfileBounds) -> ArchivedAtt
     for parts, member in members.items():
         try:
             status = os.lstat(os.path.join(os.fsencode(target), *parts))
-        except OSError:  # a device, which is not written
+        except OSError:  # skipped, such as a device
             continue
         attributes[status.st_dev, status.st_ino] = (member.mode & 0o7777, member.uid, member.gid)
     return attributes
@@ -106,7 +107,7 @@ def _write(archive: Path, target: Path, bounds: DockerfileBounds) -> dict[Parts,
 
 
 def _decompressed(path: Path) -> BinaryIO:
-    """Opens a file for reading, decompressed by the method that its first bytes tell."""
+    """Opens a file for reading, decompressed according to its magic bytes."""
     with open(path, "rb") as file:
         magic = file.read(6)
     if magic.startswith(b"\x1f\x8b"):

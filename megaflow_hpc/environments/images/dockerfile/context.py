@@ -1,8 +1,8 @@
-"""The build context of a Dockerfile: the files that ``COPY`` and ``ADD`` copy, without those in ``.dockerignore``.
+"""Build context of a Dockerfile: the files available to ``COPY`` and ``ADD``, minus those in ``.dockerignore``.
 
-:func:`lay_out` resolves the patterns, exclusions and archives of one such instruction on the host, whatever tools the
-image lacks. The build then only moves the copied items to their place. A context is untrusted. Every component of every
-path is resolved inside it, and the amount that is copied is bounded.
+:func:`lay_out` resolves the patterns, exclusions and archives of one instruction on the host, so the image needs no
+tools for it. The build then only moves the copied items into place. A context is untrusted. Every path component is
+resolved inside it, and the amount copied is limited.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from megaflow_hpc.host import safe_path
 
 Excluded = Callable[[str], bool]
 CopiedFiles = dict[tuple[int, int], Path]
-"""Device and inode of a file with several names → its first copy."""
+"""Device and inode of a hard-linked file → its first copy."""
 
 MAX_PATTERN_CHARACTERS = 2**16
 MAX_WAYS = 100_000
-"""Maximum of :func:`ways` for a pattern and a path. Matching then takes about a second."""
+"""Limit on :func:`ways` for a pattern and a path. Matching at the limit takes about a second."""
 _CHUNK = 1 << 20
 
 
 class LinkOut(ConfigError):
-    """A link of the context leads out of it."""
+    """A link leads out of the build context."""
 
 
 class Context:
-    """A directory, without the files that its ``.dockerignore`` excludes."""
+    """A context directory, without the files that its ``.dockerignore`` excludes."""
 
     def __init__(self, root: Path, dockerfile: Path | None = None) -> None:
         self.root = root
@@ -59,11 +59,11 @@ class Context:
                 self.ignored = patterns(context._lines(name), str(context.root / name))
                 break
 
-    # --- looking up -----------------------------------------------------------------------------------------------
+    # --- lookup ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def opened(self, name: str, *, follow: bool = False) -> Iterator[tuple[int, str, os.stat_result]]:
-        """Yields an ``O_PATH`` descriptor of the file ``name``, its path with links resolved, and its status.
+        """Yields an ``O_PATH`` descriptor of the file ``name``, its resolved path, and its ``stat`` result.
 
         Raises:
             ConfigError: The file is missing, or a link leads out of the context.
@@ -82,7 +82,8 @@ class Context:
             yield descriptor, real, os.fstat(descriptor)
 
     def _status(self, name: str, *, follow: bool = False) -> os.stat_result | None:
-        """Returns the status of a file, or ``None`` if it is missing. Raises :class:`LinkOut` if it leads out."""
+        """Returns the ``stat`` result of a file, or ``None`` if it is missing. Raises :class:`LinkOut` if it is
+        outside."""
         try:
             with self.opened(name, follow=follow) as (_, _, status):
                 return status
@@ -110,10 +111,11 @@ class Context:
                 return file.read(MAX_PATTERN_CHARACTERS + 1).splitlines()
 
     def find(self, source: str) -> list[str]:
-        """Returns the paths of a source, relative to the context. A pattern does not cross ``/`` and may match nothing.
+        """Returns the paths that match a source, relative to the context. Wildcards do not match ``/``. A pattern may
+        match nothing.
 
         Raises:
-            ConfigError: The source is outside of the context, or missing.
+            ConfigError: The source is missing or outside the context.
         """
         path = posixpath.normpath(source.lstrip("/") or ".")
         if path == ".." or path.startswith("../"):
@@ -131,13 +133,13 @@ class Context:
         return included
 
     def _matching(self, pattern: str) -> list[str]:
-        pattern = re.sub(r"(\\.)|\*+", lambda match: match[1] or "*", pattern)  # ** means * here
-        matches = patterns([f"./{pattern}"])  # ./ keeps a leading # or ! from being special
+        pattern = re.sub(r"(\\.)|\*+", lambda match: match[1] or "*", pattern)  # ** is equivalent to * here
+        matches = patterns([f"./{pattern}"])  # ./ prevents a leading # or ! from being special
         depth = pattern.count("/") + 1
         return sorted(name for name in self._names(depth) if matches(name))
 
     def _names(self, depth: int) -> Iterator[str]:
-        """Yields all paths of at most ``depth`` components."""
+        """Yields all paths with at most ``depth`` components."""
         bounds = DockerfileBounds()
         waiting = [(depth, ".")]
         while waiting:
@@ -150,16 +152,16 @@ class Context:
                     waiting.append((left - 1, path))
 
     def _has_exceptions(self, name: str) -> bool:
-        """Returns whether an exception (``!…``) includes something in an ignored directory."""
+        """Returns whether an exception (``!…``) includes anything in an ignored directory."""
         return self._is_directory(name) and any(True for _ in self.files(name))
 
     def files(self, name: str, excluded: Excluded | None = None) -> Iterator[str]:
         """Yields the paths at or below ``name``, relative to the context. A directory comes before its content.
 
-        Does not yield ``name`` itself if it is a directory.
+        If ``name`` is a directory, it is not yielded itself.
 
         Raises:
-            ConfigError: There are more entries than a build may take.
+            ConfigError: There are more entries than one instruction may copy.
         """
 
         def is_excluded(path: str) -> bool:
@@ -187,7 +189,7 @@ class Context:
             waiting += reversed(subdirectories)
 
     def feed(self, update: Callable[[bytes], None], names: Sequence[str]) -> None:
-        """Passes names, modes and contents of the files at or below ``names`` to a digest's ``update``."""
+        """Feeds the names, modes and contents of the files at or below ``names`` to a hash through ``update``."""
         bounds = DockerfileBounds()
         for name in names:
             with self.opened(name, follow=True) as (_, real, _):
@@ -205,13 +207,13 @@ class Context:
     # --- copying ------------------------------------------------------------------------------------------------
 
     def copy(self, name: str, target: Path, bounds: DockerfileBounds, copied: CopiedFiles) -> os.stat_result:
-        """Copies one file or link with its mode and times, or makes a directory. Returns its status.
+        """Copies a file or link with its mode and times, or creates a directory. Returns its ``stat`` result.
 
         Args:
-            copied: The copies of files with several names.
+            copied: Earlier copies of hard-linked files.
 
         Raises:
-            ConfigError: It is another kind of file, or exceeds ``bounds``.
+            ConfigError: It is a special file, or it exceeds ``bounds``.
         """
         bounds.count()
         with self.opened(name) as (descriptor, _, status):
@@ -260,22 +262,22 @@ def lay_out(
 
     Args:
         extract: Unpack archives.
-        parents: Keep the directories that lead to a name.
+        parents: Keep the parent directories of each name.
         exclude: Patterns of files to leave out, relative to the copied directory. With ``parents`` they are relative to
             the context.
 
     Returns:
-        The attributes of files from archives.
+        The attributes of files unpacked from archives.
 
     Raises:
-        ConfigError: A link leads out of the context, or the files exceed the bounds of a build.
+        ConfigError: A link leads out of the context, or the files exceed the limits of an instruction.
     """
     excluded = patterns(exclude)
     bounds, archived = DockerfileBounds(), ArchivedAttributes()
     for number, name in enumerate(names):
         directory = target / str(number)
         directory.mkdir(parents=True)
-        with context.opened(name, follow=True) as (_, real, status):  # The target of a link is copied under its name.
+        with context.opened(name, follow=True) as (_, real, status):  # Follow a link, but keep its name for the copy.
             pass
         item = directory / (context.root.resolve().name if name == "." else posixpath.basename(name))
         if parents:
@@ -302,7 +304,7 @@ def _copy_directory(context: Context, top: str, item: Path, bounds: DockerfileBo
     directories: dict[str, os.stat_result] = {}
     directories[top] = context.copy(top, item, bounds, copied)
     for path in context.files(top, excluded):
-        # An excluded directory is still made if something in it is not excluded.
+        # Create an excluded directory anyway if something in it is included.
         missing = [path]
         while (parent := posixpath.dirname(missing[-1]) or ".") not in directories:
             missing.append(parent)
@@ -310,17 +312,17 @@ def _copy_directory(context: Context, top: str, item: Path, bounds: DockerfileBo
             status = context.copy(each, item / os.path.relpath(each, top), bounds, copied)
             if stat.S_ISDIR(status.st_mode):
                 directories[each] = status
-    for name, status in directories.items():  # Writing into them has changed their times.
+    for name, status in directories.items():  # Adding entries has changed their times.
         directory = item / os.path.relpath(name, top)
         os.utime(directory, ns=(status.st_atime_ns, status.st_mtime_ns))
-        directory.chmod(stat.S_IMODE(status.st_mode) | 0o500)  # The build must read it.
+        directory.chmod(stat.S_IMODE(status.st_mode) | 0o500)  # The build must be able to read it.
 
 
 def patterns(lines: Sequence[str], where: str = "") -> Excluded:
-    """Returns the predicate of ``.dockerignore`` lines. A match excludes everything below. The last match wins.
+    """Compiles ``.dockerignore`` lines to a predicate. A match excludes everything below it. The last match wins.
 
     Args:
-        where: The file to name in errors.
+        where: File named in error messages.
 
     Raises:
         ConfigError: A line is invalid, or there are too many. The predicate raises it for a path that would take too
@@ -346,7 +348,8 @@ def patterns(lines: Sequence[str], where: str = "") -> Excluded:
 
 
 def bounded_ways(patterns: Iterable[str], where: str) -> Callable[[str], None]:
-    """Returns a check that raises :class:`ConfigError`, naming ``where``, for a path that would take long to match."""
+    """Returns a check that raises :class:`ConfigError`, naming ``where``, for a path that would take too long to
+    match."""
     wild = [pattern for pattern in patterns if pattern.count("*") > 2]
 
     def check(path: str) -> None:
@@ -358,7 +361,7 @@ def bounded_ways(patterns: Iterable[str], where: str) -> Callable[[str], None]:
 
 
 def ways(pattern: str, path: str) -> int:
-    """Returns an upper bound of the steps that a backtracking search needs to match ``pattern`` with ``path``."""
+    """Returns an upper bound on the steps that a backtracking matcher needs to match ``path`` against ``pattern``."""
     count = 1
     for wildcard, following in re.findall(r"(\*\*/|\*\*\Z|\*)(?=(.?))", pattern):
         if wildcard == "**/":

@@ -1,7 +1,7 @@
-"""Reads a Dockerfile into stages of steps, in the order of the file.
+"""Parses a Dockerfile into stages of steps, in file order.
 
-:mod:`megaflow_hpc.environments.builds` carries the steps out. Lines that cannot be built faithfully are refused with
-their number. Instructions without a meaning in a sandbox are listed in ``ignored``, with the reason.
+:mod:`megaflow_hpc.environments.builds` executes the steps. Lines that cannot be built faithfully are rejected with
+their line number. Instructions that have no meaning in a sandbox are listed in ``ignored``, with the reason.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megaflow_hpc.environments.images.dockerfile.words import is_known, literal
 
 
 class Dockerfile:
-    """A Dockerfile. ``base``, ``environment``, ``workdir`` and ``user`` are those of its last stage, at its end.
+    """A parsed Dockerfile. ``base``, ``environment``, ``workdir`` and ``user`` describe the end of its last stage.
 
     Args:
-        context: The directory that ``COPY`` and ``ADD`` read. Default: the Dockerfile's own.
+        context: The directory from which ``COPY`` and ``ADD`` read. Default: the directory of the Dockerfile.
         build_args: Values for ``ARG``.
 
     Raises:
-        ConfigError: Names the file and the line that is refused.
+        ConfigError: A line is rejected. The message names the file and the line.
     """
 
     def __init__(self, path: Path, context: Path | None = None, build_args: Mapping[str, str] | None = None) -> None:
@@ -51,7 +51,8 @@ class Dockerfile:
 
     @property
     def workdir(self) -> str | None:
-        """Absolute path of the last ``WORKDIR``. A relative one is relative to ``/``, because the base is unknown."""
+        """Absolute path of the last ``WORKDIR``. A relative path is resolved against ``/``, because the base is
+        unknown."""
         return posixpath.normpath(posixpath.join("/", self.last.workdir)) if self.last.workdir else None
 
     @property
@@ -61,19 +62,19 @@ class Dockerfile:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables whose values depend on the file alone. The built image also has those that depend on its base."""
+        """Variables whose values depend only on this file. The built image also has those that depend on its base."""
         return {name: literal(value) for name, value in self.last.variables.items() if is_known(value)}
 
     @property
     def needs_build(self) -> bool:
-        """True if the file does more than set variables, a directory and a user."""
+        """Whether the file does more than set variables, a working directory and a user."""
         if not all(is_known(value) for value in self.last.variables.values()):
             return True
         return any(isinstance(step, Copy | RunStep) for step in self.last.steps)
 
     @property
     def needed(self) -> list[Stage]:
-        """The last stage and those that it copies from, in order. Others are not built, as in BuildKit."""
+        """The last stage and the stages that it needs, in order. Other stages are not built, as in BuildKit."""
         wanted = {self.last.name}
         for stage in reversed(self.stages):
             if stage.name in wanted:
@@ -82,7 +83,7 @@ class Dockerfile:
 
     @property
     def bases(self) -> list[str]:
-        """Names of the images that the build starts from or copies from, each once. ``base`` comes first."""
+        """Distinct names of the images that the build starts from or copies from. ``base`` comes first."""
         stages = {stage.name for stage in self.stages}
         names = [self.base]
         names += [stage.base for stage in self.needed]
@@ -92,19 +93,19 @@ class Dockerfile:
 
 
 class Dockerfiles:
-    """Caches Dockerfiles, because planning needs each when its task is read and when its image is resolved.
+    """Caches parsed Dockerfiles. Planning needs each one twice: to read its task and to resolve its image.
 
-    Use an object only as long as the files do not change.
+    Discard the cache when the files change.
     """
 
     def __init__(self) -> None:
         self._read: dict[Path, Dockerfile] = {}
 
     def read(self, path: Path) -> Dockerfile:
-        """Returns the Dockerfile at ``path``, with its own directory as the context.
+        """Returns the Dockerfile at ``path``, with its directory as the context.
 
         Raises:
-            ConfigError: Names the file and the line that is refused.
+            ConfigError: A line is rejected. The message names the file and the line.
         """
         if path not in self._read:
             self._read[path] = Dockerfile(path)
@@ -112,9 +113,9 @@ class Dockerfiles:
 
 
 def last_workdir(path: Path) -> str | None:
-    """Returns the last WORKDIR of any Dockerfile, without checking its other lines.
+    """Returns the last WORKDIR of any Dockerfile, without validating its other lines.
 
-    Returns ``None`` if it is missing or depends on variables.
+    Returns ``None`` if there is none or if it depends on variables.
     """
     workdir: str | None = None
     with open(path, encoding="utf-8", errors="replace") as file:

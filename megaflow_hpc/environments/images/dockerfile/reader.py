@@ -1,7 +1,7 @@
-"""Reads a Dockerfile's instructions into stages of steps, each with the settings that hold at its line.
+"""Parses a Dockerfile's instructions into stages of steps, each with the settings in effect at its line.
 
-e2b-dockerfile-utils, a port of BuildKit's parser, finds the instructions. :mod:`.words` replaces variables. A
-Dockerfile is untrusted text, so what would keep the parser busy for long is refused before.
+e2b-dockerfile-utils, a port of BuildKit's parser, splits the file into instructions. :mod:`.words` expands variables. A
+Dockerfile is untrusted, so input that would take too long to parse is rejected beforehand.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megaflow_hpc.errors import ConfigError
 MAX_CHARACTERS = 2**19
 MAX_INSTRUCTIONS = 2000
 _MAX_LINE_CHARACTERS = 65_535  # BuildKit's limit
-_MAX_DIRECTIVE_CHARACTERS = 1000  # the parser's time grows with the square of a directive's length
+_MAX_DIRECTIVE_CHARACTERS = 1000  # parsing time is quadratic in a directive's length
 _MAX_ARGS = 1000
 
 _DIRECTIVE = re.compile(r"\s*#\s*\w+\s*=")
@@ -77,17 +77,18 @@ _PLATFORM = {
 }
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
 _WITHOUT_ARG = frozenset((*_PROXIES, *(name.lower() for name in _PROXIES)))
-"""Build arguments that need no ``ARG``."""
+"""Predefined build arguments, which need no ``ARG``."""
 
 
 # --- instructions ---------------------------------------------------------------------------------------------------
 
 
 def instructions(path: Path) -> list[DockerfileInstruction]:
-    """Parses the Dockerfile at ``path``. Continuations are joined, and ``<<-`` bodies lose their leading tabs.
+    """Parses the Dockerfile at ``path``. Continuation lines are joined, and leading tabs are stripped in ``<<-``
+    bodies.
 
     Raises:
-        ConfigError: The file is not a Dockerfile or is too large. Names the file and the line.
+        ConfigError: The file is not a Dockerfile or is too large. The message names the file and the line.
     """
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         text = file.read(MAX_CHARACTERS + 1)
@@ -130,7 +131,7 @@ def _check_lines(path: Path, lines: list[str]) -> None:
 
 
 def _check_json(path: Path, instruction: DockerfileInstruction) -> None:
-    """Refuses JSON strings that cannot be a path or an argument of a program."""
+    """Rejects JSON strings that cannot be a path or a program argument."""
     for word in instruction.args:
         try:
             is_valid = b"\0" not in word.encode("utf-8", "surrogateescape")
@@ -141,7 +142,8 @@ def _check_json(path: Path, instruction: DockerfileInstruction) -> None:
 
 
 def _explain(error: DockerfileSyntaxError, lines: list[str]) -> str:
-    """Returns the parser's message with a remedy. Names the here-document without an end, as the parser does not."""
+    """Returns the parser's message with a remedy. Also names an unterminated here-document, which the parser does
+    not."""
     message = str(error).removeprefix(f"Dockerfile parse error on line {error.line}: ")
     if message != "unterminated heredoc":
         return f"{message[:300]}; correct it, or build the image elsewhere and name it as docker_image"
@@ -157,10 +159,10 @@ def _explain(error: DockerfileSyntaxError, lines: list[str]) -> str:
 
 
 class Reader:
-    """Reads a file's instructions one by one into ``stages``.
+    """Parses a file's instructions one by one into ``stages``.
 
     Raises:
-        ConfigError: Names the file and the line that is refused.
+        ConfigError: A line is rejected. The message names the file and the line.
     """
 
     def __init__(self, path: Path, context: Context, build_args: Mapping[str, str]) -> None:
@@ -169,17 +171,16 @@ class Reader:
         self._build_args = build_args
         self.stages: list[Stage] = []
         self.ignored: list[tuple[int, str, str]] = []
-        """Instructions without a meaning in a sandbox: line, name and reason."""
+        """Instructions that have no meaning in a sandbox: line, name and reason."""
         self.unset: list[tuple[int, str]] = []
-        """Variables with a default value that the file does not set, but a base image may: line and name."""
+        """Variables used with a default that this file does not set, although a base image might: line and name."""
         self._global_args: dict[str, Text] = {}
         self._defaulted: list[str] = []
-        """Variables of ``unset`` in the current instruction."""
+        """Such variables in the current instruction."""
         self._current: Stage | None = None
         self._line = 1
 
     def read(self) -> None:
-        """Reads the file."""
         path = self._path
         parsed = instructions(path)
         try:
@@ -203,10 +204,10 @@ class Reader:
             raise WordError(f"{name} is not supported; build the image elsewhere and name it as docker_image")
         self._defaulted = []
         handler(instruction)
-        if self._current is not None:  # Before the first FROM no base image could set them.
+        if self._current is not None:  # Before the first FROM there is no base image to set them.
             self.unset += [(self._line, variable) for variable in dict.fromkeys(self._defaulted)]
 
-    # --- settings of the following steps ------------------------------------------------------------------------
+    # --- instructions that affect later steps -------------------------------------------------------------------
 
     def _take_from(self, instruction: DockerfileInstruction) -> None:
         _options(instruction, ("platform",))
@@ -244,7 +245,7 @@ class Reader:
         return next((stage for stage in reversed(stages) if stage.name == name.lower()), None)
 
     def _take_arg(self, instruction: DockerfileInstruction) -> None:
-        # All defaults are expanded before any argument is set.
+        # Expand all defaults before setting any argument.
         defaults: list[tuple[str, Text | None]] = []
         for word in instruction.args:
             name, sign, text = word.partition("=")
@@ -261,20 +262,20 @@ class Reader:
                 self._global_args[name] = [literal(value)]
             else:
                 self._current.args[name] = value
-        if self._current and len(self._current.args) > _MAX_ARGS:  # Each RUN step has them all.
+        if self._current and len(self._current.args) > _MAX_ARGS:  # Every RUN step gets a copy of all of them.
             raise WordError(f"more than {_MAX_ARGS} arguments; remove those that no RUN needs")
 
     def _take_env(self, instruction: DockerfileInstruction) -> None:
         stage = self._stage()
         if not instruction.args:
             raise WordError("ENV without a variable; write ENV NAME=VALUE")
-        # The parser returns name, value and separator of each variable.
+        # The parser returns the name, value and separator of each variable.
         names, values = instruction.args[::3], instruction.args[1::3]
         pairs = [(self._text(name), self._expand(value)) for name, value in zip(names, values, strict=True)]
-        # One shell line, because values refer to the variables as they were before the instruction.
+        # Use one shell line, because values refer to the variables as they were before the instruction.
         stage.steps.append(Env("export " + " ".join(f"{name}={shell_word(text)}" for name, text in pairs)))
         for name, text in pairs:
-            # A value that depends on the base image is evaluated once, by the shell. Later uses refer to the variable.
+            # The shell evaluates a value that depends on the base image once. Later uses refer to the variable.
             stage.variables[name] = text if is_known(text) else [VariableReference(name)]
             stage.args.pop(name, None)
 
@@ -312,7 +313,7 @@ class Reader:
         kind = fields.get("type", "bind")
         if kind in ("secret", "ssh"):
             if fields.get("required", "false") not in ("", "true"):
-                return None  # The command must work without it, as in Docker.
+                return None  # As in Docker, the command must work without it.
             raise WordError(f"RUN --mount=type={kind},required: builds get no secrets; fetch what needs it beforehand")
         target = fields.get("target") or fields.get("dst") or fields.get("destination")
         if kind not in ("bind", "cache", "tmpfs") or not target:
@@ -367,7 +368,7 @@ class Reader:
         self._stage().steps.append(copy)
 
     def _texts(self, instruction: DockerfileInstruction, names: set[str]) -> dict[str, str]:
-        """Returns the content of the here-documents that an instruction copies, by file name."""
+        """Returns the contents of the here-documents that an instruction copies, by file name."""
         texts = {}
         for heredoc in instruction.heredocs:
             if heredoc.name not in names:
@@ -411,7 +412,7 @@ class Reader:
 
 
 def _run_argv(instruction: DockerfileInstruction, shell: tuple[str, ...]) -> list[str]:
-    """Returns the command of a ``RUN``."""
+    """Returns the argv of a ``RUN`` instruction."""
     if instruction.json:
         return instruction.args
     if len(instruction.heredocs) != 1 or not parse_heredoc(instruction.args[0]):
@@ -421,7 +422,7 @@ def _run_argv(instruction: DockerfileInstruction, shell: tuple[str, ...]) -> lis
     shebang = re.match(r"#!\s*(.+)", body)
     if shebang is None:
         return [*shell, body]
-    # A body that names its interpreter is a program of its own.
+    # A body with a shebang runs as a program.
     end = "MEGAFLOW"
     while end in body:
         end *= 2
@@ -430,7 +431,7 @@ def _run_argv(instruction: DockerfileInstruction, shell: tuple[str, ...]) -> lis
 
 
 def _options(instruction: DockerfileInstruction, allowed: tuple[str, ...]) -> dict[str, list[str]]:
-    """Returns the values of an instruction's options ``--name=value``, by name."""
+    """Returns the values of an instruction's ``--name=value`` options, by name."""
     options: dict[str, list[str]] = {}
     for flag in instruction.flags:
         name, _, value = flag[2:].partition("=")
@@ -443,5 +444,5 @@ def _options(instruction: DockerfileInstruction, allowed: tuple[str, ...]) -> di
 
 
 def _value(instruction: DockerfileInstruction) -> str:
-    """Returns an instruction's arguments without its options."""
+    """Returns an instruction's arguments as text, without its options."""
     return " ".join(instruction.args)

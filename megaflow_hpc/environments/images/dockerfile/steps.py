@@ -1,6 +1,6 @@
-"""The steps of a Dockerfile as plain data, passed from its reader to the builder.
+"""Steps of a Dockerfile as plain data, passed from the reader to the builder.
 
-Paths in the image are absolute, or relative to the base image's directory if no ``WORKDIR`` came before.
+Paths in the image are absolute, or relative to the base image's working directory if no ``WORKDIR`` precedes them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DEFAULT_SHELL = ("/bin/sh", "-c")
 
 @dataclass
 class RunStep:
-    """A ``RUN``. ``exports`` are the variables of ``ARG``, which only this step sees."""
+    """A ``RUN`` instruction. ``exports`` are variables set only while it runs, such as those of ``ARG``."""
 
     argv: list[str]
     workdir: str
@@ -26,7 +26,7 @@ class RunStep:
 
 @dataclass
 class Mount:
-    """A ``RUN --mount``: an empty directory or the files of ``copy``, at ``target`` while the command runs."""
+    """A ``RUN --mount``: an empty directory, or the files of ``copy``, mounted at ``target`` during the command."""
 
     kind: str
     """``bind``, ``cache`` or ``tmpfs``."""
@@ -35,7 +35,7 @@ class Mount:
     owner: str = ""
     mode: str = ""
     writable: bool = False
-    """For a bind mount: it has the option ``rw``."""
+    """Whether a bind mount has the option ``rw``."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Copy:
     sources: list[str]
     target: str
     into: bool
-    """``target`` is a directory, even if it does not exist yet."""
+    """Whether ``target`` is a directory, even if it does not exist yet."""
     line: int
     origin: str | None = None
     owner: str = ""
@@ -54,19 +54,19 @@ class Copy:
     parents: bool = False
     exclude: tuple[str, ...] = ()
     texts: dict[str, str] = field(default_factory=dict)
-    """File name → content of a here-document."""
+    """File name → here-document content."""
 
 
 @dataclass
 class Env:
-    """An ``ENV``: a shell line that exports variables for the following steps."""
+    """An ``ENV`` instruction, as a shell line that exports variables for the following steps."""
 
     text: str
 
 
 @dataclass
 class Workdir:
-    """A ``WORKDIR``: a directory that is created if it is missing, owned by ``user``."""
+    """A ``WORKDIR`` instruction. The directory is created if missing, owned by ``user``."""
 
     path: str
     line: int
@@ -78,7 +78,7 @@ Step = RunStep | Copy | Env | Workdir
 
 @dataclass
 class Stage:
-    """The part of a Dockerfile after one ``FROM``. If it starts from another stage, it includes that stage's steps."""
+    """The part of a Dockerfile from one ``FROM`` to the next. Includes the steps of a parent stage, if any."""
 
     name: str
     base: str
@@ -88,7 +88,7 @@ class Stage:
     user: str | None = None
     shell: tuple[str, ...] = DEFAULT_SHELL
     args: dict[str, Text] = field(default_factory=dict)
-    """Variables of ``ARG`` that no later ``ENV`` replaces."""
+    """``ARG`` variables that no later ``ENV`` overrides."""
 
     @property
     def exports(self) -> list[str]:
@@ -97,7 +97,7 @@ class Stage:
 
 
 def copies(stage: Stage) -> list[Copy]:
-    """Returns every copy of a stage, including those of mounts."""
+    """Returns every copy in a stage, including those for mounts."""
     every: list[Copy] = []
     for step in stage.steps:
         if isinstance(step, Copy):

@@ -1,7 +1,7 @@
-"""Quotes, escapes and variables in the lines of a Dockerfile.
+"""Handles quotes, escapes and variables in Dockerfile lines.
 
-Variables are replaced if the file itself sets them (``ARG``, ``ENV``). A variable that only the base image sets, such
-as ``PATH``, stays a reference for the shell of the build.
+A variable that the file itself sets (``ARG``, ``ENV``) is expanded. A variable that only the base image sets, such as
+``PATH``, remains a reference that the build's shell resolves.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ _MAX_DEPTH = 32
 
 
 class WordError(ValueError):
-    """A line is invalid. The message says how to write it."""
+    """A line is invalid. The message includes the remedy."""
 
 
 @dataclass(frozen=True)
 class VariableReference:
-    """A variable whose value is known only in the build."""
+    """A variable whose value is not known before the build."""
 
     name: str
 
 
 Text = Sequence[str | VariableReference]
-"""A value in parts."""
+"""A value as a sequence of literal parts and references."""
 
 
 def literal(text: Text) -> str:
     """Returns the value as one string.
 
     Raises:
-        WordError: The value has a variable that the file does not set.
+        WordError: The value contains a variable that the file does not set.
     """
     for part in text:
         if isinstance(part, VariableReference):
@@ -47,12 +47,12 @@ def literal(text: Text) -> str:
 
 
 def is_known(text: Text) -> bool:
-    """Returns whether the value depends on the file alone."""
+    """Returns whether the value depends only on the file."""
     return not any(isinstance(part, VariableReference) for part in text)
 
 
 def shell_word(text: Text) -> str:
-    """Returns the value as one word of a POSIX shell script."""
+    """Quotes the value as a single word for a POSIX shell."""
     parts = []
     for part in text:
         parts.append(f'"${{{part.name}-}}"' if isinstance(part, VariableReference) else shlex.quote(part))
@@ -60,11 +60,11 @@ def shell_word(text: Text) -> str:
 
 
 def expand(text: str, scope: Mapping[str, Text], *, quotes: bool = True, defaulted: list[str] | None = None) -> Text:
-    """Replaces variables and removes escapes.
+    """Expands variables and removes escapes.
 
     Args:
         quotes: Also remove quotes.
-        defaulted: Gets the names of variables that ``scope`` lacks and that are written with a default or a substitute.
+        defaulted: Collects the names of variables that are missing from ``scope`` but have a default or alternative.
     """
     parts: list[str | VariableReference] = []
     quote = ""
@@ -73,7 +73,7 @@ def expand(text: str, scope: Mapping[str, Text], *, quotes: bool = True, default
         character = text[position]
         following = text[position + 1 : position + 2]
         if character == "\\" and following and quote != "'":
-            # In double quotes a backslash escapes only special characters.
+            # Inside double quotes, a backslash escapes only special characters.
             keeps = quote == '"' and following not in '"$\\'
             parts.append(character + following if keeps else following)
             position += 2

@@ -1,7 +1,7 @@
-"""Reads layer blobs, which may be compressed, and computes their digest meanwhile.
+"""Reads layer blobs, compressed or not, and computes their digests on the way.
 
-Deletions are marked as in OCI's image specification: a file ``.wh.NAME`` hides NAME in the layers below, and
-``.wh..wh..opq`` in a directory hides everything below it there.
+Deletions are marked as in the OCI image specification. A file ``.wh.NAME`` hides NAME in the layers below.
+``.wh..wh..opq`` in a directory hides everything that lower layers have in it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megaflow_hpc.host.tar import RefusedMember, TarReader
 
 try:
     from isal import isal_zlib
-except ImportError:  # There is no wheel for this processor, or the program has a minimal set of imports.
+except ImportError:  # There is no wheel for this architecture, or the program runs with minimal imports.
     inflater: Callable[..., Any] = zlib.decompressobj
     deflater: Callable[[], Any] = lambda: zlib.compressobj(1, zlib.DEFLATED, 31)  # noqa: E731
 else:
@@ -26,9 +26,9 @@ else:
     deflater = lambda: isal_zlib.compressobj(1, zlib.DEFLATED, 31)  # noqa: E731
 
 BLOCK = 4096
-"""A file system allocates whole blocks, and at least one for a non-empty file."""
+"""File systems allocate whole blocks, at least one for a non-empty file."""
 MAX_LAYER_BYTES = 1 << 40
-"""Maximum size of a layer's files, and of its blob."""
+"""Maximum total size of a layer's files, and of its blob."""
 MAX_ENTRIES = 20_000_000
 
 _CHUNK = 1 << 18
@@ -37,17 +37,17 @@ _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """Facts of a layer: ``bytes`` of its blob, ``unpacked_bytes`` and ``inodes`` of its files."""
+    """Digest and sizes of a layer: ``bytes`` of its blob, ``unpacked_bytes`` and ``inodes`` of its files."""
 
     digest: str
-    """SHA-256 of the blob, in hexadecimal."""
+    """Hexadecimal SHA-256 of the blob."""
     bytes: int
     unpacked_bytes: int
     inodes: int
 
 
 class LayerStream(io.RawIOBase):
-    """The uncompressed archive of a blob, which is given in pieces."""
+    """The decompressed archive of a blob that arrives in chunks."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces = iter(pieces)
@@ -58,19 +58,18 @@ class LayerStream(io.RawIOBase):
 
     @classmethod
     def of_file(cls, file: BinaryIO) -> LayerStream:
-        """Reads the blob from an open file."""
+        """Creates a stream from an open file."""
         return cls(iter(lambda: file.read(_CHUNK), b""))
 
     def members(self) -> TarReader:
-        """Returns a reader of the archive's members."""
+        """Returns an iterator over the archive's members."""
         return TarReader(cast(BinaryIO, self))
 
     def readable(self) -> bool:
-        """Returns true."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Reads into ``buffer``. Returns the number of bytes, 0 at the end."""
+        """Reads into ``buffer``. Returns the number of bytes read, 0 at the end."""
         while not self._decompressed:
             data = self._read_blob()
             if not data:
@@ -79,7 +78,7 @@ class LayerStream(io.RawIOBase):
                 self._decompress = _decompressor(data)
             try:
                 self._decompressed = memoryview(self._decompress(data))
-            except Exception as error:  # Each library raises its own class.
+            except Exception as error:  # Each library raises its own exception class.
                 raise RefusedMember(f"not to be decompressed: {error}") from None
         view = memoryview(buffer).cast("B")
         size = min(len(view), len(self._decompressed))
@@ -88,13 +87,13 @@ class LayerStream(io.RawIOBase):
         return size
 
     def finish(self) -> tuple[str, int]:
-        """Reads the rest of the blob. Returns the blob's digest and its size in bytes."""
+        """Consumes the rest of the blob. Returns its digest and its size in bytes."""
         while self._read_blob():
             pass
         return self._digest.hexdigest(), self._read_bytes
 
     def _read_blob(self) -> bytes:
-        """Returns the next bytes of the blob. Returns no bytes at the end."""
+        """Returns the next chunk of the blob, empty at the end."""
         data = next(filter(None, self._pieces), b"")
         self._digest.update(data)
         self._read_bytes += len(data)
@@ -104,7 +103,7 @@ class LayerStream(io.RawIOBase):
 
 
 def _decompressor(first: bytes) -> Callable[[bytes], bytes]:
-    """Returns the function that decompresses a blob, chosen by its first bytes."""
+    """Returns the decompression function for a blob, chosen by its magic bytes."""
     if first.startswith(_GZIP):
         return _Gunzip()
     if first.startswith(_ZSTD):
@@ -120,7 +119,7 @@ def _decompressor(first: bytes) -> Callable[[bytes], bytes]:
 
 
 class _Gunzip:
-    """Decompresses several consecutive gzip members as one stream."""
+    """Decompresses concatenated gzip members as one stream."""
 
     def __init__(self) -> None:
         self._member: Any = inflater(wbits=31)
@@ -139,13 +138,13 @@ class _Gunzip:
 
 
 class Tally:
-    """Adds up the disk space of a layer's files. Raises :class:`RefusedMember` above the maximum."""
+    """Totals the disk space of a layer's files. Raises :class:`RefusedMember` if it exceeds the maximum."""
 
     def __init__(self) -> None:
         self.bytes = self.inodes = 0
 
     def add(self, size: int, *, is_directory: bool = False) -> None:
-        """Counts one file of ``size`` bytes."""
+        """Counts one file of ``size`` bytes, or a directory."""
         self.bytes += BLOCK if is_directory else -(-size // BLOCK) * BLOCK
         self.inodes += 1
         if self.bytes > MAX_LAYER_BYTES or self.inodes > MAX_ENTRIES:
@@ -153,10 +152,10 @@ class Tally:
 
 
 def measure(pieces: Iterable[bytes], digest: str) -> LayerFacts:
-    """Reads a blob, given in pieces, to its end and returns its facts.
+    """Consumes a blob that arrives in chunks and returns its facts.
 
     Raises:
-        SandboxError: Its digest is not ``digest``, or it is not a layer.
+        SandboxError: The digest is not ``digest``, or the blob is not a layer.
     """
     stream, tally = LayerStream(pieces), Tally()
     refusal: RefusedMember | None = None

@@ -1,6 +1,6 @@
-"""Lists the files of a layer or an image without unpacking it: of a blob, or of a SIF's squashfs.
+"""Lists the files of a layer blob or of a SIF's squashfs without unpacking it.
 
-A listing takes about 200 bytes of memory for each file.
+A listing takes about 200 bytes of memory per file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megaflow_hpc.host.unpack import plain
 
 _Node: TypeAlias = dict[str, Union[ViewEntry, "_Node"]]
 _SELF = ""
-"""Key of a directory's own entry in its node."""
+"""Key of a directory's own entry within its node."""
 _KINDS = {"-": stat.S_IFREG, "d": stat.S_IFDIR, "l": stat.S_IFLNK, "p": stat.S_IFIFO, "s": stat.S_IFSOCK}
 _MEMBERS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "symlink": stat.S_IFLNK, "fifo": stat.S_IFIFO}
 _IMPLICIT = ViewEntry(stat.S_IFDIR, Attributes(0o755))
-"""Entry of a directory that a layer does not list itself."""
+"""Entry for a directory that the layer itself does not list."""
 _LINE = re.compile(r"(\S)(\S{9}) (\d+)/(\d+) +(?:\d+|\d+, *\d+) (\S+ \S+) squashfs-root(.*)", re.DOTALL)
 
 
@@ -40,7 +40,7 @@ class LayerListing:
     """A layer as a tree of entries. Implements :class:`.view.Layer`.
 
     Args:
-        reader: Reads the beginning of a file from the layer itself.
+        reader: Called as ``reader(path, limit)`` to read a file's content from the layer itself.
     """
 
     def __init__(self, reader: Callable[[str, int], bytes]) -> None:
@@ -48,7 +48,7 @@ class LayerListing:
         self._reader = reader
 
     def add(self, path: str, entry: ViewEntry) -> None:
-        """Adds an entry. Parents that are not listed become directories."""
+        """Adds an entry. Unlisted parents become directories."""
         node = self._root
         parts = [part for part in path.split("/") if part]
         for part in parts[:-1]:
@@ -94,7 +94,7 @@ class LayerListing:
 
 
 def of_blob(blob: str | os.PathLike[str]) -> LayerListing:
-    """Lists a layer. Raises :class:`SandboxError` if the blob is not a layer."""
+    """Lists a layer blob. Raises :class:`SandboxError` if it is not a layer."""
     listing = LayerListing(lambda path, limit: _read_blob(blob, path, limit))
     opaque = []
     with open(blob, "rb", buffering=0) as file:
@@ -134,7 +134,7 @@ def of_sif(image: str) -> LayerListing:
 
     Raises:
         SandboxError: The file is not a SIF or cannot be listed.
-        SiteError: The program is missing.
+        SiteError: ``unsquashfs`` is missing.
     """
     partition = sif.system_partition(image)
     listing = LayerListing(lambda path, limit: _read_sif(image, partition, path, limit))
@@ -153,7 +153,7 @@ def of_sif(image: str) -> LayerListing:
 
 
 def _seconds(moment: str) -> int:
-    """Parses a listed time, which is in UTC and has no seconds."""
+    """Parses a time from a listing, which is in UTC and lacks seconds."""
     try:
         return max(0, calendar.timegm(time.strptime(moment, "%Y-%m-%d %H:%M")))
     except ValueError:

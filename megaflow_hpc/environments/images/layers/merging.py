@@ -1,8 +1,8 @@
-"""Merges an overlay's upper directory or a layer into a tree by moving its files, if no overlay can be mounted.
+"""Merges an overlay's upper directory or a layer into a tree by moving files, for hosts that cannot mount overlays.
 
-Hidden files are marked as by the kernel (a device 0/0, an extended attribute), or by files ``.wh.NAME`` and
-``.wh..wh..opq``, because not every file system supports such devices and attributes. Programs that must start fast
-import this module, so it imports little.
+Hidden files are marked as in the kernel, by a 0/0 device or an extended attribute. Some file systems support neither,
+so files ``.wh.NAME`` and ``.wh..wh..opq`` serve as marks, too. Programs that must start fast import this module, so it
+imports little.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from megaflow_hpc.host.files import remove_tree
 DELETED = ".wh."
 OPAQUE_MARK = ".wh..wh..opq"
 OPAQUE_ATTRIBUTES = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
-"""Attributes by which overlays mark a directory that hides those below. An ordinary user's overlay uses the first."""
+"""Attributes that mark an overlay directory as opaque. Unprivileged overlays use the first."""
 
 
 def put_over(upper: str, root: str, top: bool = True) -> None:
-    """Moves the content of ``upper`` into ``root``, and removes what ``upper`` marks as deleted.
+    """Moves the content of ``upper`` into ``root``, and removes the files that ``upper`` marks as deleted.
 
-    Does not follow links, so both trees may be untrusted. No process may write to either meanwhile.
+    Does not follow links, so both trees may be untrusted. No process may write to either in the meantime.
     """
     mode = open_to_owner(upper)
-    if not top and is_opaque(upper):  # A mark on the root itself comes from the agent. A root is never replaced.
+    if not top and is_opaque(upper):  # Ignore a mark on the root: it comes from the agent.
         for name in os.listdir(root):
             remove_tree(os.path.join(root, name))
     with os.scandir(upper) as scanned:
-        # Deletions come first, so that they do not remove new files.
+        # Process deletions first, so that they do not remove new files.
         entries = sorted(scanned, key=lambda entry: not entry.name.startswith(DELETED))
     for entry in entries:
         status = entry.stat(follow_symlinks=False)
@@ -53,7 +53,7 @@ def put_over(upper: str, root: str, top: bool = True) -> None:
 
 
 def open_to_owner(directory: str | os.PathLike[str]) -> int:
-    """Gives a directory's owner all permissions. Returns the previous mode."""
+    """Grants the owner full access to a directory. Returns the previous mode."""
     mode = stat.S_IMODE(os.lstat(directory).st_mode)
     if mode & 0o700 != 0o700:
         os.chmod(directory, mode | 0o700)
@@ -61,22 +61,22 @@ def open_to_owner(directory: str | os.PathLike[str]) -> int:
 
 
 def move(source: str, target: str) -> None:
-    """Renames ``source``, even if it is a directory that its owner may not write to."""
+    """Renames ``source``, even if it is a directory without write permission."""
     try:
         os.rename(source, target)
-    except PermissionError:  # Moving a directory changes its ``..``, which needs write permission.
+    except PermissionError:  # Moving a directory updates its ``..``, which requires write permission.
         mode = open_to_owner(source)
         os.rename(source, target)
         os.chmod(target, mode)
 
 
 def is_opaque(directory: str) -> bool:
-    """Returns whether a directory of a layer hides the directories below."""
+    """Returns whether a layer's directory is opaque, that is, hides the same directory in lower layers."""
     return os.path.lexists(os.path.join(directory, OPAQUE_MARK)) or has_opaque_attribute(directory)
 
 
 def has_opaque_attribute(directory: str | int) -> bool:
-    """Returns whether a directory, given by path or descriptor, is marked as opaque by an extended attribute."""
+    """Returns whether an extended attribute marks a directory, given by path or descriptor, as opaque."""
     for name in OPAQUE_ATTRIBUTES:
         with contextlib.suppress(OSError):
             if os.getxattr(directory, name, follow_symlinks=isinstance(directory, int)) == b"y":
@@ -85,7 +85,7 @@ def has_opaque_attribute(directory: str | int) -> bool:
 
 
 def show_through(directory: str | os.PathLike[str]) -> None:
-    """Removes the opaque attributes of a directory, so that it does not hide the image's."""
+    """Removes the opaque attributes of a directory, so that the image's directory shows through."""
     for name in OPAQUE_ATTRIBUTES:
         with contextlib.suppress(OSError):
             os.removexattr(directory, name, follow_symlinks=False)

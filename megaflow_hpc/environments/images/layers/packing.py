@@ -1,6 +1,7 @@
-"""Writes layers: archives of single entries, or of everything in an overlay's upper directory.
+"""Writes layers, from single entries or from a whole overlay upper directory.
 
-The packed files may be the work of a build step. They are read through descriptors, without following links.
+The packed files are untrusted, since build steps may have written them. They are read through descriptors, without
+following links.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Attributes:
-    """Permission bits, numeric owner and mtime (in seconds) of an entry."""
+    """Permission bits, numeric owner and mtime (Unix seconds) of an entry."""
 
     mode: int
     uid: int = 0
@@ -38,15 +39,15 @@ class Attributes:
 
 
 def attributes_of(status: os.stat_result) -> Attributes:
-    """Returns the attributes in a file's status."""
+    """Extracts the attributes from a ``stat`` result."""
     return Attributes(stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid, max(0, int(status.st_mtime)))
 
 
 class Packer:
-    """Writes one layer to ``target``, as a context manager. Call :meth:`facts` after the context.
+    """Context manager that writes one layer to ``target``. Call :meth:`facts` after leaving the context.
 
-    Names are relative to the image's root. Equal entries give equal bytes. Methods raise :class:`RefusedMember` for a
-    name that a layer cannot hold.
+    Names are relative to the image's root. Equal entries produce equal bytes. Methods raise :class:`RefusedMember` for
+    names that cannot be stored in a layer.
     """
 
     def __init__(self, target: Path) -> None:
@@ -71,7 +72,7 @@ class Packer:
                 os.fsync(self._file.fileno())
 
     def facts(self) -> LayerFacts:
-        """Returns digest and sizes of the written layer."""
+        """Returns the digest and sizes of the written layer."""
         return LayerFacts(self._digest.hexdigest(), self._bytes, self._tally.bytes, self._tally.inodes)
 
     # --- entries ------------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ class Packer:
         self._header(name, tarfile.SYMTYPE, attributes, target=target)
 
     def file(self, name: str, descriptor: int, attributes: Attributes) -> None:
-        """Adds an open regular file. If it was added before under another name, adds a hard link."""
+        """Adds an open regular file, or a hard link if the same file was added before under another name."""
         status = os.fstat(descriptor)
         if status.st_nlink > 1:
             first = self._links.setdefault((status.st_dev, status.st_ino), name)
@@ -107,13 +108,13 @@ class Packer:
         self._header(name, tarfile.FIFOTYPE, attributes)
 
     def whiteout(self, name: str) -> None:
-        """Marks ``name`` as deleted from the layers below."""
+        """Marks ``name`` as deleted from lower layers."""
         parent, _, last = name.rpartition("/")
         hidden = DELETED + last
         self._write_header(f"{parent}/{hidden}" if parent else hidden, tarfile.REGTYPE, Attributes(0))
 
     def opaque(self, name: str) -> None:
-        """Marks the directory ``name`` as opaque, so that it hides those below."""
+        """Marks the directory ``name`` as opaque, so that it hides the same directory in lower layers."""
         self._write_header(f"{name}/{OPAQUE_MARK}", tarfile.REGTYPE, Attributes(0))
 
     def _header(self, name: str, kind: bytes, attributes: Attributes, size: int = 0, target: str = "") -> None:
@@ -140,17 +141,17 @@ class Packer:
 
 
 def pack_tree(packer: Packer, directory: int, name: str = "", *, marks: bool = False) -> None:
-    """Adds everything in an overlay's upper directory: its files and its marks of deleted files.
+    """Adds the whole content of an overlay's upper directory: its files and its deletion marks.
 
-    Skips sockets, and devices that are not such marks.
+    Skips sockets, and devices other than deletion marks.
 
     Args:
-        directory: The descriptor of the directory.
-        name: Its name in the image. Empty for the root, whose attributes are not packed.
-        marks: Deleted files are marked by empty files ``.wh.NAME`` (rootfs/copies.py), not by devices 0/0.
+        directory: Descriptor of the directory.
+        name: Name of the directory in the image. Empty for the root, whose attributes are not packed.
+        marks: Deletions are marked by empty files ``.wh.NAME`` (rootfs/copies.py) instead of 0/0 devices.
 
     Raises:
-        RefusedMember: Directories are nested too deep, or a file has the name of a mark.
+        RefusedMember: Directories are nested too deeply, or a file is named like a deletion mark.
     """
     if name.count("/") >= MAX_DEPTH:
         raise RefusedMember(f"{name[:200]}: more than {MAX_DEPTH} directories in one another")

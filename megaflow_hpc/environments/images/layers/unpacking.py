@@ -1,8 +1,8 @@
-"""Unpacks a layer's blob to a directory in the form of an overlay's upper directory.
+"""Unpacks a layer blob to a directory in the format of an overlay's upper directory.
 
-Large blobs are unpacked by a separate program (:func:`main`). So are blobs whose files keep their owners: the program
-runs as uid 0 of a user namespace that has these ids. The archive is untrusted. :mod:`megaflow_hpc.host.unpack`
-describes how paths in it are handled. Devices and sockets are skipped.
+A separate program (:func:`main`) unpacks large blobs and blobs whose files keep their owners. For the latter it runs as
+uid 0 in a user namespace that maps those ids. Archives are untrusted. :mod:`megaflow_hpc.host.unpack` describes how
+their paths are handled. Devices and sockets are skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megaflow_hpc.host.unpack import Budget, Parts, TreeWriter, plain
 
 _WHITEOUT, _OPAQUE = DELETED.encode(), OPAQUE_MARK.encode()
 SMALL = 1 << 18
-"""Blobs of up to this many bytes are unpacked in this process, which is faster than starting a program."""
+"""Unpack blobs up to this size in process, because that is faster than starting a program."""
 
 
 def unpack(
@@ -43,12 +43,12 @@ def unpack(
     *,
     marks: bool = False,
 ) -> None:
-    """Unpacks a blob to the new directory ``target`` and checks its digest.
+    """Unpacks a blob to the new directory ``target`` and verifies its digest.
 
     Args:
-        namespace: An argv prefix that enters a user namespace, in which files get the layer's owners. Without it the
+        namespace: An argv prefix that enters a user namespace in which files get the layer's owners. Without it, the
             caller owns all files.
-        marks: Keep the blob's marks of hidden files as files, instead of the marks that an overlay reads.
+        marks: Keep the blob's deletion marks as files, instead of converting them to overlay marks.
 
     Raises:
         SandboxError: The blob is not a layer, or its digest differs.
@@ -91,12 +91,12 @@ def _unpack(blob: str, digest: str, target: Path, *, owners: bool, marks: bool) 
 
 
 class LayerWriter(TreeWriter):
-    """Writes the members of an archive below one directory, with their modes and times.
+    """Writes archive members below a directory, with their modes and times.
 
     Args:
-        owners: Give files the archive's owners. Otherwise the caller owns them.
-        marks: Keep marks of hidden files as empty files.
-        budget: Limits bytes and files. Default: the maximum of a layer.
+        owners: Set the owners recorded in the archive. Otherwise the caller owns all files.
+        marks: Keep deletion marks as empty files.
+        budget: Limits bytes and files. Default: the limits of a layer.
     """
 
     def __init__(
@@ -109,19 +109,19 @@ class LayerWriter(TreeWriter):
         self._written: set[Parts] = set()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Sets the attributes of directories, unless an error occurred, and closes the descriptors."""
+        """Closes the descriptors, after setting the attributes of directories unless an error occurred."""
         if kind is None:
             for parts, member in sorted(self._directories.items(), reverse=True):
                 descriptor = self._open(parts)
                 if self._owners and parts:  # The caller must still be able to move the top directory.
                     _give(descriptor, member)
-                # Without owners the caller must be able to remove the tree. Sandboxes see it as root anyway.
+                # Without owners, the caller must be able to remove the tree. Sandboxes see root as the owner anyway.
                 os.chmod(descriptor, member.mode | (0 if self._owners else stat.S_IRWXU))
                 os.utime(descriptor, (member.mtime, member.mtime))
         super().__exit__(kind, error, trace)
 
     def add(self, member: Member, reader: TarReader) -> None:
-        """Writes one member."""
+        """Writes one archive member."""
         parts = plain(member.name)
         if member.kind == "directory":
             self.directory(parts)
@@ -134,7 +134,7 @@ class LayerWriter(TreeWriter):
             self._make(parts, lambda parent: os.mknod(name, stat.S_IFREG | 0o600, dir_fd=parent))
         elif name == _OPAQUE:
             descriptor = self._open(parts[:-1])
-            if parts[:-1]:  # There is nothing below the root of an image.
+            if parts[:-1]:  # An image has nothing below its root.
                 _make_opaque(descriptor)
         elif name.startswith(_WHITEOUT):
             hidden = name.removeprefix(_WHITEOUT)
@@ -185,7 +185,7 @@ class LayerWriter(TreeWriter):
         if self._owners:
             _give(name, member, dir_fd=parent, follow_symlinks=False)
         if member.kind != "symlink":
-            os.chmod(name, member.mode, dir_fd=parent)  # after the owner: chown clears setuid
+            os.chmod(name, member.mode, dir_fd=parent)  # after chown, which clears setuid
         os.utime(name, (member.mtime, member.mtime), dir_fd=parent, follow_symlinks=False)
 
 
@@ -193,7 +193,7 @@ def _give(file: bytes | int, member: Member, **where: Any) -> None:
     try:
         os.chown(file, member.uid, member.gid, **where)
     except OSError as error:
-        # The namespace does not have these ids. In a sandbox the file then belongs to root.
+        # The namespace does not map these ids. The file then belongs to root in the sandbox.
         if error.errno != errno.EINVAL:
             raise
 

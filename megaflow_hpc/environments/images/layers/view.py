@@ -1,7 +1,7 @@
-"""Shows the files of an image of several layers, as an overlay of the layers would.
+"""Shows the merged files of a multi-layer image, as an overlay would.
 
-Each layer answers for itself (:class:`Layer`): a directory (:class:`Tree`), or a listing of a layer that is not
-unpacked (:mod:`.listing`). Nothing is mounted, and the kernel never follows a link.
+Each layer implements :class:`Layer`: a directory (:class:`Tree`), or a listing of a packed layer (:mod:`.listing`).
+Nothing is mounted, and links are resolved here, never by the kernel.
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ _MAX_LINKS = 40
 
 @dataclass(frozen=True)
 class ViewEntry:
-    """The entry of one layer for a path."""
+    """One layer's entry for a path."""
 
     kind: int
-    """File type, as from ``stat.S_IFMT``. 0 hides the path in the layers below."""
+    """File type as returned by ``stat.S_IFMT``. 0 hides the path in lower layers."""
     attributes: Attributes
     target: str = ""
     """Target of a symbolic link."""
     opaque: bool = False
-    """For a directory: hide the directories below."""
+    """Whether a directory hides the same directory in lower layers."""
 
     @property
     def is_directory(self) -> bool:
-        """Whether it is a directory."""
         return self.kind == stat.S_IFDIR
 
     @property
     def is_link(self) -> bool:
-        """Whether it is a symbolic link."""
         return self.kind == stat.S_IFLNK
 
 
@@ -48,31 +46,32 @@ HIDDEN = ViewEntry(0, Attributes(0))
 
 
 class Layer(Protocol):
-    """One layer. ``path`` is relative to the root and empty for the root. Its parents are directories of this layer."""
+    """One layer. Each ``path`` is relative to the root (empty for the root), and its parents are directories in this
+    layer."""
 
     def entry(self, path: str) -> ViewEntry | None:
-        """Returns the layer's entry for ``path``, or ``None`` if it has none."""
+        """Returns the layer's entry for ``path``, or ``None``."""
 
     def names(self, path: str) -> Iterator[str]:
-        """Yields the names in a directory, including those that it hides."""
+        """Yields the names in a directory, including names that this layer marks as deleted."""
 
     def read(self, path: str, limit: int) -> bytes:
-        """Returns the first ``limit`` bytes of a regular file, or no bytes if it cannot be read."""
+        """Returns up to ``limit`` bytes of a regular file, or no bytes if it cannot be read."""
 
 
 class LayerView:
-    """The merged layers of an image, given topmost first."""
+    """Merged view of an image's layers, given topmost first."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = layers
 
     def entry(self, path: str) -> ViewEntry | None:
-        """Returns the entry at ``path`` without following links, or ``None`` if it is missing."""
+        """Returns the entry at ``path``, or ``None`` if missing. Does not follow links."""
         entry, _ = self._look_up([part for part in path.split("/") if part])
         return entry
 
     def names(self, path: str) -> set[str]:
-        """Returns the names in a directory. The result is empty if there is no directory at ``path``."""
+        """Returns the names in a directory, or an empty set if ``path`` is not a directory."""
         parts = [part for part in path.split("/") if part]
         _, layers = self._look_up(parts)
         directory = "/".join(parts)
@@ -90,13 +89,13 @@ class LayerView:
         return shown
 
     def resolve(self, path: str, *, follow: bool = True) -> str:
-        """Returns ``path`` with its links resolved, relative to the root. Missing components are kept as they are.
+        """Resolves the links in ``path``. The result is relative to the root. Missing components are kept.
 
         Args:
             follow: Also resolve a link in the last component.
 
         Raises:
-            OSError: Links form a circle.
+            OSError: There are too many levels of links.
         """
         waiting = deque(part for part in path.split("/") if part)
         names: list[str] = []
@@ -121,13 +120,13 @@ class LayerView:
         return "/".join(names)
 
     def read(self, path: str, limit: int = 1 << 20) -> bytes:
-        """Returns the first ``limit`` bytes of a regular file. Follows links. Returns no bytes if it is missing."""
+        """Returns up to ``limit`` bytes of a regular file, or no bytes if it is missing. Follows links."""
         resolved = self.resolve(path)
         entry, layers = self._look_up(resolved.split("/"))
         return layers[0].read(resolved, limit) if entry and entry.kind == stat.S_IFREG else b""
 
     def _look_up(self, parts: Sequence[str]) -> tuple[ViewEntry | None, list[Layer]]:
-        """Returns the entry at a path and the layers that contribute to it: several for a merged directory."""
+        """Returns the entry at a path and the layers that contribute to it, several for a merged directory."""
         layers = list(self.layers)
         visible: ViewEntry | None = None
         for depth in range(len(parts) + 1):
@@ -142,7 +141,7 @@ class LayerView:
                     continue
                 if visible is None and entry.kind:
                     visible = entry
-                elif not entry.is_directory:  # It is hidden, or ends the merge.
+                elif not entry.is_directory:  # The path is hidden below, or the merge ends here.
                     break
                 merged.append(layer)
                 if not entry.is_directory or (entry.opaque and depth):
@@ -152,7 +151,7 @@ class LayerView:
 
 
 class Tree:
-    """A layer, or a whole image, that is a directory of this machine."""
+    """A layer, or a whole image, unpacked in a local directory."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -188,14 +187,14 @@ class Tree:
 
 
 def _in_image(attributes: Attributes) -> Attributes:
-    """Returns the attributes as seen in the image, where root owns the caller's files."""
+    """Returns the attributes as seen inside the image, where root owns the caller's files."""
     uid = 0 if attributes.uid == os.geteuid() else attributes.uid
     gid = 0 if attributes.gid == os.getegid() else attributes.gid
     return replace(attributes, uid=uid, gid=gid)
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
-    """Returns the first ``limit`` bytes of a file that is not a link, or no bytes if it cannot be read."""
+    """Returns up to ``limit`` bytes of a file, or no bytes if it is a link or cannot be read."""
     with suppress(OSError), open(os.open(path, OPEN_FILE), "rb") as file:
         return file.read(limit)
     return b""

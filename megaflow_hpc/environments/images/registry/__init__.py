@@ -1,4 +1,5 @@
 """Reads images from registries: manifests, configurations and layers.
 
-It knows no store. The caller passes functions that tell which layers are present and that take the others.
+This package does not depend on the store. Callers pass functions that tell which layers they have and that receive the
+missing ones.
 """

@@ -1,7 +1,7 @@
-"""Reads manifests and blobs over HTTP, by the pull half of the OCI Distribution Specification 1.1.
+"""Reads manifests and blobs over HTTP, as specified for pulls by the OCI Distribution Specification 1.1.
 
-A registry is not trusted: the size of its answers is bounded, and their content is compared with the digest. A redirect
-to another host gets no credentials. An interrupted download of a blob continues where it stopped.
+Registries are untrusted: response sizes are limited, and contents are verified against their digests. Credentials are
+not sent to other hosts after a redirect. Interrupted blob downloads are resumed.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from megaflow_hpc.environments.images.registry.credentials import Credentials, f
 from megaflow_hpc.errors import ConfigError, SiteError
 
 TIMEOUT_S = 60.0
-"""Maximum silence of a registry."""
+"""Socket timeout for a registry."""
 MAX_TRIES = 5
-"""Maximum number of consecutive attempts that each bring less than :data:`PROGRESS_BYTES`."""
+"""Maximum number of consecutive attempts that each transfer less than :data:`PROGRESS_BYTES`."""
 PROGRESS_BYTES = 1 << 20
 FIRST_PAUSE_S = 0.25
-"""Pause before the second attempt. Each further pause is twice as long."""
+"""Backoff before the second attempt. It doubles with each further attempt."""
 MIN_BYTES_PER_S = 20_000
-"""A blob that arrives more slowly is given up, after :data:`GRACE_S`."""
+"""Minimum average rate for a blob, after an initial :data:`GRACE_S`. Slower downloads are aborted."""
 GRACE_S = 300.0
 MAX_REDIRECTS = 5
 MAX_TOKEN_BYTES = 1 << 20
 _CHUNK = 1 << 18
 _BUSY = (429, 500, 502, 503, 504)
-"""Statuses after which a request is tried again."""
+"""Status codes after which a request is retried."""
 _BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem")
 
 DIGEST = r"sha256:[0-9a-f]{64}"
-"""Form of a digest. Registries use no other algorithm today."""
+"""Pattern of a digest. Registries currently use no other algorithm."""
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _REPOSITORY = re.compile(rf"(?=.{{1,255}}\Z){_PART}(?:/{_PART})*")
@@ -56,13 +56,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reference:
-    """An image of a registry.
+    """An image in a registry.
 
     Args:
         host: The registry, such as ``docker.io`` or ``127.0.0.1:5000``.
-        repository: For example ``library/debian``.
-        version: A tag, or ``sha256:`` and 64 hexadecimal digits.
-        plain: The registry uses HTTP without TLS.
+        repository: Repository name, such as ``library/debian``.
+        version: A tag, or a digest: ``sha256:`` and 64 hexadecimal digits.
+        plain: Use HTTP without TLS.
     """
 
     host: str
@@ -74,7 +74,7 @@ class Reference:
     def parse(cls, host: str, path: str, *, plain: bool = False) -> Reference:
         """Parses ``library/debian:12`` or ``library/debian@sha256:…``. A digest takes precedence over a tag.
 
-        The name comes from a task and becomes part of a URL. So its form must be that of the specification.
+        The name comes from a task and becomes part of a URL, so it must follow the specification's grammar.
 
         Raises:
             ConfigError: The name is invalid.
@@ -104,11 +104,11 @@ class Reference:
 
 
 class _Interrupted(Exception):
-    """An attempt failed that may succeed when it is repeated."""
+    """An attempt failed but may succeed if retried."""
 
 
 class RegistryClient:
-    """Reads one repository. Several threads may read different blobs."""
+    """Client for one repository. Several threads may read different blobs."""
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
@@ -121,11 +121,11 @@ class RegistryClient:
         """Returns a manifest's bytes and its media type.
 
         Args:
-            version: A tag or digest. The content must have the digest.
-            accept: Media types, separated by commas.
+            version: A tag or digest. If it is a digest, the content is verified.
+            accept: Acceptable media types, separated by commas.
 
         Raises:
-            SiteError: The registry does not return the manifest, or returns another.
+            SiteError: The registry does not return the manifest, or its digest differs.
         """
 
         def read() -> tuple[bytes, str]:
@@ -138,13 +138,13 @@ class RegistryClient:
         return data, media_type
 
     def small_blob(self, digest: str, size: int) -> bytes:
-        """Returns a blob of ``size`` bytes, with its digest checked."""
+        """Returns a blob of ``size`` bytes, after verifying its digest."""
         data = b"".join(self.blob(digest, size))
         self._check_digest(digest, data, "blob")
         return data
 
     def blob(self, digest: str, size: int) -> Iterator[bytes]:
-        """Yields a blob in pieces. The caller must check the digest.
+        """Yields a blob in chunks. The caller must verify the digest.
 
         Raises:
             SiteError: The blob is not available, or its size is not ``size``.
@@ -169,14 +169,14 @@ class RegistryClient:
                 time.sleep(FIRST_PAUSE_S * 2 ** (tries - 1))
 
     def _blob_from(self, digest: str, start: int, size: int) -> Iterator[bytes]:
-        """Yields a blob from byte ``start`` on, with one request."""
+        """Yields a blob starting at byte ``start``, using one request."""
         headers = {"Range": f"bytes={start}-"} if start else {}
         with closing(self._get(f"blobs/{digest}", headers)) as response:
             skip = 0
             if response.status == 206:
                 if not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
                     raise SiteError(f"{self.reference}: {digest}: asked for bytes {start}-…, it sent another part")
-            else:  # The server does not support ranges and sends the blob from its beginning.
+            else:  # The server does not support ranges and sends the whole blob.
                 skip = start
             length = response.headers.get("Content-Length")
             if length and length.isdigit() and int(length) > size - start + skip:
@@ -200,7 +200,7 @@ class RegistryClient:
             if left:
                 raise _Interrupted("the connection ended early")
 
-    # --- one request ----------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
     def _retry(self, read: Callable[[], T]) -> T:
         for tries in range(1, MAX_TRIES + 1):
@@ -213,7 +213,7 @@ class RegistryClient:
         raise AssertionError
 
     def _get(self, path: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
-        """Sends a GET below the repository, with credentials if the registry asks for them."""
+        """Sends a GET request below the repository URL, authenticating if the registry requires it."""
         url = f"{self.reference.url}/{path}"
         response = self._follow(url, headers)
         if response.status == 401:
@@ -235,7 +235,7 @@ class RegistryClient:
             raise SiteError(f"{self.reference}: {path}: the registry answers {status}")
 
     def _follow(self, url: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
-        """Sends a GET and follows redirects. Only the registry itself gets the credentials."""
+        """Sends a GET request and follows redirects. Only the registry itself receives credentials."""
         for _ in range(MAX_REDIRECTS + 1):
             request = urllib.request.Request(url, headers=dict(headers))
             if self._authorization and _origin(url) == _origin(self.reference.url):
@@ -292,9 +292,9 @@ class RegistryClient:
     # --- authorization ----------------------------------------------------------------------------------------------
 
     def _authorize(self, challenges: list[str]) -> str:
-        """Returns the ``Authorization`` header for the ``WWW-Authenticate`` headers of an answer.
+        """Returns the ``Authorization`` header that answers a response's ``WWW-Authenticate`` headers.
 
-        It contains a token of the token server that a challenge names, or user and password.
+        The header contains a token from the challenge's token server, or user and password.
         """
         credentials = find_credentials(self.reference.host, self.reference.repository)
         schemes = {scheme.lower(): rest for scheme, _, rest in (each.partition(" ") for each in challenges)}
@@ -342,14 +342,14 @@ class RegistryClient:
         return f"to log in: apptainer registry login --username NAME docker://{self.reference.host}"
 
     def _check_scheme(self, url: str, does: str) -> None:
-        """Refuses that a registry with TLS leads to a server without it."""
+        """Rejects downgrades from a registry with TLS to a server without it."""
         scheme = urllib.parse.urlsplit(url).scheme
         if scheme != "https" and not (scheme == "http" and self.reference.plain):
             raise SiteError(f"{self.reference}: the registry {does} {url[:200]!r}, which is not https")
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """Does not follow redirects, because the client does so itself."""
+    """Disables urllib's redirects, because the client follows them itself."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -357,9 +357,9 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
 
 @functools.cache
 def _tls_context(file: str | None, directory: str | None) -> ssl.SSLContext:
-    """Trusts the authorities of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``, or those of the machine.
+    """Returns a context that trusts ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``, or else the system's CA certificates.
 
-    Cached, because reading them takes 0.1 s. A Python that was built elsewhere does not find the machine's by itself.
+    Cached, because loading them takes 0.1 s. A Python built on another system may not find this system's certificates.
     """
     context = ssl.create_default_context()
     if not file and not directory and not context.get_ca_certs():
@@ -380,7 +380,7 @@ def _host(url: str) -> str:
 
 
 def _parameters(challenge: str) -> dict[str, str]:
-    """Parses a challenge's ``realm="https://…",service=x``."""
+    """Parses the parameters of a challenge, such as ``realm="https://…",service=x``."""
     pairs = re.findall(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))', challenge)
     return {name.lower(): quoted or bare for name, quoted, bare in pairs}
 
@@ -390,7 +390,7 @@ def _reason(error: object) -> str:
 
 
 def _errors(response: http.client.HTTPResponse) -> str:
-    """Returns the errors in a registry's answer, with only printable ASCII characters."""
+    """Returns the errors in a registry's response, restricted to printable ASCII."""
     try:
         answer = json.loads(response.read(1 << 16))
         text = "; ".join(f"{error.get('code')}: {error.get('message')}" for error in answer["errors"][:3])

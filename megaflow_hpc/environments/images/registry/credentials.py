@@ -1,7 +1,7 @@
-"""Finds credentials for registries in the files of the user's other programs.
+"""Finds registry credentials in the configuration files of other container tools.
 
-The first file with credentials for the registry is used: ``REGISTRY_AUTH_FILE``, then those of Apptainer (``apptainer
-registry login``), of Podman and Skopeo, and of Docker. All have the same format. Credential helpers that they name are
+The first file with credentials for the registry wins: ``REGISTRY_AUTH_FILE``, then the files of Apptainer (``apptainer
+registry login``), of Podman and Skopeo, and of Docker. All use the same format. Credential helpers named in them are
 called.
 """
 
@@ -21,27 +21,27 @@ from typing import Any
 HELPER_TIMEOUT_S = 30.0
 _DOCKER_HUB = ("https://index.docker.io/v1/", "docker.io", "index.docker.io", "registry-1.docker.io")
 _TOKEN_USER = "<token>"
-"""User name by which a helper marks its secret as an identity token."""
+"""User name by which a credential helper marks the secret as an identity token."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """Credentials for a registry. ``origin`` is the file or the helper that they come from."""
+    """Credentials for a registry. ``origin`` is the file or credential helper that provided them."""
 
     origin: str
     user: str = ""
     password: str = field(default="", repr=False)
     identity_token: str = field(default="", repr=False)
-    """Exchanged for access tokens, instead of user and password."""
+    """Exchanged for access tokens, in place of user and password."""
 
     @property
     def basic(self) -> str:
-        """Value of the ``Authorization`` header."""
+        """``Authorization`` header value for HTTP basic authentication."""
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
 
 
 def _credential_files() -> Iterator[Path]:
-    """Yields the files that may have credentials, in the order of their precedence."""
+    """Yields the files that may contain credentials, in order of precedence."""
     environ = os.environ
     home = Path(environ.get("HOME") or Path.home())
     if environ.get("REGISTRY_AUTH_FILE"):
@@ -82,7 +82,8 @@ def _from_file(path: Path, content: Mapping[str, Any], host: str, repository: st
 
 
 def _keys(host: str, repository: str) -> Iterator[str]:
-    """Yields the keys that a file may have for a repository, the most specific first. Podman's may include a path."""
+    """Yields the keys under which a file may list a repository, most specific first. Podman's keys may include a
+    path."""
     parts = repository.split("/")
     for number in range(len(parts), 0, -1):
         yield "/".join([host, *parts[:number]])
@@ -99,12 +100,12 @@ def _from_entry(path: Path, entry: Mapping[str, Any]) -> Credentials | None:
             user, _, password = base64.b64decode(str(entry["auth"])).decode().partition(":")
         except (binascii.Error, UnicodeDecodeError):
             return None
-        password = password.rstrip("\0")  # Old versions of Docker pad it.
+        password = password.rstrip("\0")  # Old Docker versions pad it with NUL bytes.
     return Credentials(str(path), user, password, token) if token or user else None
 
 
 def _ask_helper(name: str, key: str) -> Credentials | None:
-    """Calls ``docker-credential-NAME`` with the registry on its standard input."""
+    """Calls ``docker-credential-NAME`` with the registry on stdin."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         return None
     program = f"docker-credential-{name}"

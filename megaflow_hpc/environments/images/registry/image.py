@@ -1,7 +1,7 @@
-"""Fetches one image of a registry: the manifest for this machine, its configuration, and the missing layers.
+"""Fetches an image from a registry: the manifest for this platform, its configuration, and the missing layers.
 
-Manifests and configurations follow the OCI Image Specification 1.1 and Docker's Image Manifest Version 2, Schema 2.
-They differ only in their media types.
+Manifests and configurations follow the OCI Image Specification 1.1 or Docker's Image Manifest Version 2, Schema 2. The
+two formats differ only in their media types.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megaflow_hpc.environments.images.registry.client import DIGEST, Reference, 
 from megaflow_hpc.errors import SiteError
 
 MAX_MANIFEST_BYTES = 4 << 20
-"""Maximum size of a manifest or configuration. Other clients have the same limit."""
+"""Maximum size of a manifest or configuration. Other clients use the same limit."""
 MAX_LAYERS = 1000
 PARALLEL_LAYERS = 3
 
@@ -85,7 +85,7 @@ class _Configuration(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RemoteLayer:
-    """A layer of a registry: SHA-256 (in hexadecimal) and size of its blob."""
+    """A layer in a registry: hexadecimal SHA-256 and size of its blob."""
 
     digest: str
     bytes: int
@@ -93,13 +93,13 @@ class RemoteLayer:
 
 @dataclass(frozen=True)
 class RemoteImage:
-    """The layers and settings of an image of a registry.
+    """Layers and settings of an image in a registry.
 
     Args:
-        layers: The lowest first.
-        env: ``NAME=value``.
-        workdir: The directory in which commands start. Empty if the image has none.
-        user: The user that commands run as. Empty: root.
+        layers: The layers, lowest first.
+        env: Variables as ``NAME=value``.
+        workdir: Working directory of commands. Empty if the image specifies none.
+        user: User that runs commands. Empty means root.
     """
 
     layers: tuple[RemoteLayer, ...]
@@ -109,21 +109,21 @@ class RemoteImage:
 
 
 TakeLayer = Callable[[str, Iterable[bytes]], None]
-"""Called with a layer's digest and its bytes, which may raise. Then the layer must not be kept."""
+"""Called with a layer's digest and its chunks. Iterating may raise; the layer must then be discarded."""
 Report = Callable[[int, int], None]
-"""Called with the number of fetched bytes and their total, first with 0 before any layer is requested. May raise."""
+"""Called with the number of bytes fetched and the total, first with 0 before any layer is requested. May raise."""
 
 
 def fetch(
     reference: Reference, have: Callable[[str], bool], take: TakeLayer, report: Report = lambda done, total: None
 ) -> RemoteImage:
-    """Returns an image, after passing every layer to ``take`` for which ``have(digest)`` is false.
+    """Fetches an image. Passes each layer for which ``have(digest)`` is false to ``take``.
 
-    Several threads call ``take`` and ``report``. Each digest is passed to ``take`` once. If ``take`` does not iterate
-    over the bytes, they are not requested.
+    ``take`` and ``report`` are called from several threads. Each digest is passed to ``take`` once. The bytes are
+    requested only when ``take`` iterates over them.
 
     Raises:
-        SiteError: The image is not available, or is not for this machine.
+        SiteError: The image is not available, or not for this platform.
     """
     client = RegistryClient(reference)
     image = _describe(client)
@@ -164,7 +164,7 @@ def _fetch_layers(client: RegistryClient, layers: list[RemoteLayer], take: TakeL
     if len(layers) == 1:
         work()
     else:
-        # Daemons, so that an interrupted program does not wait for a registry.
+        # Daemon threads, so that an interrupted program does not wait for a registry.
         threads = [threading.Thread(target=work, name=f"layers {n}", daemon=True) for n in range(PARALLEL_LAYERS)]
         try:
             for thread in threads:
@@ -228,7 +228,7 @@ def _configuration(client: RegistryClient, descriptor: _Descriptor) -> _Configur
 
 
 def _for_this_machine(reference: Reference, manifests: list[_Descriptor]) -> _Descriptor:
-    """Returns the manifest of an index for this machine's platform. Among variants, returns the most general."""
+    """Selects the manifest for this machine's platform from an index. Prefers the most general variant."""
     wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
     fitting: list[tuple[str, _Descriptor]] = []
     platforms: set[str] = set()
@@ -238,7 +238,7 @@ def _for_this_machine(reference: Reference, manifests: list[_Descriptor]) -> _De
         name = f"{manifest.platform.os}/{manifest.platform.architecture}"
         if name == f"linux/{wanted}":
             fitting.append((manifest.platform.variant, manifest))
-        elif name != "unknown/unknown":  # build attestations
+        elif name != "unknown/unknown":  # used for build attestations
             platforms.add(name)
     if not fitting:
         listed = ", ".join(sorted(platforms))[:300] or "none"
