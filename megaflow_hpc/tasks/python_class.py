@@ -66,27 +66,27 @@ SETTINGS: Mapping[str, tuple[type, ...]] = {
     "disk_mb": (int,),
     "processes": (int,),
 }
-"""Attribute of a class or instance → field of its task. Only ``image`` is required."""
+"""Class or instance attribute → accepted types. Only ``image`` is required."""
 
 _instances: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Sandbox → the instance that serves it, so that ``score`` sees what ``setup`` stored in ``self``."""
+"""Sandbox → its instance, so that ``score`` sees what ``setup`` stored on ``self``."""
 
 
 class ClassSource(msgspec.Struct, frozen=True):
-    """The place of a task's class, stored as a plain mapping in ``task.metadata["python"]``."""
+    """Location of a task's class, stored as a plain mapping in ``task.metadata["python"]``."""
 
     name: str = msgspec.field(name="class")
     """``package.module:Class``"""
     base: str
     """Directory that is searched first for the module."""
     arguments: dict[str, Any]
-    """Keyword arguments of the class."""
+    """Keyword arguments for the class."""
     file: str = ""
     """The class's source file; empty if it has none."""
 
 
 def looks_like_class(source: str) -> bool:
-    """Returns whether a source of a campaign is ``package.module:Class`` rather than a path."""
+    """Returns whether a campaign's source looks like ``package.module:Class`` rather than a path."""
     module, colon, name = source.partition(":")
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
@@ -99,7 +99,7 @@ def read_python_tasks(source: str, base: str | os.PathLike[str]) -> list[Task]:
         base: directory that is searched for the module before the interpreter's own path.
 
     Raises:
-        ConfigError: names the class, its file and line, the problem and the expected value.
+        ConfigError: the class is invalid; names its file and line, the problem and what was expected.
     """
     cls = _load(source, str(Path(base).absolute()))
     where = f"{source} ({_place(cls)})"
@@ -192,10 +192,10 @@ def _place(cls: Any) -> str:
 
 
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
-    """Runs ``setup`` and ends the processes that it started. Returns whether the class has a ``setup``.
+    """Runs ``setup`` and kills the processes that it started. Returns whether the class has a ``setup``.
 
     Raises:
-        UserCodeError: ``setup`` raised an error.
+        UserCodeError: ``setup`` raised an exception.
     """
     instance = _instance(task, sandbox)
     if hasattr(instance, "setup"):
@@ -209,7 +209,7 @@ async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
 
     Raises:
         ConfigError: the class has no ``solve``.
-        UserCodeError: ``solve`` raised an error.
+        UserCodeError: ``solve`` raised an exception.
     """
     instance = _instance(task, sandbox)
     if not hasattr(instance, "solve"):
@@ -219,12 +219,12 @@ async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
 
 
 async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationContext | None = None) -> Verdict:
-    """Runs ``score`` after every process of the agent has been killed.
+    """Runs ``score`` after killing all of the agent's processes.
 
     Raises:
-        UserCodeError: ``score`` raised, or returned an invalid reward.
-        SandboxError: the sandbox was lost; ``score`` can be called again.
-        ModelServiceError: ``score`` raised it, and can be called again.
+        UserCodeError: ``score`` raised an exception, or returned an invalid reward.
+        SandboxError: the sandbox was lost; the call can be retried.
+        ModelServiceError: raised by ``score``; the call can be retried.
     """
     context = context or VerificationContext()
     layer = JudgedLayer(sandbox, context, [] if context.as_left else [task.workdir or "/"], {})
@@ -243,7 +243,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     rewards: dict[str, float] = {}
     for name, value in named_rewards.items():
         number = value if isinstance(value, int | float) else math.nan
-        if not isinstance(name, str) or not abs(number) <= MAX_REWARD:  # also catches NaN
+        if not isinstance(name, str) or not abs(number) <= MAX_REWARD:  # NaN fails this test too
             raise UserCodeError(
                 f"{code_of(instance.score)}: score of task {task.id} returned {score!r:.80}; expected a finite number, "
                 "or finite numbers by name"
