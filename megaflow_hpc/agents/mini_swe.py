@@ -209,7 +209,7 @@ class _Environment:
 
 
 async def _uname(sandbox: Sandbox) -> dict[str, str]:
-    """Returns ``system``, ``release``, ``version`` and ``machine`` of the sandbox, for the prompt."""
+    """Returns the sandbox's ``system``, ``release``, ``version`` and ``machine``, for the prompt."""
     keys = ("system", "release", "version", "machine")
     result = await sandbox.exec("uname -s; uname -r; uname -v; uname -m", timeout_s=30)
     return dict(zip(keys, [*result.stdout.splitlines(), *[""] * 4], strict=False))

@@ -1,7 +1,7 @@
 """Creates agents by short name (``oracle``) or dotted name (``package.module:Class``).
 
-A user's class is called with the spec's ``args`` as keyword arguments, and with ``max_turns`` and ``timeout_s`` if its
-constructor has these parameters. It needs ``async def run(self, task, sandbox, model)``, which returns an
+A user's class is called with the spec's ``args`` as keyword arguments. ``max_turns`` and ``timeout_s`` are passed too
+if its constructor accepts them. The class needs ``async def run(self, task, sandbox, model)``, which returns an
 ``AgentResult``, or ``None`` for a completed rollout.
 """
 

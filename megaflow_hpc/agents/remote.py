@@ -73,11 +73,12 @@ class RemoteSandbox:
         await self._ask("kill_processes", [])
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Raises :class:`~megaflow_hpc.errors.SandboxError`: a socket cannot be passed to this process."""
+        """Always raises :class:`~megaflow_hpc.errors.SandboxError`, because sockets cannot be passed to this
+        process."""
         raise SandboxError("listen: an agent in its own process cannot listen in the sandbox")
 
     async def stop(self) -> None:
-        """Raises :class:`~megaflow_hpc.errors.SandboxError`: only the runner stops the sandbox."""
+        """Always raises :class:`~megaflow_hpc.errors.SandboxError`, because only the runner may stop the sandbox."""
         raise SandboxError("stop: the sandbox is stopped when the rollout ends")
 
     async def _ask(self, operation: str, arguments: list[Any], options: dict[str, Any] | None = None) -> Any:

@@ -25,7 +25,8 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def find_apptainer() -> str:
-    """Returns the absolute path of Apptainer: ``MEGAFLOW_APPTAINER``, else ``apptainer`` or ``singularity`` on PATH."""
+    """Returns the absolute path of Apptainer: ``MEGAFLOW_APPTAINER`` if set, else ``apptainer`` or ``singularity``
+    on PATH."""
     named = os.environ.get("MEGAFLOW_APPTAINER")
     if named:
         if not os.access(named, os.X_OK):

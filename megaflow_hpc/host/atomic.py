@@ -100,7 +100,7 @@ def new_file(
 
 
 def fsync(path: Path) -> None:
-    """Makes a file or directory durable."""
+    """Makes a file or directory durable with ``fsync``."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -115,7 +115,7 @@ async def run(argv: Sequence[str], stdin: bytes = b"") -> tuple[int, bytes, byte
 
 
 class ProcessLimits(NamedTuple):
-    """Resource limits of a process."""
+    """Limits on the resources of a process."""
 
     memory_bytes: int
     """Limit on private writable memory. Address space is not limited, because libraries reserve more than they use."""

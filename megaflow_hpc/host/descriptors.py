@@ -19,7 +19,7 @@ def limit() -> int:
 
 
 def raise_limit() -> int:
-    """Raises the soft limit to the hard limit, or to :data:`MAX_SOFT_LIMIT` if that is lower. Never lowers it.
+    """Raises the soft limit to the smaller of the hard limit and :data:`MAX_SOFT_LIMIT`. Never lowers it.
 
     Returns:
         The previous soft limit, for :func:`inherited`.

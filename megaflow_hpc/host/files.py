@@ -115,7 +115,7 @@ def _removed_as_root(path: str | os.PathLike[str]) -> bool:
 
 
 def open_directories(path: str | os.PathLike[str]) -> None:
-    """Sets mode 0700 on every directory of a tree of any depth. Directories removed in the meantime are skipped."""
+    """Sets mode 0700 on every directory in a tree of any depth. Skips directories that are removed in the meantime."""
 
     def opened(directory: int) -> list[str]:
         os.fchmod(directory, 0o700)

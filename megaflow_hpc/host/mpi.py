@@ -27,7 +27,7 @@ print(MPI.Get_library_version())
 
 
 def find_mpiexec() -> str:
-    """Returns the mpiexec of this interpreter's MPI, else the one on PATH.
+    """Returns the path of this interpreter's mpiexec, else of the one on PATH.
 
     Raises:
         SiteError: No mpiexec was found.

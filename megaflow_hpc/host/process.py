@@ -100,7 +100,7 @@ def read_proc(path: str) -> bytes:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Returns the fields of ``/proc/PID/stat`` from the third (state) on. Empty if the process has ended."""
+    """Returns the fields of ``/proc/PID/stat`` from the third (state) onwards. Empty if the process has ended."""
     try:
         # The second field is in parentheses and may contain spaces and parentheses.
         return read_proc(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split()

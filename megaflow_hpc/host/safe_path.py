@@ -1,4 +1,4 @@
-"""Resolves untrusted paths below a directory, one component at a time, so that no symlink leads out of it.
+"""Resolves untrusted paths below a directory, one component at a time, so that no symlink can escape it.
 
 Resolving a path twice may give different results, because another process can change symlinks in between. Here, every
 component is opened by name relative to the directory already open. So the object that was checked is the one that is
@@ -28,7 +28,7 @@ def opened(root: int, path: str, *, follow: bool = True, as_root: bool = False) 
         as_root: Resolve symlinks as if ``root`` were ``/``, as after a chroot, so that none can escape.
 
     Raises:
-        OSError: ``EXDEV`` if the path leads out of ``root``, otherwise the kernel's error.
+        OSError: ``EXDEV`` if the path escapes ``root``, otherwise the kernel's error.
     """
     descriptor = os.open(".", _STEP | os.O_DIRECTORY, dir_fd=root)
     names: list[str] = []

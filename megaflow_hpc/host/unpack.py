@@ -54,8 +54,8 @@ def unpack_tar(
 ) -> None:
     """Extracts the files, directories and links of a tar archive below ``target``, which is created.
 
-    Devices, FIFOs and symlinks that may lead out are skipped. Setuid, setgid and sticky bits are dropped. Hard links
-    become copies. Existing files are kept, unless the archive contains the same name.
+    Devices, FIFOs and symlinks that could escape ``target`` are skipped. Setuid, setgid and sticky bits are dropped.
+    Hard links become copies. Existing files are kept, unless the archive contains the same name.
 
     Args:
         stream: The archive; see :class:`.tar.TarReader`.
@@ -90,7 +90,7 @@ def plain(name: bytes) -> Parts:
     """Splits a path in an archive into components, without ``.`` and surrounding slashes.
 
     Raises:
-        RefusedMember: The path leads out with ``..``, is too deep, or is too long.
+        RefusedMember: The path escapes with ``..``, is too deep, or is too long.
     """
     parts = tuple(part for part in name.split(b"/") if part not in (b"", b"."))
     if b".." in parts:
@@ -163,7 +163,7 @@ class TreeWriter:
             raise RefusedMember(f"a link to {b'/'.join(source)[:200]!r}, which did not come before it")
 
     def link(self, parts: Parts, target: bytes) -> None:
-        """Schedules a symlink for creation at the end. A symlink that may lead out is skipped."""
+        """Schedules a symlink for creation at the end. Skips a symlink that could escape the directory."""
         self.budget.spend(0, 1)
         self._files.discard(parts)
         self._links[parts] = target if stays_inside(target, len(parts) - 1) else b""
@@ -221,7 +221,7 @@ class TreeWriter:
 
 
 def stays_inside(target: bytes, depth: int) -> bool:
-    """Returns whether a symlink in a directory at this depth can never lead outside, whatever the tree contains."""
+    """Returns whether a symlink in a directory at this depth can never point outside, whatever the tree contains."""
     parts = [part for part in target.split(b"/") if part not in (b"", b".")]
     up = next((number for number, part in enumerate(parts) if part != b".."), len(parts))
     return bool(target) and not target.startswith(b"/") and up <= depth and b".." not in parts[up:]

@@ -51,7 +51,7 @@ class VerificationContext:
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """The verdict of the step ``name``, which is empty for a task without steps."""
+    """The verdict of the step ``name``. The name is empty for a task without steps."""
 
     name: str
     verdict: Verdict
@@ -68,7 +68,7 @@ class TaskFormat(Protocol):
         """Reads the tasks of a source; relative paths are relative to ``base``.
 
         Raises:
-            ConfigError: names file, line, value and remedy.
+            ConfigError: the source is invalid; names file, line, value and remedy.
         """
 
     def settle(self, tasks: Sequence[Task], /) -> list[Task]:
@@ -79,7 +79,7 @@ class TaskFormat(Protocol):
         """
 
     def images(self, task: Task, /) -> list[ImageRequest]:
-        """Returns the images of a task: the agent's first, then those of separate verifiers."""
+        """Returns the images of a task: the agent's image first, then those of separate verifiers."""
 
     def files(self, task: Task, /) -> list[str]:
         """Returns the files and directories that rollouts read from their original location. They must not change
@@ -89,7 +89,7 @@ class TaskFormat(Protocol):
         """Returns the steps of a task in order, each as a task. A task without steps is its own single step."""
 
     def step_name(self, step: Task, /) -> str:
-        """Returns the name of a step; empty for a task without steps."""
+        """Returns the name of a step. Empty for a task without steps."""
 
     async def prepare(self, task: Task, sandbox: ApptainerSandbox, /) -> bool:
         """Prepares a fresh sandbox whose work and log directories already exist.

@@ -78,7 +78,8 @@ class JudgedLayer:
         await self._sandbox.end_processes(self.enter)
 
     def spec(self, spec: SandboxSpec) -> SandboxSpec:
-        """Returns the spec of the tests' container, with an empty home directory if they need one."""
+        """Returns the spec of the tests' container. Replaces the home directory with an empty one if it is among the
+        kept paths."""
         if not self._needs_home():
             return spec
         own = Path(self._sandbox.directory, "tests-home")

@@ -17,10 +17,10 @@ MIN_SECRET_LENGTH = 6
 
 
 class Mask:
-    """Replaces secret values in data.
+    """Masks secrets in bytes, strings and verdicts.
 
     Args:
-        values: the secrets.
+        values: the secrets to mask.
     """
 
     def __init__(self, values: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Tasks written as a Python class: ``tasks: [package.module:Class]``.
+r"""Tasks written as a Python class: ``tasks: [package.module:Class]``.
 
 ::
 
@@ -14,20 +14,20 @@
 
         async def score(self, sandbox):               # after the agent: a number, or numbers by name
             answer = await sandbox.read("answer")     # None if there is no such file
-            return float(answer == b"3\\n")
+            return float(answer == b"3\n")
 
         async def solve(self, sandbox):               # optional; run by the oracle agent
             await sandbox.exec("echo 3 > answer")
 
-``setup``, ``score`` and ``solve`` may be plain functions too: they then run in a thread, and their sandbox's ``exec``,
-``upload``, ``download`` and ``read`` wait for the result. One class is one task, named after it (or by ``id``); with a
-class method ``instances`` that returns ``{name: keyword arguments}`` it is one task for each. ``setup`` and ``score``
-of a rollout are called on the same instance.
+``setup``, ``score`` and ``solve`` may also be synchronous. They then run in a thread, and the sandbox's ``exec``,
+``upload``, ``download`` and ``read`` block. A class defines one task, whose id is the class name or ``id``. With a
+class method ``instances`` that returns ``{name: keyword arguments}``, it defines one task per name. A rollout calls
+``setup`` and ``score`` on the same instance.
 
 The code runs in the worker. It is imported from the campaign file's directory or from the interpreter's path. If
 ``setup`` raises, the rollout fails with kind ``user``, and the error names file and line. If ``score`` raises, the
-reward is 0 with an error of the verifier, because the agent may have caused it. A ``score`` that uses a judge should
-raise :class:`~megaflow_hpc.errors.ModelServiceError` if the judge is down; it is then called again.
+reward is 0 and the verdict has an error, because the agent may have caused it. A ``score`` that calls a judge model
+should raise :class:`~megaflow_hpc.errors.ModelServiceError` if the judge is down; the call is then retried.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ClassSource(msgspec.Struct, frozen=True):
     arguments: dict[str, Any]
     """Keyword arguments for the class."""
     file: str = ""
-    """The class's source file; empty if it has none."""
+    """Source file of the class. Empty if it has none."""
 
 
 def looks_like_class(source: str) -> bool:

@@ -125,7 +125,7 @@ async def run_steps(
 
 
 def _not_begun(before: Sequence[StepVerdict], why: str) -> Verdict:
-    """Returns the verdict of a step that the agent's files made impossible to set up, on purpose or by accident."""
+    """Returns the verdict of a step that cannot be set up on the agent's files, whether by accident or on purpose."""
     names = [name for step in before for name in step.verdict.rewards]
     why = f"the step cannot be set up on the files of the earlier steps: {why}"
     return replace(Verdict.of(dict.fromkeys(names, 0.0), why), agent_error=why)

@@ -40,7 +40,7 @@ instead."""
 
 @dataclass
 class Collected:
-    """One artifact on the host. ``path`` is ``None`` if it is missing."""
+    """One collected artifact. ``path`` is its location on the host, or ``None`` if it is missing."""
 
     source: str
     """Absolute path in the sandbox."""
@@ -51,7 +51,7 @@ class Collected:
 
 
 def entries_of(task: Task) -> list[DeclaredArtifact]:
-    """Returns the declared artifacts of a task, with absolute sources."""
+    """Returns the artifacts that a task declares, with absolute source paths."""
     declared = [
         DeclaredArtifact(
             os.path.normpath(os.path.join(task.workdir or "/", entry.source)), entry.destination, entry.exclude

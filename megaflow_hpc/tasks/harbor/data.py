@@ -45,7 +45,7 @@ class DeclaredArtifact(Struct, frozen=True, omit_defaults=True):
 
 
 class VerifierRules(Struct, frozen=True, omit_defaults=True):
-    """``[verifier]``; a step's values override the task's."""
+    """``[verifier]``. A step's values override the task's."""
 
     timeout_s: float = 600.0
     user: str | None = None
@@ -73,7 +73,7 @@ class Judging(Struct, frozen=True, omit_defaults=True):
     verifier: VerifierRules = VerifierRules()
 
     def verifier_environment(self, task_id: str) -> Task | None:
-        """Returns a separate verifier's environment as a task; ``None`` if the tests run in the agent's sandbox."""
+        """Returns a separate verifier's environment as a task, or ``None`` if the tests run in the agent's sandbox."""
         environment = self.verifier.environment
         return replace(Task.from_dict(environment), id=task_id) if environment else None
 
@@ -118,7 +118,7 @@ class HarborData(Judging, frozen=True, omit_defaults=True, kw_only=True):
         """Returns the Harbor fields of a task.
 
         Raises:
-            ConfigError: the fields are invalid for this version.
+            ConfigError: this version cannot read the stored fields.
         """
         try:
             return msgspec.convert(task.metadata.get(KEY, {}), cls)

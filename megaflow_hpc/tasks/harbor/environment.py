@@ -97,7 +97,7 @@ def inside(root: Path, path: Path) -> Path:
     """Returns ``path`` after checking that it resolves to a location inside the task.
 
     Raises:
-        ConfigError: it leads out of the task.
+        ConfigError: a symlink points outside the task.
     """
     if not path.resolve().is_relative_to(root.resolve()):
         raise ConfigError(f"{path}: is a link out of the task, to {path.resolve()}; copy the file into the task")

@@ -131,7 +131,6 @@ def _is_task(directory: str) -> bool:
 
 
 def _image(task: Task) -> ImageRequest:
-    """Returns the image of an environment."""
     data = HarborData.of(task)
     dockerfile = Path(data.dockerfile) if data.dockerfile else None
     request = ImageRequest(task.image, data.base, dockerfile, path=task.path)

@@ -29,7 +29,7 @@ _HOMES = ("tests", "solution")
 
 
 class TaskFiles:
-    """The files of one task directory."""
+    """Selects files of one task directory by its ``.harborignore`` files."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()

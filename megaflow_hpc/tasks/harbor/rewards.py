@@ -69,7 +69,7 @@ def read_logs(logs: Path) -> list[Artifact]:
 
 @contextlib.contextmanager
 def _open_logs(logs: Path) -> Iterator[int]:
-    """Opens the directory, even if the tests have changed its mode."""
+    """Opens the log directory, even if the tests have changed its mode."""
     try:
         directory = open_directory(str(logs))
     except OSError as error:

@@ -40,7 +40,7 @@ def steps_of(task: Task) -> list[Task]:
 
 
 def step_name(step: Task) -> str:
-    """Returns the step's name; empty for a task without steps."""
+    """Returns the step's name. Empty for a task without steps."""
     harbor_step = HarborData.of(step).step
     return harbor_step.name if harbor_step else ""
 

@@ -105,7 +105,7 @@ async def _judge_elsewhere(
     def restore(paths: LayerPaths) -> None:
         upperdir.restore(paths.upper, paths.image, _kept(task))
 
-    await sandbox.end_processes(restore if stay else None)  # keep its files for a retry
+    await sandbox.end_processes(restore if stay else None)  # keeps the files for a retry
     other = await context.start(environment)
     try:
         problems = await carry(collected, other)

@@ -136,7 +136,7 @@ def _read_separate(
 
 
 def _read_artifacts(table: TomlTable) -> list[DeclaredArtifact]:
-    """Reads ``artifacts = ["/path", {source =, destination =, exclude = []}]``."""
+    """Reads the table's ``artifacts``: paths, or tables with ``source``, ``destination`` and ``exclude``."""
     entries = table.data.get("artifacts") or []
     if not isinstance(entries, list):
         raise table.error("artifacts", entries, "a list")

@@ -20,7 +20,7 @@ from megaflow_hpc.tasks.releases.sdists import Release
 
 
 class Bug(Section):
-    """One defect of a released package."""
+    """A defect in a released package."""
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The task's id."""
@@ -31,7 +31,7 @@ class Bug(Section):
     fixed: str
     """Release without the defect."""
     kind: str = Field(pattern=r"^[a-z][a-z -]*$")
-    """Kind of defect: parsing, arithmetic, state, …"""
+    """Kind of defect, such as parsing, arithmetic or state."""
     changelog: str = Field(min_length=1)
     """Changelog entry of the package that describes the defect."""
     failing: tuple[str, ...] = Field(min_length=1)
@@ -41,7 +41,7 @@ class Bug(Section):
     requires: tuple[str, ...] = ()
     """Packages that the tests import, as pip requirements."""
     issue: str = Field(min_length=1)
-    """The bug report for the agent. It describes the problem, but not where or how to fix it."""
+    """Bug report shown to the agent. It describes the problem, but not where or how to fix it."""
 
     @field_validator("buggy", "fixed", mode="before")
     @classmethod

@@ -5,7 +5,7 @@ fails for old backends. pip has no option to download only the file. So this scr
 ``download`` command, which respect the user's indexes, credentials, certificates and proxies. If these internals have
 changed (exit status :data:`CHANGED`), :mod:`~megaflow_hpc.tasks.releases.sdists` falls back to ``pip download``.
 
-``python sdist_fetch.py -d DIR NAME==VERSION…`` prints one JSON line per argument: ``[argument, file name or null]``.
+``python fetch.py -d DIR NAME==VERSION…`` prints one JSON line per argument: ``[argument, file name or null]``.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ NOT_CODE = {
     "scripts",
     "tools",
 }
-"""Top-level directories that are not installed."""
+"""Top-level directories that belong to no installed package."""
 METADATA_FILES = {
     *("setup.py", "noxfile.py", "tasks.py", "release.py", "hatch_build.py", "_version.py", "__about__.py", "_meta.py"),
     *("__meta__.py", "__version__.py"),
@@ -65,7 +65,7 @@ COMMIT_ENV = {
 
 @dataclass(frozen=True, order=True)
 class Release:
-    """A version of a package."""
+    """A package at a specific version."""
 
     package: str
     version: str
@@ -81,7 +81,7 @@ class ReleasePatch:
     text: bytes
     """The patch, as accepted by ``git apply``."""
     lines: int
-    """Added plus removed lines."""
+    """Number of added and removed lines."""
     files: tuple[str, ...]
 
 

@@ -52,15 +52,15 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BuiltTask:
-    """A task directory made from a bug."""
+    """A task directory built from a bug."""
 
     id: str
     path: Path
     bug: Bug
     lines: int
-    """Added plus removed lines of the reference patch."""
+    """Number of added and removed lines in the reference patch."""
     fresh: bool
-    """False if the directory already existed."""
+    """True if the directory was built in this run, False if it was already up to date."""
 
 
 # --- task directories -----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import parse_json
 
 MAX_LITERAL_BYTES = 2 << 20
-"""Maximum size of a text to parse as a Python literal. The syntax tree needs hundreds of bytes per byte of text."""
+"""Maximum size of a string to parse as a Python literal. The syntax tree needs hundreds of bytes per byte of input."""
 T = TypeVar("T")
 
 
@@ -159,7 +159,7 @@ def dataset_of(raw: Mapping[str, Any]) -> type[SweBench]:
 
 
 def parser_name(name: Any) -> str:
-    """Returns the name of a log parser as the ``swebench`` package spells it."""
+    """Returns the name of a log parser in the ``swebench`` package's spelling."""
     text = str(name or "")
     return f"parse_log_{text}" if text and not text.startswith("parse_log_") else text
 

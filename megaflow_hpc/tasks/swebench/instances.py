@@ -51,7 +51,7 @@ class Instance:
     """Script that applies the test patch and runs the tests between SWE-bench's markers."""
     test_cmd: str = ""
     env: Mapping[str, str] | None = None
-    """Environment variables of the tests."""
+    """Environment variables for the tests."""
     log_parser: str = ""
     """Name of a log parser of the ``swebench`` package."""
     eval_type: str = ""
@@ -185,7 +185,7 @@ def _text(line: Line, key: str, value: Any) -> str:
 
 
 def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
-    """Returns a text after checking that it can be written to a file and, unless ``nul``, passed as an argument."""
+    """Returns a string after checking that it can be written to a file and, unless ``nul``, passed as an argument."""
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

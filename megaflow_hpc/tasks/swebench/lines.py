@@ -81,7 +81,7 @@ def _instruction(instance: Instance) -> str:
 
 
 def load(task: Task) -> Instance:
-    """Reads the instance of a task from its line.
+    """Reads a task's instance from its line.
 
     Raises:
         SandboxError: the file is missing, or the line has changed since planning.

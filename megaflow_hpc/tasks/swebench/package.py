@@ -85,7 +85,7 @@ def parsers() -> tuple[dict[str, Callable[..., dict[str, str]]], dict[str, str]]
     by_repo: dict[str, str] = {}
     for language in PARSERS:
         module = importlib.import_module(f"{HARNESS}.log_parsers.{language}")
-        # Use the name in the module: parse_log_flask is the same function as parse_log_pytest.
+        # Use the name in the module, because parse_log_flask is an alias of parse_log_pytest.
         by_name = {name: value for name, value in vars(module).items() if name.startswith("parse_log_")}
         named |= by_name
         for attribute, mapping in vars(module).items():
@@ -136,7 +136,7 @@ def try_plan(instance: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Specification:
-    """The fields of the package's ``TestSpec`` that its grading reads, for both versions."""
+    """The fields of the package's ``TestSpec`` that grading reads, for both versions."""
 
     instance_id: str
     repo: str
