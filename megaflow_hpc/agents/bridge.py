@@ -1,7 +1,7 @@
-"""Runs a synchronous agent in a thread. The event loop owns its sandbox and model.
+"""Runs a synchronous agent in a thread, while the event loop owns its sandbox and model.
 
-If the agent waits for the sandbox or the model, the event loop does the work. A thread cannot be killed. So cancelling
-the rollout cancels the current work and refuses further work: the thread ends at its next wait.
+When the agent calls the sandbox or the model, the event loop does the work and the thread blocks. A thread cannot be
+killed. So cancelling the rollout cancels the pending call and rejects later ones: the thread ends at its next call.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class AgentStopped(BaseException):
-    """Raised in the agent's thread when the rollout is cancelled; an agent's ``except Exception`` does not catch it."""
+    """Raised in the agent's thread when the rollout is cancelled. An agent's ``except Exception`` does not catch it."""
 
 
 class SandboxBridge:
-    """Connects an agent's thread with the event loop that creates the bridge."""
+    """Connects an agent's thread to the event loop in which the bridge was created."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -29,10 +29,10 @@ class SandboxBridge:
         self._stopped = False
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs ``work`` in the event loop and returns its result. Called in the thread.
+        """Runs ``work`` in the event loop and blocks until its result is available. Call it from the thread.
 
         Raises:
-            AgentStopped: The rollout is cancelled.
+            AgentStopped: The rollout was cancelled.
         """
         with self._lock:
             if self._stopped:
@@ -46,14 +46,15 @@ class SandboxBridge:
             raise AgentStopped from None
 
     def stop(self) -> None:
-        """Cancels the work that the thread waits for, and refuses further work."""
+        """Cancels the pending work, and rejects further work."""
         with self._lock:
             self._stopped = True
             if self._pending is not None:
                 self._pending.cancel()
 
     async def run(self, program: Callable[[], T], name: str) -> T:
-        """Runs ``program`` in a thread and returns its result; stops it if cancelled. Called in the event loop."""
+        """Runs ``program`` in a thread and returns its result. Stops it on cancellation. Call it from the event
+        loop."""
         done: asyncio.Future[T] = self._loop.create_future()
 
         def finish(result: T | None, error: BaseException | None) -> None:
@@ -73,7 +74,7 @@ class SandboxBridge:
                 outcome = (None, error)
             try:
                 self._loop.call_soon_threadsafe(finish, *outcome)
-            except RuntimeError:  # the loop is closed, so no caller waits for the result
+            except RuntimeError:  # the loop is closed, so nothing waits for the result
                 pass
 
         threading.Thread(target=body, name=name, daemon=True).start()

@@ -1,4 +1,4 @@
-"""A client of an OpenAI-style chat endpoint, for the package's own agents."""
+"""A client for an OpenAI-style chat endpoint, used by the package's own agents."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import aiohttp
 
 TIMEOUT_S = 3600.0
-"""Timeout of one call in seconds. It is above the gateway's own limits, so it detects only a lost gateway."""
+"""Timeout of one call in seconds. Longer than the gateway's own limits, so it only detects an unreachable gateway."""
 
 
 class CallRefused(Exception):
-    """The engine refused the request (4xx), for example because of its length or an unknown parameter."""
+    """The engine rejected the request (4xx), for example because of its length or an unknown parameter."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"the model refused the call (HTTP {status}): {message}")
@@ -27,19 +27,20 @@ class CallRefused(Exception):
 
 
 class BudgetExceeded(Exception):
-    """The rollout has used up its calls or tokens (HTTP 429 of the gateway)."""
+    """The rollout has used up its budget of calls or tokens (HTTP 429 from the gateway)."""
 
 
 class Suspended(BaseException):
-    """The rollout will repeat this call in another allocation. An agent's ``except Exception`` does not catch it."""
+    """The rollout is suspended and will repeat this call in another allocation. An agent's ``except Exception`` does
+    not catch it."""
 
 
 class ChatClient:
-    """Makes calls to a model; an async context manager.
+    """Client for chat completions; an async context manager.
 
     Args:
-        model: The endpoint.
-        options: Fields of every call: ``temperature``, ``max_tokens``, …
+        model: The model's endpoint.
+        options: Fields to send with every call: ``temperature``, ``max_tokens``, …
     """
 
     def __init__(self, model: ModelEndpoint, options: Mapping[str, Any]) -> None:
@@ -47,7 +48,7 @@ class ChatClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> ChatClient:
-        import aiohttp  # imported late, because planning creates agents without aiohttp
+        import aiohttp  # imported late, because planning creates agents and has no aiohttp
 
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         headers = {"Authorization": f"Bearer {self._model.api_key}"}
@@ -61,10 +62,10 @@ class ChatClient:
             await self._session.close()
 
     async def complete(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Makes one call. Returns the first choice of the answer, with ``message`` and ``finish_reason``.
+        """Requests one completion. Returns the first choice of the response, with ``message`` and ``finish_reason``.
 
         Raises:
-            ModelServiceError: No engine could answer, or the gateway is lost.
+            ModelServiceError: No engine could respond, or the gateway is unreachable.
             CallRefused: The request is invalid.
             BudgetExceeded: The rollout has used up its budget.
             Suspended: The allocation is ending.
@@ -92,7 +93,8 @@ class ChatClient:
 
 
 def _error_fields(raw: bytes) -> tuple[str, str]:
-    """Returns message and type of an error in OpenAI's format; for another body, its text and an empty type."""
+    """Returns the message and type of an error in OpenAI's format. Otherwise, returns the response body and an empty
+    type."""
     try:
         body = json.loads(raw)
         error = body.get("error", body)

@@ -4,10 +4,10 @@
 
     RUN/code/my_agent.py       a module that defines an agent, or that such a module imports
     RUN/code/my_agents/…       a whole package, including its data files
-    RUN/code/prompts/…         files that a module names in its text and reads by ``__file__``
+    RUN/code/prompts/…         files that a module mentions as string literals and finds via ``__file__``
 
-Processes of a pod search this directory first. So editing or removing an agent during a campaign has no effect on it.
-They search the campaign file's directory last, for modules that no source text names.
+A pod's processes search this directory first. So editing or removing an agent does not affect a running campaign. They
+search the campaign file's directory last, for modules that could not be found by parsing the source.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode, make_directory, write_atomic
 
 MAX_FILES, MAX_BYTES = 2000, 64 * 2**20
-"""Limits of the code that is stored with a run."""
+"""Maximum number of files, and total bytes, of the code that is stored with a run."""
 DATA_FILES, DATA_BYTES = 200, 16 * 2**20
-"""Limits of a named data directory or file that is copied too; larger ones are linked."""
+"""Maximum number of files, and total bytes, of a data file or directory to copy. Larger ones are symlinked."""
 
 
 def look_in(kept: str, beside: str) -> None:
-    """Lets this process import modules from ``kept`` before all others, and from ``beside`` after them."""
+    """Adds ``kept`` to the front of this process's module search path, and ``beside`` to its end."""
     if kept and kept not in sys.path:
         sys.path.insert(0, kept)
     if beside and beside not in sys.path:
@@ -39,7 +39,7 @@ def look_in(kept: str, beside: str) -> None:
 
 
 def imported_from(directory: str) -> list[str]:
-    """Returns the names of the files and directories in ``directory`` from which this process has imported modules."""
+    """Returns the names of files and directories in ``directory`` from which this process has imported modules."""
     files: set[str] = set()
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
@@ -51,14 +51,15 @@ def imported_from(directory: str) -> list[str]:
 
 
 def keep(names: Iterable[str], directory: Path, target: Path) -> None:
-    """Copies modules and packages of ``directory`` to ``target``, and the files that their text names.
+    """Copies modules and packages from ``directory`` to ``target``, along with the files that they refer to.
 
-    These are modules that they import later, and, if a module uses ``__file__``, files and directories that it names.
+    These are the modules that they import and, if a module uses ``__file__``, the files and directories that its string
+    literals name.
 
     Args:
         names: file names of the modules and packages.
-        directory: their directory.
-        target: directory of the copies.
+        directory: the source directory.
+        target: the target directory.
 
     Raises:
         ConfigError: The code exceeds :data:`MAX_FILES` or :data:`MAX_BYTES`, or cannot be read.
@@ -92,10 +93,11 @@ def keep(names: Iterable[str], directory: Path, target: Path) -> None:
 
 
 def _named(text: bytes, directory: Path) -> tuple[set[str], set[str]]:
-    """Returns the modules and packages in ``directory`` that a module imports, and the files that it names."""
+    """Returns the modules and packages in ``directory`` that a module imports, and the files that its string
+    literals name."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # a template, or for another Python version
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # a template, or written for another Python version
         return set(), set()
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
@@ -111,9 +113,9 @@ def _named(text: bytes, directory: Path) -> tuple[set[str], set[str]]:
 
 
 def _copy(file: Path, directory: Path, target: Path, most: int) -> int:
-    """Copies a file of at most ``most`` bytes; returns its size, or ``most + 1`` if it is larger.
+    """Copies a file of at most ``most`` bytes. Returns its size, or ``most + 1`` if it is larger.
 
-    The copy is readable by no more users than the file.
+    The copy is never readable by more users than the original.
     """
     try:
         with file.open("rb") as source:
@@ -146,10 +148,10 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def start(name: str, directory: Path) -> Path:
-    """Writes a complete agent as a starting point, ``NAME.py`` in ``directory``; returns its path.
+    """Writes a complete agent as a starting point, ``NAME.py`` in ``directory``. Returns its path.
 
     Args:
-        name: a Python identifier; the class is named after it.
+        name: a Python identifier, from which the class name is derived.
         directory: the target directory.
 
     Raises:
@@ -168,5 +170,5 @@ def start(name: str, directory: Path) -> Path:
 
 
 def class_name(name: str) -> str:
-    """Returns the class name that :func:`start` uses for a module: ``MyAgent`` for ``my_agent``."""
+    """Returns the class name that :func:`start` uses for a module, such as ``MyAgent`` for ``my_agent``."""
     return "".join(part[:1].upper() + part[1:] for part in name.split("_"))

@@ -1,11 +1,11 @@
-"""Runs a command-line agent inside the sandbox, with the rollout's model address in its environment.
+"""Runs a command-line agent inside the sandbox, with the model's address in its environment.
 
-The command is shell text. It finds the instruction in the file ``$MEGAFLOW_INSTRUCTION_FILE``, and the model in
-``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the ``ANTHROPIC_`` variables that clients read. Its
-standard input is empty. A non-zero exit is the agent's own failure: ``completed`` with that exit code.
+The command is a shell command line. It finds the instruction in the file ``$MEGAFLOW_INSTRUCTION_FILE``, and the model
+in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the ``ANTHROPIC_`` variables that clients read. Its
+standard input is empty. A non-zero exit code is the agent's own failure: the rollout is ``completed`` with that code.
 
-A preset can replace the command by a known program (:mod:`megaflow_hpc.agents.command`): ``claude-code``, ``codex``,
-``openhands`` or ``qwen-code``. These names are also names of agents.
+Instead of a command, a preset selects a known program (:mod:`megaflow_hpc.agents.command`): ``claude-code``, ``codex``,
+``openhands`` or ``qwen-code``. These names also work as agent names.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
 INSTRUCTION = "/tmp/megaflow-instruction.md"
 MAX_OUTPUT_CHARACTERS = 2000
-"""Maximum characters kept of a failed command's output."""
+"""Maximum number of characters to keep of a failed command's output."""
 
 
 class CommandAgent:
     """Runs one command in the sandbox.
 
     Args:
-        command: Shell text, run by ``/bin/sh -c`` in the task's work directory.
+        command: Shell command, run with ``/bin/sh -c`` in the task's working directory.
         preset: Name of a known program, instead of a command.
-        flags: Further flags of the preset's command line, as shell text.
-        toolbox: Directory with the presets' programs; default ``MEGAFLOW_AGENTS``, else ``~/.megaflow-hpc/agents``.
-        env: Further environment variables.
+        flags: Additional command-line flags for the preset, in shell syntax.
+        toolbox: Directory with the presets' programs. Default: ``MEGAFLOW_AGENTS``, else ``~/.megaflow-hpc/agents``.
+        env: Additional environment variables.
     """
 
     in_sandbox = True
@@ -50,7 +50,7 @@ class CommandAgent:
         if (command is None) == (preset is None):
             raise ConfigError("agent command: args: expected either command (shell text) or preset")
         self.binds: tuple[str, ...] = ()
-        """Host paths bound into its sandbox, as Apptainer takes them."""
+        """Host paths to bind-mount into the sandbox, in Apptainer's syntax."""
         self.env = {str(k): str(v) for k, v in (env or {}).items()}
         if preset is not None:
             self.binds = (f"{toolbox_of(preset, toolbox)}:{TOOLBOX_PATH}:ro",)
@@ -61,7 +61,7 @@ class CommandAgent:
         self.command = command
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
-        """Runs the command until it ends.
+        """Runs the command and waits for it.
 
         Raises:
             ConfigError: The sandbox cannot reach the model.
@@ -82,7 +82,7 @@ class CommandAgent:
 
 
 def environment(model: ModelEndpoint | None) -> dict[str, str]:
-    """Returns the environment variables that name the task and the model.
+    """Returns environment variables that describe the task and the model.
 
     Raises:
         ConfigError: The model cannot be reached from inside the sandbox.
@@ -119,7 +119,7 @@ def codex(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str]
 
 
 def openhands(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
-    """OpenHands' default agent, by its SDK."""
+    """OpenHands' default agent, run through its SDK."""
     return CommandAgent(preset="openhands", flags=flags, toolbox=toolbox, env=env)
 
 
@@ -129,7 +129,7 @@ def qwen_code(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, 
 
 
 TOOLBOX_PATH = "/opt/megaflow-agents"
-"""Path of the tool box in sandboxes."""
+"""Path of the toolbox inside sandboxes."""
 PACKAGES: Mapping[str, str] = {
     "claude-code": "@anthropic-ai/claude-code@2.1.329",
     "codex": "@openai/codex@0.169.0",
@@ -137,10 +137,10 @@ PACKAGES: Mapping[str, str] = {
 }
 """Agent → npm package with pinned version."""
 PYTHON_PACKAGES: Mapping[str, str] = {"openhands": "openhands-sdk@1.58.2"}
-"""Agent → PyPI package with pinned version; the tool box has a Python for it (``containers/openhands.txt``)."""
+"""Agent → PyPI package with pinned version. The toolbox contains a Python for it (``containers/openhands.txt``)."""
 HOME = 'export HOME=/tmp/megaflow-home; mkdir -p "$HOME"'
 CALL_TIMEOUT_MS = 3_600_000
-"""Timeout of an agent's model call in milliseconds; above the gateway's own limits."""
+"""Timeout of an agent's model call in milliseconds. Longer than the gateway's own limits."""
 
 _CODEX_PROVIDER = (
     'name="gateway",base_url="$OPENAI_BASE_URL",env_key="OPENAI_API_KEY",wire_api="responses",'
@@ -150,7 +150,8 @@ _CODEX_PROVIDER = (
 
 @dataclass(frozen=True)
 class Preset:
-    """A known agent: its command, to which flags and the instruction's redirection are appended, and its variables."""
+    """A known agent: its command and environment variables. Flags and the redirection of the instruction are
+    appended."""
 
     command: str
     env: Mapping[str, str] = field(default_factory=dict)
@@ -163,7 +164,7 @@ PRESETS: Mapping[str, Preset] = {
             "IS_SANDBOX": "1",  # without it, the program refuses to run unattended as root
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
-            "ENABLE_TOOL_SEARCH": "false",  # tools that appear later would change every prompt
+            "ENABLE_TOOL_SEARCH": "false",  # tools discovered later would change every prompt
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "8192",
             "API_TIMEOUT_MS": str(CALL_TIMEOUT_MS),
         },
@@ -175,7 +176,7 @@ PRESETS: Mapping[str, Preset] = {
     "openhands": Preset(
         "openhands",
         {
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # avoids the download of a price list during import
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # avoids downloading a price list at import
             "OPENHANDS_SUPPRESS_BANNER": "1",
             "OTEL_SDK_DISABLED": "true",
             "MEGAFLOW_CALL_S": str(CALL_TIMEOUT_MS // 1000),
@@ -188,17 +189,17 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def command_of(name: str, flags: str) -> str:
-    """Returns the shell text that runs a preset with further ``flags`` on ``$MEGAFLOW_INSTRUCTION_FILE``."""
+    """Returns the shell command that runs a preset, with additional ``flags``, on ``$MEGAFLOW_INSTRUCTION_FILE``."""
     end = f' {flags} <"$MEGAFLOW_INSTRUCTION_FILE"'
     return f'{HOME}; export PATH={TOOLBOX_PATH}/bin:"$PATH"; exec {PRESETS[name].command}{end}'
 
 
 def toolbox_of(name: str, given: str | None) -> Path:
-    """Returns the host directory of the tool box that contains this agent in the pinned version.
+    """Returns the host directory of the toolbox that contains the pinned version of this agent.
 
     Args:
-        name: The preset.
-        given: The directory; default ``MEGAFLOW_AGENTS``, else ``~/.megaflow-hpc/agents``.
+        name: The preset's name.
+        given: The directory. Default: ``MEGAFLOW_AGENTS``, else ``~/.megaflow-hpc/agents``.
 
     Raises:
         ConfigError: The preset is unknown, or the directory lacks this version.

@@ -1,15 +1,16 @@
-"""mini-swe-agent's ``DefaultAgent`` in its text form (no tools, no litellm), on this package's sandbox and gateway.
+"""Runs mini-swe-agent's ``DefaultAgent`` in text mode (no tools, no litellm) on this package's sandbox and gateway.
 
 Prompts come from the installed package's ``config/mini_textbased.yaml``, or from a similar file. The agent is
 synchronous and runs in a thread (:mod:`megaflow_hpc.agents.bridge`). It differs from the package's own model classes in
-one point: an answer in the wrong format stays in the conversation before the complaint about it. So the conversation
-only grows, and a rollout is one token sequence.
+one respect: a response in the wrong format stays in the conversation, followed by the error message. So the
+conversation only grows, and a rollout is one token sequence.
 
-It is suspended between two turns, if its model call is refused because the allocation is ending. Its state is the
-conversation, with which it repeats the call in another allocation.
+The agent is suspended between two turns if its model call is refused because the allocation is ending. Its state is
+the conversation, with which it repeats the call in another allocation.
 
-*Submitted* ends it as ``completed``; a limit of turns, time, tokens or context as ``truncated``; repeated format errors
-as ``completed`` with exit code 1. If no engine answers or the sandbox is lost, it raises an error.
+Submitting ends the rollout as ``completed``. A limit of turns, time, tokens or context ends it as ``truncated``.
+Repeated format errors end it as ``completed`` with exit code 1. If no engine responds or the sandbox is lost, the agent
+raises an error.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class MiniSweAgent:
     """Runs mini-swe-agent for one rollout.
 
     Args:
-        max_turns: Model calls before the rollout is truncated; ``None`` is unlimited.
+        max_turns: Maximum number of model calls before the rollout is truncated. ``None`` means no limit.
         command_timeout_s: Timeout of one command in seconds.
-        model: Options of every model call: ``temperature``, ``max_tokens``, …
-        config: Another configuration file of mini-swe-agent in text form.
-        max_format_errors: Consecutive invalid answers before it gives up.
+        model: Options for every model call: ``temperature``, ``max_tokens``, …
+        config: Another configuration file for mini-swe-agent's text mode.
+        max_format_errors: Number of consecutive malformed responses after which the agent gives up.
     """
 
     def __init__(
@@ -60,15 +61,15 @@ class MiniSweAgent:
         self._saved: dict[str, Any] = {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Sets the state of a suspended rollout, from which :meth:`run` continues."""
+        """Restores the state of a suspended rollout, from which :meth:`run` continues."""
         self._saved = dict(state)
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
         """Runs the agent until it ends, reaches a limit or is suspended.
 
         Raises:
-            ConfigError: There is no model.
-            ModelServiceError, SandboxError: No engine answered, or the sandbox was lost.
+            ConfigError: No model was given.
+            ModelServiceError, SandboxError: No engine responded, or the sandbox was lost.
         """
         if model is None:
             raise ConfigError("agent mini-swe-agent needs a model, but the campaign has none")
@@ -117,10 +118,11 @@ class _Model:
         self.config = SimpleNamespace(model_name=name)
 
     def query(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
-        """Returns the model's answer to a conversation, with its command in ``extra["actions"]``.
+        """Returns the model's response to a conversation, with its command in ``extra["actions"]``.
 
         Raises:
-            FormatError: The answer does not contain exactly one command. The error has the answer and the complaint.
+            FormatError: The response does not contain exactly one command. The exception carries the response and the
+                error message.
         """
         sent = [_openai(m) for m in messages]
         choice = self._bridge.wait(self._client.complete(sent))
@@ -134,25 +136,25 @@ class _Model:
                 format_error_template=self._settings["format_error_template"],
                 template_kwargs={"finish_reason": choice.get("finish_reason")},
             )
-        except package.FormatError as error:  # keep the sampled answer in the conversation
+        except package.FormatError as error:  # keep the sampled response in the conversation
             raise package.FormatError(message, *error.messages) from None
         return {**message, "extra": {"actions": actions, "cost": 0.0}}
 
     def format_message(self, **message: Any) -> dict[str, Any]:
-        """Returns a message with these fields."""
+        """Returns a message with the given fields."""
         return message
 
     def format_observation_messages(
         self, message: Mapping[str, Any], outputs: list[dict[str, Any]], template_vars: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Returns the messages that show the model the output of its commands."""
+        """Returns messages that show the output of its commands to the model."""
         observations: list[dict[str, Any]] = _package().format_observation_messages(
             outputs, observation_template=self._settings["observation_template"], template_vars=template_vars
         )
         return observations
 
     def get_template_vars(self, **_: Any) -> dict[str, Any]:
-        """Returns the model's name as a variable of prompt templates."""
+        """Returns the model's name, as a variable for prompt templates."""
         return {"model_name": self.config.model_name}
 
     def serialize(self) -> dict[str, Any]:
@@ -161,7 +163,7 @@ class _Model:
 
 
 class _Environment:
-    """mini-swe-agent's environment interface: runs one command in the sandbox, with output and errors in one stream."""
+    """mini-swe-agent's environment interface: runs commands in the sandbox, with stdout and stderr in one stream."""
 
     command_timeout_s = COMMAND_TIMEOUT_S
 
@@ -198,7 +200,7 @@ class _Environment:
         return output
 
     def get_template_vars(self, **_: Any) -> dict[str, Any]:
-        """Returns the sandbox's system and ``cwd`` as variables of prompt templates."""
+        """Returns the sandbox's system information and ``cwd``, as variables for prompt templates."""
         return {**self._system, "cwd": self._cwd or ""}
 
     def serialize(self) -> dict[str, Any]:
@@ -207,7 +209,7 @@ class _Environment:
 
 
 async def _uname(sandbox: Sandbox) -> dict[str, str]:
-    """Returns ``system``, ``release``, ``version`` and ``machine`` of the sandbox, for the prompt."""
+    """Returns the sandbox's ``system``, ``release``, ``version`` and ``machine``, for the prompt."""
     keys = ("system", "release", "version", "machine")
     result = await sandbox.exec("uname -s; uname -r; uname -v; uname -m", timeout_s=30)
     return dict(zip(keys, [*result.stdout.splitlines(), *[""] * 4], strict=False))
@@ -219,10 +221,10 @@ def _openai(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _package() -> SimpleNamespace:
-    """Imports mini-swe-agent without its start-up output and directory; returns the used parts.
+    """Imports mini-swe-agent without its startup banner and configuration directory. Returns the parts that are used.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: mini-swe-agent is not installed.
     """
     os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
     folder = tempfile.mkdtemp(prefix="megaflow-mswea-")
@@ -240,7 +242,7 @@ def _package() -> SimpleNamespace:
         os.rmdir(folder)
 
     class Agent(DefaultAgent):
-        """The package's agent, extended to begin with a saved conversation."""
+        """mini-swe-agent's ``DefaultAgent``, extended to continue a saved conversation."""
 
         def __init__(self, *args: Any, saved: Mapping[str, Any], **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -255,7 +257,8 @@ def _package() -> SimpleNamespace:
             return result
 
         def state(self) -> dict[str, Any]:
-            """Returns the state after a refused call, which the agent has already counted."""
+            """Returns the state to save after a refused call. The agent has already counted that call, so it is
+            subtracted."""
             messages = [_openai(message) for message in self.messages]
             return {"messages": messages, "calls": self.n_calls - 1, "format_errors": self.n_consecutive_format_errors}
 

@@ -1,7 +1,7 @@
-"""Runs OpenHands' default agent on the task of standard input, in the current directory inside the sandbox.
+"""Runs OpenHands' default agent on the task given on standard input, in the sandbox's current directory.
 
-``launchers/agents.sh openhands`` copies this file into the tool box, next to OpenHands' SDK and a Python for it. The
-model comes from ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``. The exit code is 1 if the conversation
+``launchers/agents.sh openhands`` copies this file into the toolbox, next to OpenHands' SDK and a Python for it. The
+model is read from ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``. The exit code is 1 if the conversation
 ended in an error.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Runs the agent until it ends; returns the exit status."""
+    """Runs the agent and returns the exit status."""
     site.addsitedir(str(Path(__file__).parent / "site"))  # PYTHONPATH would also affect the task's own programs
     from openhands.sdk import LLM, Conversation
     from openhands.tools.preset.default import get_default_agent
@@ -41,4 +41,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = int(main())
     sys.stdout.flush()
-    os._exit(code)  # do not wait for the threads of its terminal
+    os._exit(code)  # do not wait for the terminal's threads

@@ -1,4 +1,4 @@
-"""Two agents for checking a task: one runs the task's own solution, the other does nothing."""
+"""Two agents for checking a task: one runs the reference solution, the other does nothing."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
 MAX_OUTPUT_CHARACTERS = 2000
-"""Maximum characters kept of the output of a failed solution."""
+"""Maximum number of characters to keep of a failed solution's output."""
 
 
 class OracleAgent:
-    """Runs the task's own solution."""
+    """Runs the task's reference solution."""
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
-        """Runs the solution; its failure becomes the result's ``error``.
+        """Runs the solution. Its failure is reported in the result's ``error``.
 
         Raises:
             ConfigError: The task has no solution.
@@ -32,8 +32,8 @@ class OracleAgent:
 
 
 class NopAgent:
-    """Does nothing, so the reward is that of the untouched task."""
+    """Does nothing, so the reward is that of the unmodified task."""
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
-        """Returns at once."""
+        """Returns immediately."""
         return AgentResult()

@@ -1,7 +1,7 @@
 """Checks in a short-lived child process whether agents can be created. The child imports the same modules as a rollout.
 
 ``python -m megaflow_hpc.agents.probe`` reads ``{"agents": [{name, …}], "beside": DIR}`` as JSON on standard input and
-answers ``{"agents": [{error, in_sandbox}], "code": [NAME…]}``. The agents' output goes to standard error.
+writes ``{"agents": [{error, in_sandbox}], "code": [NAME…]}``. The agents' output goes to standard error.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from megaflow_hpc.agents.registry import AgentSpec, create
 from megaflow_hpc.errors import ConfigError, MegaflowError
 
 PROBE_TIMEOUT_S = 300.0
-"""Timeout in seconds of all imports. On a cold network file system, some take a minute."""
+"""Timeout in seconds for all imports together. From a cold network file system, some take a minute."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Facts about an agent that could be created, or the error."""
+    """Outcome of creating an agent. ``error`` is empty on success."""
 
     error: str = ""
     in_sandbox: bool = False
-    """True if its program runs in the sandbox and calls the model from there."""
+    """True if the agent's program runs in the sandbox and calls the model from there."""
 
 
 def probe(agents: Sequence[AgentSpec], beside: str = "") -> tuple[list[ProbeResult], list[str]]:
-    """Creates agents in a child process.
+    """Tries to create agents in a child process.
 
     Args:
         agents: The agents to create.
-        beside: Directory that is searched first for their modules; empty for none.
+        beside: Directory to search first for the agents' modules. Empty for none.
 
     Returns:
-        Facts about each agent, and the names of the files and directories in ``beside`` that they imported.
+        One result per agent, and the names of files and directories in ``beside`` from which modules were imported.
 
     Raises:
-        ConfigError: The process ended early, or took longer than :data:`PROBE_TIMEOUT_S`.
+        ConfigError: The child process died, or took longer than :data:`PROBE_TIMEOUT_S`.
     """
     specs = [{"name": a.name, "max_turns": a.max_turns, "timeout_s": a.timeout_s, "args": dict(a.args)} for a in agents]
     named = ", ".join(repr(agent.name) for agent in agents)
@@ -68,12 +68,12 @@ def _make(spec: Mapping[str, Any]) -> ProbeResult:
         return ProbeResult(in_sandbox=bool(getattr(create(spec), "in_sandbox", False)))
     except MegaflowError as error:
         return ProbeResult(error=str(error))
-    except BaseException as error:  # includes SystemExit of a module that is a script
+    except BaseException as error:  # includes SystemExit, raised by a module that is a script
         return ProbeResult(error=f"agent {spec['name']!r}: {error!r}")
 
 
 def main() -> None:
-    """Answers one request."""
+    """Handles one request from standard input."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     question = json.load(sys.stdin)
@@ -82,7 +82,7 @@ def main() -> None:
     made = [vars(_make(spec)) for spec in question["agents"]]
     json.dump({"agents": made, "code": code.imported_from(beside) if beside else []}, answers)
     answers.close()
-    os._exit(0)  # do not wait for threads that an import has started
+    os._exit(0)  # do not wait for threads that an import started
 
 
 if __name__ == "__main__":

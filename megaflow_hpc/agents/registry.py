@@ -1,7 +1,7 @@
-"""Creates agents by name, short (``oracle``) or dotted (``package.module:Class``).
+"""Creates agents by short name (``oracle``) or dotted name (``package.module:Class``).
 
-A user's class is called with the spec's ``args`` as keyword arguments, and with ``max_turns`` and ``timeout_s`` if its
-constructor has these parameters. It needs ``async def run(self, task, sandbox, model)``, which returns an
+A user's class is called with the spec's ``args`` as keyword arguments. ``max_turns`` and ``timeout_s`` are passed too
+if its constructor accepts them. The class needs ``async def run(self, task, sandbox, model)``, which returns an
 ``AgentResult``, or ``None`` for a completed rollout.
 """
 
@@ -35,11 +35,11 @@ NEEDED_ARGS: Mapping[str, str] = {
     "command": "args.command (shell text), or args.preset",
     "replay": "args.messages_file, or args.commands",
 }
-"""Agent → arguments that it requires."""
+"""Agent → arguments that it requires, described for users."""
 
 
 class AgentSpec(Protocol):
-    """The resolved section of a campaign file for one agent, such as ``config.AgentConfig``."""
+    """The resolved configuration of one agent, such as ``config.AgentConfig``."""
 
     @property
     def name(self) -> str:
@@ -47,25 +47,25 @@ class AgentSpec(Protocol):
 
     @property
     def max_turns(self) -> int | None:
-        """Maximum number of model calls; ``None`` for no limit."""
+        """Maximum number of model calls. ``None`` means no limit."""
 
     @property
     def timeout_s(self) -> float | None:
-        """Maximum run time of the agent in seconds; ``None`` for the task's."""
+        """Time limit of the agent in seconds. If ``None``, the task's timeout applies."""
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """Keyword arguments of the agent."""
+        """Keyword arguments for the agent."""
 
 
 def create(spec: AgentSpec | Mapping[str, Any]) -> Agent:
-    """Returns a new agent for one rollout.
+    """Creates an agent for one rollout.
 
     Args:
         spec: Name, ``max_turns``, ``timeout_s`` (enforced by the caller) and ``args``, as attributes or keys.
 
     Raises:
-        ConfigError: The name is unknown, cannot be imported, or does not take these ``args``.
+        ConfigError: The name is unknown or cannot be imported, or the agent does not accept these ``args``.
     """
     name, args = str(_get(spec, "name")), dict(_get(spec, "args") or {})
     factory = _find(name)
@@ -91,18 +91,18 @@ def create(spec: AgentSpec | Mapping[str, Any]) -> Agent:
 
 @dataclass(frozen=True)
 class KnownAgent:
-    """An agent that is part of the package."""
+    """A built-in agent."""
 
     name: str
     about: str
     needs_model: bool
     needs_args: str
     lacks: str
-    """Reason why it cannot run here; empty if it can."""
+    """Why the agent cannot run here. Empty if it can."""
 
 
 def known_agents() -> list[KnownAgent]:
-    """Returns the package's agents, after trying to create each."""
+    """Returns the built-in agents, after trying to create each one."""
     agents = []
     for name in NAMES:
         lacks = ""
@@ -117,10 +117,10 @@ def known_agents() -> list[KnownAgent]:
 
 
 def result_of(name: str, returned: Any) -> AgentResult:
-    """Converts the return value of an agent's ``run``; ``None`` means that it has completed.
+    """Converts the return value of an agent's ``run`` to a result. ``None`` means that the rollout completed.
 
     Raises:
-        UserCodeError: It returned another value. The message names the agent and the expected value.
+        UserCodeError: ``run`` returned anything else. The message names the agent and the expected value.
     """
     if returned is None:
         return AgentResult()
@@ -168,7 +168,7 @@ def _find(name: str) -> Callable[..., Agent]:
 
 
 def _at(error: BaseException) -> str:
-    """Returns the place in a user's code that raised an error; empty if importlib or this package raised it."""
+    """Returns where in the user's code an error was raised. Empty if importlib or this module raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     last = frames[-1] if frames else None
     return (

@@ -1,7 +1,6 @@
-"""Both ends of a Python agent in its own process: ``Zygote`` in the runner and ``RemoteSandbox`` in the agent's
-process.
+"""Both ends of a Python agent in its own process: ``Zygote`` in the runner, ``RemoteSandbox`` in the agent's process.
 
-The agent's process sends each sandbox operation to the runner over a socket. It reaches its model directly at the
+The agent's process forwards each sandbox operation to the runner over a socket. It calls its model directly at the
 gateway's address. Both ends use :mod:`~megaflow_hpc.agents.wire`.
 """
 
@@ -26,17 +25,17 @@ from megaflow_hpc.texts import in_one_line
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
 IN_RUNNER = frozenset({"oracle", "nop", "replay", "command", "claude-code", "codex", "qwen-code"})
-"""Agents of the package that mostly wait, and so run in the runner's event loop."""
+"""Built-in agents that mostly wait, and therefore run in the runner's event loop."""
 _OPERATIONS = frozenset({"exec", "upload", "download", "kill_processes"})
 
 
 def forked(name: str) -> bool:
-    """Returns whether an agent of this name runs in its own process."""
+    """Returns whether the named agent runs in its own process."""
     return name not in IN_RUNNER and not NAMES.get(name, "").endswith(tuple(NAMES[own] for own in IN_RUNNER))
 
 
 class RemoteSandbox:
-    """A :class:`~megaflow_hpc.types.Sandbox` in the agent's process, whose operations the runner executes."""
+    """A :class:`~megaflow_hpc.types.Sandbox` proxy in the agent's process. The runner executes its operations."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -44,12 +43,12 @@ class RemoteSandbox:
         self._calls = 0
 
     async def listen_for_answers(self) -> None:
-        """Passes each answer of the runner to the waiting call. Ends the process if the runner is gone."""
+        """Delivers each response from the runner to the pending call. Exits the process if the connection is closed."""
         while (message := await wire.read(self._reader)) is not None:
             future = self._waiting.pop(message["id"], None)
             if future is not None and not future.done():
                 future.set_result(message)
-        os._exit(1)  # the runner is gone, and so is the sandbox
+        os._exit(1)  # the runner is gone, and with it the sandbox
 
     async def exec(
         self,
@@ -74,11 +73,12 @@ class RemoteSandbox:
         await self._ask("kill_processes", [])
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Raises :class:`~megaflow_hpc.errors.SandboxError`: a socket cannot be passed to this process."""
+        """Always raises :class:`~megaflow_hpc.errors.SandboxError`, because sockets cannot be passed to this
+        process."""
         raise SandboxError("listen: an agent in its own process cannot listen in the sandbox")
 
     async def stop(self) -> None:
-        """Raises :class:`~megaflow_hpc.errors.SandboxError`: only the runner stops the sandbox."""
+        """Always raises :class:`~megaflow_hpc.errors.SandboxError`, because only the runner may stop the sandbox."""
         raise SandboxError("stop: the sandbox is stopped when the rollout ends")
 
     async def _ask(self, operation: str, arguments: list[Any], options: dict[str, Any] | None = None) -> Any:
@@ -96,10 +96,10 @@ class RemoteSandbox:
 
 
 class Zygote:
-    """Starts the zygote process together with the first agent, and runs agents in forks of it. Used in one event loop.
+    """Starts the zygote process with the first agent, and runs agents in forks of it. Bound to one event loop.
 
     Args:
-        names: Agents whose modules are imported once.
+        names: Agents whose modules the zygote imports once.
         kept, beside: Directories with a campaign's own modules; see :mod:`~megaflow_hpc.agents.code`.
     """
 
@@ -121,19 +121,19 @@ class Zygote:
         label: str = "agent",
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> AgentResult:
-        """Runs one agent until it ends; cancelling the call kills its process.
+        """Runs one agent to completion. Cancelling the call kills the agent's process.
 
         Args:
             spec: The agent.
-            task: Its task.
-            sandbox: The sandbox for its operations.
-            model: Its model, or ``None``.
-            state: State of a suspended rollout to resume from.
-            label: Label in front of each line that the agent prints.
-            timed: Creates a context manager that is entered during each sandbox operation.
+            task: The agent's task.
+            sandbox: The sandbox on which to execute the agent's operations.
+            model: The agent's model, or ``None``.
+            state: State of a suspended rollout from which to resume.
+            label: Prefix for each line that the agent prints.
+            timed: Returns a context manager to enter around each sandbox operation.
 
         Raises:
-            MegaflowError: As raised by the agent.
+            MegaflowError: Raised by the agent.
             UserCodeError: The agent raised another exception, or its process crashed.
         """
         control = self._started()
@@ -178,7 +178,7 @@ class Zygote:
             writer.close()
 
     def close(self) -> None:
-        """Ends the zygote and all its agents."""
+        """Kills the zygote and all its agents."""
         if self._control is not None:
             with contextlib.suppress(RuntimeError):
                 asyncio.get_running_loop().remove_reader(self._control)
@@ -226,7 +226,7 @@ async def _carry_out(
     writer: asyncio.StreamWriter,
     timed: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Executes one sandbox operation for the agent and sends the answer."""
+    """Executes one sandbox operation for the agent and sends the response."""
     operation = message.get("do")
     try:
         if operation not in _OPERATIONS:
@@ -244,25 +244,25 @@ async def _carry_out(
 
 
 def _describe_exit(status: int) -> str:
-    """Describes the wait status of a process that left no result."""
+    """Describes the wait status of a process that exited without a result."""
     if os.WIFSIGNALED(status):
         return f"its process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
     return f"its process ended with exit code {os.WEXITSTATUS(status)} before it returned a result"
 
 
 MAX_SHOWN_BYTES = 64 * 1024
-"""Maximum bytes shown of one agent. Further output is read and dropped, so that the agent does not block."""
+"""Maximum bytes of output to show per agent. Further output is read and discarded, so that the agent does not block."""
 MAX_LINE_BYTES = 4096
-"""Bytes after which a line is broken."""
+"""Maximum length of a line in bytes. Longer lines are split."""
 DRAIN_S = 5.0
-"""Seconds after an agent's end in which its remaining processes may still print."""
+"""Grace period in seconds after an agent's end, during which its remaining processes may still print."""
 
 
 class Prints(asyncio.Protocol):
-    """Shows the output of one pipe; created by :meth:`open`.
+    """Prints the output of one pipe to standard error, line by line. Created by :meth:`open`.
 
     Args:
-        name: Label in front of each line.
+        name: Prefix for each line.
     """
 
     def __init__(self, name: str) -> None:
@@ -271,7 +271,7 @@ class Prints(asyncio.Protocol):
 
     @classmethod
     async def open(cls, name: str) -> tuple[Prints, int]:
-        """Returns a new instance and the descriptor for the agent's output, which the caller must close."""
+        """Returns a new instance and the pipe's write end for the agent, which the caller must close."""
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         shows = cls(name)
         await asyncio.get_running_loop().connect_read_pipe(lambda: shows, os.fdopen(ours, "rb", buffering=0))
@@ -298,7 +298,7 @@ class Prints(asyncio.Protocol):
         self._flush()
 
     def end(self) -> None:
-        """Closes the pipe after a short delay, because the agent has ended."""
+        """Closes the pipe shortly after the agent has ended."""
         if self._transport is not None:
             asyncio.get_running_loop().call_later(DRAIN_S, self._transport.close)
 

@@ -1,4 +1,4 @@
-"""Repeats the commands of an earlier conversation without a model."""
+"""Replays the commands of a recorded conversation without a model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ReplayAgent:
     """Runs recorded commands in order.
 
     Args:
-        messages_file: JSON file: a list of OpenAI messages, or a mapping from task id to such a list.
-        commands: The commands themselves, instead of a file.
+        messages_file: JSON file with a list of OpenAI messages, or with a mapping from task ids to such lists.
+        commands: The commands to run, instead of a file.
         command_timeout_s: Timeout of one command in seconds.
     """
 
@@ -38,7 +38,7 @@ class ReplayAgent:
         self._recorded: Any = _read(Path(messages_file)) if messages_file is not None else None
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
-        """Runs the commands in the task's work directory.
+        """Runs the commands in the task's working directory.
 
         Raises:
             ConfigError: The file has no messages for this task.

@@ -1,12 +1,13 @@
-"""The process from which Python agents are forked, after their modules are imported.
+"""The process from which Python agents are forked after their modules have been imported.
 
 ``python -m megaflow_hpc.agents.zygote FD KEPT BESIDE [NAME…]`` imports the named agents once, also from the directories
-KEPT and BESIDE (:mod:`~megaflow_hpc.agents.code`). Each packet on its control socket brings a socket for one rollout.
-The fork that serves it shares the imported memory. An agent that blocks, leaks or crashes harms only its own rollout.
-End-of-file on the control socket ends the zygote and all its agents.
+KEPT and BESIDE (:mod:`~megaflow_hpc.agents.code`). Each packet on its control socket passes a socket for one rollout.
+The fork that serves it shares the imported modules' memory. An agent that blocks, leaks or crashes harms only its own
+rollout. End-of-file on the control socket ends the zygote and all its agents.
 
-Packets are JSON. The runner sends ``{"run": N}`` with the descriptors, and ``{"kill": N}``. The zygote answers
-``{"ended": N, "status": S}`` with the wait status. Only the zygote signals its children, so a reused pid is never hit.
+Packets are JSON. The runner sends ``{"run": N}`` with the descriptors, and ``{"kill": N}``. The zygote replies
+``{"ended": N, "status": S}`` with the wait status. Only the zygote signals its children, so a recycled pid is never
+signalled.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from megaflow_hpc.types import ModelEndpoint, Task
 
 
 def preload(names: list[str]) -> None:
-    """Imports the named agents. Rollouts that use them report failures."""
+    """Imports the named agents. Failures are ignored here and reported by the rollouts that use the agent."""
     for name in names:
         module = NAMES.get(name, name).partition(":")[0]
         with contextlib.suppress(Exception):
             importlib.import_module(module)
-            create({"name": name, "args": {}})  # also imports modules that the agent imports late
+            create({"name": name, "args": {}})  # also triggers the agent's deferred imports
 
 
 def serve(control: socket.socket) -> None:
-    """Forks an agent for each packet on the control socket, until the runner is gone."""
+    """Serves packets from the control socket and forks an agent for each run, until the runner closes it."""
     children: dict[int, int] = {}
     wake, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -120,7 +121,7 @@ def _print_to(descriptor: int) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(descriptor, number)
         stream = os.fdopen(number, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
-        setattr(sys, name, stream)  # the old stream may have been a file
+        setattr(sys, name, stream)  # the old stream may have been redirected to a file
     os.close(descriptor)
 
 
@@ -143,7 +144,7 @@ async def _rollout(connection: socket.socket) -> None:
         wire.frame(message)
     except MegaflowError as error:
         message = wire.encode_error(error)
-    except Exception as error:  # the user's code may raise anything
+    except Exception as error:  # user code may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}:{last.lineno} in {last.name}"
         message = {"error": "UserCodeError", "text": f"agent {job['agent']['name']}: {error!r} at {where}"}
@@ -154,15 +155,15 @@ async def _rollout(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Runs the zygote on the control socket whose descriptor is the first argument."""
+    """Runs the zygote. The first argument is the descriptor of the control socket."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # signals reach the whole step, and the runner decides
+        signal.signal(number, signal.SIG_IGN)  # signals reach the whole job step, and the runner decides
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     code.look_in(*sys.argv[2:4])
     preload(sys.argv[4:])
     gc.collect()
-    gc.freeze()  # garbage collection would write to the shared memory
+    gc.freeze()  # garbage collection would dirty the shared pages
     serve(control)
     os._exit(0)
 

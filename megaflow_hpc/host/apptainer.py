@@ -1,8 +1,8 @@
-"""Find the Apptainer of this machine, its environment and its features.
+"""Finds this machine's Apptainer, and builds its environment.
 
-Every call gets a newly built environment. ``APPTAINER_BINDPATH`` and similar variables, which site modules set, bind
-host paths despite ``--containall --cleanenv``. ``PMI*`` and ``SLURM*`` would let a process in a container act as part
-of the job. A new environment contains none of them.
+Every call builds a new environment. ``APPTAINER_BINDPATH`` and similar variables, which site modules set, bind host
+paths despite ``--containall --cleanenv``. ``PMI*`` and ``SLURM*`` would let a process in a container act as part of the
+job. The new environment contains none of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from megaflow_hpc.errors import SiteError
 
 CONTROL_DIR = "/.megaflow"
-"""Read-only directory in a sandbox for the host's control files."""
+"""Read-only directory in a sandbox with the host's control files."""
 
 _PASSED = ("LANG", "LC_ALL", "TZ")
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -25,7 +25,8 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def find_apptainer() -> str:
-    """Returns the absolute path of Apptainer: ``MEGAFLOW_APPTAINER``, else ``apptainer`` or ``singularity`` on PATH."""
+    """Returns the absolute path of Apptainer: ``MEGAFLOW_APPTAINER`` if set, else ``apptainer`` or ``singularity``
+    on PATH."""
     named = os.environ.get("MEGAFLOW_APPTAINER")
     if named:
         if not os.access(named, os.X_OK):
@@ -39,7 +40,7 @@ def find_apptainer() -> str:
 
 
 def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxies: bool = False) -> dict[str, str]:
-    """Returns the environment for Apptainer itself. ``proxies`` is meant only for builds, which may download."""
+    """Returns the environment in which to run Apptainer itself. Set ``proxies`` only for builds, which may download."""
     environment = {
         "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_PATH}".lstrip(":"),
         "HOME": os.environ.get("HOME", "/"),
@@ -52,13 +53,14 @@ def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxie
 
 
 def proxy_variables() -> dict[str, str]:
-    """Returns the variables with which the caller's programs find their proxies."""
+    """Returns the caller's proxy variables."""
     return {name: os.environ[name] for name in _PROXIES if name in os.environ}
 
 
 @functools.cache
 def unshare() -> tuple[str, ...]:
-    """Returns the argv prefix that runs a command as uid 0 of a user namespace. Empty if namespaces do not work."""
+    """Returns the argv prefix that runs a command as uid 0 in a new user namespace. Empty if namespaces are
+    unavailable."""
     program = shutil.which("unshare")
     words = (program, "--user", "--map-root-user") if program else ()
     return words if words and not _run([*words, "true"]) else ()
@@ -68,15 +70,15 @@ def unshare() -> tuple[str, ...]:
 def only_by_root() -> bool:
     """Returns whether users cannot create user namespaces, so that containers need a setuid Apptainer.
 
-    Commands then run as the caller, without any capability. (Inside a user namespace a setuid Apptainer does not use
-    its rights. So if namespaces work, it is as safe as any other.)
+    In that case, commands run as the caller, without any capabilities. A setuid Apptainer has no privileges inside a
+    user namespace. So if namespaces are available, it is as safe as any other.
     """
     return os.geteuid() != 0 and shutil.which("unshare") is not None and not unshare()
 
 
 def last_line(output: str) -> str:
-    """Returns Apptainer's error: its last ``FATAL`` or ``ERROR`` line without colour and timestamp, else the last
-    line."""
+    """Extracts the error from Apptainer's output: the last ``FATAL`` or ``ERROR`` line without colour and timestamp,
+    else the last line."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in output.splitlines()]
     lines = [line for line in lines if line]
     for level in ("FATAL", "ERROR"):
@@ -87,7 +89,7 @@ def last_line(output: str) -> str:
 
 
 def version(apptainer: str) -> str:
-    """Returns the version, such as ``1.4.5``. If the output has another form, returns all of it."""
+    """Returns Apptainer's version, such as ``1.4.5``. If the output cannot be parsed, returns all of it."""
     return re.sub(r"^(apptainer|singularity(-ce)?) version ", "", _run([apptainer, "--version"]))
 
 

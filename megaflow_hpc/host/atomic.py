@@ -1,4 +1,4 @@
-"""Publish files atomically, with the group permissions of their directory."""
+"""Publishes files atomically, with the group permissions of their directory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SHARED = stat.S_ISGID | stat.S_IRGRP
-"""Permission bits of a directory that is shared with its group."""
+"""Permission bits that mark a directory as shared with its group."""
 
 
 @functools.lru_cache(maxsize=256)
 def file_mode(folder: Path) -> int:
-    """Returns the mode of new files in ``folder``: 0640 if it is shared with its group, else 0600. Cached per
+    """Returns the mode for new files in ``folder``: 0640 if it is shared with its group, else 0600. Cached per
     process."""
     return 0o640 if folder.stat().st_mode & SHARED == SHARED else 0o600
 
 
 def make_directory(path: Path) -> None:
-    """Creates a directory with the permissions of its parent, if it does not exist."""
+    """Creates a directory with its parent's permissions, unless it exists."""
     if not path.is_dir():
         path.mkdir(mode=0o700, exist_ok=True)
         if file_mode(path.parent) == 0o640:
@@ -34,12 +34,12 @@ def make_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def without_links(folder: Path) -> Iterator[Path]:
-    """Opens a directory, creates it if needed, and yields a path that always refers to the opened directory.
+    """Opens a directory, creating it if needed, and yields a path that always refers to the opened directory.
 
-    Use it for directories of a run, because a run from another user may have a symbolic link in their place.
+    Use it for a run's directories: a run from another user may have a symlink in place of a directory.
 
     Raises:
-        OSError: The directory is a symbolic link, or cannot be opened.
+        OSError: The directory is a symlink, or cannot be opened.
     """
     if not folder.is_symlink():
         make_directory(folder)
@@ -53,18 +53,18 @@ def without_links(folder: Path) -> Iterator[Path]:
         yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
     finally:
         os.close(descriptor)
-        file_mode.cache_clear()  # the cached path contains a descriptor number that may be reused
+        file_mode.cache_clear()  # cached paths contain a descriptor number that may be reused
 
 
 def write_atomic(
     path: Path, data: bytes | str, mode: int | None = None, exclusive: bool = False, temporary: Path | None = None
 ) -> None:
-    """Publishes ``data`` at ``path`` atomically. The data is durable before it is visible (write, fsync, rename).
+    """Publishes ``data`` at ``path`` atomically: write, fsync, rename. The data is durable before it is visible.
 
     Args:
         mode: Permission bits, regardless of the umask. Default: :func:`file_mode`.
         exclusive: Fail if ``path`` exists.
-        temporary: Path to write to first, on the same file system. Default: a name next to ``path``.
+        temporary: Path to write to first, on the same file system. Default: a temporary name next to ``path``.
 
     Raises:
         FileExistsError: ``exclusive`` is set and ``path`` exists.
@@ -77,7 +77,7 @@ def write_atomic(
 def new_file(
     path: Path, mode: int | None = None, exclusive: bool = False, temporary: Path | None = None
 ) -> Iterator[BinaryIO]:
-    """Opens a file that is published at the end of the block, and removed if the block raises; see
+    """Opens a file that is published at the end of the block, or removed if the block raises; see
     :func:`write_atomic`."""
     mode = file_mode(path.parent) if mode is None else mode
     temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -100,7 +100,7 @@ def new_file(
 
 
 def fsync(path: Path) -> None:
-    """Makes a file or directory durable."""
+    """Makes a file or directory durable with ``fsync``."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -109,13 +109,13 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Makes a directory and everything below it durable."""
+    """Makes a directory tree durable."""
     for path in [*folder.rglob("*"), folder]:
         fsync(path)
 
 
 def to_json(value: Any) -> str:
-    """Returns indented JSON with sorted keys. Values that JSON lacks become strings."""
+    """Returns indented JSON with sorted keys. Values that are not JSON-serializable become strings."""
     return json.dumps(value, indent=1, sort_keys=True, default=str) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""Child processes that end with their parent, and fast starts of this package's own programs.
+"""Child processes that die with their parent, and fast startup of this package's own programs.
 
-The kernel's parent-death signal (prctl ``PR_SET_PDEATHSIG``) ends a child with its parent. Code that reads files of
-another user runs in a child with resource limits (:func:`run_confined`).
+The kernel's parent-death signal (prctl ``PR_SET_PDEATHSIG``) kills a child when its parent ends. Code that reads
+another user's files runs in a child with resource limits (:func:`run_confined`).
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
 @functools.cache
 def dies_with_parent(signal_name: str = "KILL") -> tuple[str, ...]:
-    """Returns an argv prefix by which the kernel kills a command when the thread that started it ends.
+    """Returns an argv prefix that makes the kernel kill a command when the thread that started it ends.
 
-    Empty where ``setpriv`` is missing.
+    Empty if ``setpriv`` is missing.
     """
     setpriv = shutil.which("setpriv")
     return (setpriv, "--pdeathsig", signal_name) if setpriv else ()
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that forked it ends; for a child between fork and exec."""
+    """Asks the kernel to kill this process when the thread that forked it ends. For a child between fork and exec."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends (a child subreaper)."""
+    """Makes this process the new parent of orphaned descendants (a child subreaper)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-_libc = ctypes.CDLL(None)  # at import: after a fork nothing should be loaded
+_libc = ctypes.CDLL(None)  # loaded at import, because it is unsafe to load libraries after a fork
 
 
 def _prctl(option: int, value: int) -> None:
@@ -55,7 +55,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def argv_of(module: ModuleType) -> list[str]:
-    """Returns the command line, up to its arguments, of a module's ``main`` that imports little and starts fast."""
+    """Returns the command line, without arguments, that runs a module's ``main`` with fast startup. The module
+    should import little."""
     program = f"import sys; sys.path.append(sys.argv.pop(1)); from {module.__name__} import main; main()"
     return [*dies_with_parent(), sys.executable, "-S", "-E", "-c", program, _LIBRARY]
 
@@ -67,14 +68,14 @@ def cp(
     prefix: Sequence[str] = (),
     pass_fds: Sequence[int] = (),
 ) -> str:
-    """Copies a file or a tree with all attributes (``cp -a``). Shares blocks if the file system can.
+    """Copies a file or tree with all attributes (``cp -a``), using reflinks if the file system supports them.
 
     Args:
-        options: Further options of ``cp``.
-        prefix: argv prefix of a command that runs ``cp``, such as one that changes its user.
+        options: Additional options for ``cp``.
+        prefix: Command that runs ``cp``, such as one that changes its user, as an argv prefix.
 
     Returns:
-        The error in one line. Empty on success.
+        The error message in one line. Empty on success.
     """
     done = subprocess.run(
         [*prefix, *dies_with_parent(), "cp", "-a", "--reflink=auto", *options, "--", source, target],
@@ -90,8 +91,8 @@ def cp(
 
 
 async def run(argv: Sequence[str], stdin: bytes = b"") -> tuple[int, bytes, bytes]:
-    """Runs a program to its end, and returns its exit status and both streams; it ends with this task."""
-    import asyncio  # which the program itself, who imports this module for nothing else, is spared
+    """Runs a program and returns its exit status, stdout and stderr. Kills it if this task is cancelled."""
+    import asyncio  # deferred, so that a child that imports this module starts faster
 
     process = await asyncio.create_subprocess_exec(
         *argv,
@@ -105,7 +106,7 @@ async def run(argv: Sequence[str], stdin: bytes = b"") -> tuple[int, bytes, byte
     try:
         output, errors = await process.communicate(stdin)
     except BaseException:
-        with suppress(ProcessLookupError):  # it has just ended by itself
+        with suppress(ProcessLookupError):  # the process has just exited
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         raise
@@ -114,28 +115,27 @@ async def run(argv: Sequence[str], stdin: bytes = b"") -> tuple[int, bytes, byte
 
 
 class ProcessLimits(NamedTuple):
-    """Resource limits of a process."""
+    """Limits on the resources of a process."""
 
     memory_bytes: int
-    """Limit of private writable memory. Address space is not limited, because libraries reserve more than they use."""
+    """Limit on private writable memory. Address space is not limited, because libraries reserve more than they use."""
     cpu_s: int
     file_bytes: int
     """Maximum size of each file that the process writes."""
 
 
 def confine(limits: ProcessLimits, network: bool = False) -> None:
-    """Limits this process and its children permanently.
+    """Permanently limits the resources of this process and its children.
 
     Args:
-        network: Keep the network. Otherwise the process enters an empty network namespace, if the kernel lets users
-            create one.
+        network: Keep network access. Otherwise the process enters an empty network namespace, if users may create one.
     """
     kinds = (resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
     for kind, most in zip(kinds, (limits.memory_bytes, limits.cpu_s, limits.file_bytes, 0), strict=True):
         hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each further thread of numpy would use memory
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each additional numpy thread would use memory
     if not network:
         _leave_network()
 
@@ -150,10 +150,11 @@ def _leave_network() -> None:
 
 
 def run_confined(call: Callable[[], int], limits: ProcessLimits, network: bool = False) -> int:
-    """Calls a function in a child process. Returns the exit status, or a signal as a negative number.
+    """Calls a function in a child process. Returns the exit status, or the negative number of the signal that killed
+    it.
 
-    The child shares this process's terminal, so Ctrl-C reaches it too. A second Ctrl-C kills a child that a library
-    keeps from reacting to the first.
+    The child shares this process's terminal, so Ctrl-C reaches it too. A second Ctrl-C kills the child, in case a
+    library blocks the first.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

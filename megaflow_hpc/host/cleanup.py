@@ -1,4 +1,5 @@
-"""Clean up after killed processes, except sandboxes: directories of pods and builds, and MPI's shared memory."""
+"""Cleans up after killed processes: directories of pods and builds, and MPI's shared memory. Sandboxes are not
+included."""
 
 from __future__ import annotations
 
@@ -14,19 +15,21 @@ from megaflow_hpc.host.process import Identity, mapped_files, processes
 
 SHARED_MEMORY = "/dev/shm"
 STALE_S = 60.0
-"""Seconds without a mapping after which a shared-memory file cannot belong to an MPI world that is just starting."""
+"""Minimum age in seconds of an unmapped shared-memory file. A younger one may belong to an MPI world that is still
+starting."""
 POD_DIRECTORY, BUILD_DIRECTORY = "megaflow-pod", "megaflow-build"
-"""``<this>.<host>.<pid>-<start>.<random>`` is a private directory, named after the process that owns it."""
+"""Kinds of private directories, named ``KIND.HOST.PID-START.RANDOM`` after the process that owns them."""
 
 
 def make_directory(kind: str = POD_DIRECTORY, base: str | os.PathLike[str] | None = None) -> Path:
-    """Creates a private directory for this process under ``base``, by default that of temporary files."""
+    """Creates a private directory for this process under ``base``, by default the directory for temporary files."""
     me = Identity.of(os.getpid())
     return Path(tempfile.mkdtemp(prefix=f"{kind}.{os.uname().nodename}.{me}.", dir=base))
 
 
 def sweep_directories(base: str | os.PathLike[str], kind: str = POD_DIRECTORY) -> int:
-    """Removes directories of a kind under ``base`` whose process on this host has ended. Returns their number."""
+    """Removes directories of ``kind`` under ``base`` whose process on this host has ended. Returns the number
+    removed."""
     prefix, removed = f"{kind}.{os.uname().nodename}.", 0
     for path in _ours(base, prefix):
         owner = Identity.parse(os.path.basename(path).removeprefix(prefix).rpartition(".")[0])
@@ -37,16 +40,15 @@ def sweep_directories(base: str | os.PathLike[str], kind: str = POD_DIRECTORY) -
 
 
 def sweep_shared_memory(prefix: str = "mpich") -> int:
-    """Removes shared memory of MPI worlds that were killed during their start. Returns the number of files.
+    """Removes shared-memory files of MPI worlds that were killed while starting. Returns the number removed.
 
-    Ranks unlink their files as soon as all of them are mapped. So a file that is ours and not mapped by any process is
-    garbage.
+    Ranks unlink their files once all ranks have mapped them. So a file of this user that no process maps is garbage.
     """
     before = time.time() - STALE_S
     stale = [p for p, s in _ours(SHARED_MEMORY, prefix).items() if stat.S_ISREG(s.st_mode) and s.st_mtime < before]
     if not stale:
         return 0
-    # Other users' processes cannot be read, but they have not mapped our files.
+    # Other users' processes cannot be inspected, but they cannot have mapped our files.
     mapped = set().union(*map(mapped_files, processes()))
     removed = 0
     for path in stale:
@@ -58,8 +60,8 @@ def sweep_shared_memory(prefix: str = "mpich") -> int:
 
 
 def _ours(base: str | os.PathLike[str], prefix: str) -> dict[str, os.stat_result]:
-    """Return this user's entries with ``prefix`` in a world-writable directory. Links are not followed, because their
-    creator chose the target."""
+    """Returns this user's entries with ``prefix`` in a world-writable directory. Symlinks are not followed, because
+    any user may have created them."""
     entries: dict[str, os.stat_result] = {}
     try:
         names = [name for name in os.listdir(base) if name.startswith(prefix)]

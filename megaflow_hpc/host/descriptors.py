@@ -1,25 +1,25 @@
-"""Read and raise the number of files and connections that this process may open (``RLIMIT_NOFILE``)."""
+"""Reads and raises this process's limit on open file descriptors (``RLIMIT_NOFILE``)."""
 
 from __future__ import annotations
 
 import resource
 
 MAX_SOFT_LIMIT = 65_536
-"""Soft limit that a process with many connections sets, if the hard limit allows it.
+"""Soft limit for processes with many connections, if the hard limit allows it.
 
-It is not a hard limit of millions, because child processes inherit the soft limit, and some programs loop over all
-possible descriptors.
+The hard limit may be millions. Child processes inherit the soft limit, and some programs loop over all possible
+descriptors.
 """
 
 
 def limit() -> int:
-    """Returns the number of descriptors that this process may have."""
+    """Returns the maximum number of descriptors that this process may open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return MAX_SOFT_LIMIT if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_limit() -> int:
-    """Raises the soft limit to the hard limit, or to :data:`MAX_SOFT_LIMIT` if that is lower. Never lowers it.
+    """Raises the soft limit to the smaller of the hard limit and :data:`MAX_SOFT_LIMIT`. Never lowers it.
 
     Returns:
         The previous soft limit, for :func:`inherited`.
@@ -35,7 +35,8 @@ def raise_limit() -> int:
 
 
 def inherited() -> int | None:
-    """Returns the soft limit with which this process was started, if :func:`raise_limit` has changed it."""
+    """Returns the soft limit with which this process was started. ``None`` if :func:`raise_limit` has not changed
+    it."""
     return _before if _before != limit() else None
 
 

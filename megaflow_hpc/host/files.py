@@ -1,4 +1,4 @@
-"""Read, remove and copy files and trees that an untrusted process may have created."""
+"""Reads, removes and copies files and trees that an untrusted process may have created."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import BinaryIO
 from megaflow_hpc.errors import SandboxError
 
 LARGEST = 256 * 2**20
-"""Default maximum size in bytes of a file that is read as a whole. The package's own files are much smaller."""
+"""Default maximum size in bytes for reading a whole file. The package's own files are much smaller."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a regular file for reading bytes.
+    """Opens a regular file for reading in binary mode.
 
     Raises:
-        OSError: The file cannot be opened, or it is a FIFO, a socket, a device or a directory, from which a read could
-            block for ever.
+        OSError: The file cannot be opened or is not a regular file. Reading from a FIFO or a device could block
+            forever.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK)
-    except BlockingIOError:  # another process has a lease on the file; a blocking open breaks the lease
+    except BlockingIOError:  # another process holds a lease on the file; a blocking open breaks the lease
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise
         descriptor = os.open(path, flags)
@@ -39,15 +39,15 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
-    """Returns the content of a file.
+    """Returns the content of a regular file.
 
     Raises:
-        OSError: As for :func:`open_regular`, and if the file has more than ``most`` bytes.
+        OSError: As for :func:`open_regular`, or the file is larger than ``most`` bytes.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= most:
-            data = file.read(size + 1)  # reading ``most`` bytes would allocate them
+            data = file.read(size + 1)  # reading ``most`` bytes would allocate a buffer of that size
             while size < len(data) <= most:  # the file has grown
                 more = file.read(len(data))
                 if not more:
@@ -59,9 +59,9 @@ def read_regular(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
 
 
 def behind_hole(file: BinaryIO, offset: int) -> int:
-    """Returns the offset of the first data at or after ``offset``. The end of the file if there is none.
+    """Returns the offset of the first data at or after ``offset``, or the file's size if only a hole follows.
 
-    A hole takes no disk space, but reading it takes as long as reading data.
+    Skip holes with it: they take no disk space, but reading them takes as long as reading data.
     """
     try:
         return os.lseek(file.fileno(), offset, os.SEEK_DATA)
@@ -72,14 +72,14 @@ def behind_hole(file: BinaryIO, offset: int) -> int:
 
 
 def remove_tree(path: str | os.PathLike[str], *, ignore_errors: bool = False) -> None:
-    """Removes a file or a tree of any depth, regardless of the modes of its directories. Follows no links.
+    """Removes a file or a tree of any depth, whatever the modes of its directories. Does not follow symlinks.
 
-    A missing tree is not an error, and several processes may remove the same tree at once. Files of the caller's
-    subordinate ids, which image builds leave, are removed too. If a file cannot be removed, the rest of the tree is
-    still removed.
+    A missing tree is not an error, and several processes may remove the same tree concurrently. Files owned by the
+    caller's subordinate ids, left by image builds, are removed too. If a file cannot be removed, the rest of the tree
+    is still removed.
 
     Raises:
-        OSError: A file could not be removed, such as one of another user. Not raised with ``ignore_errors``.
+        OSError: A file could not be removed, such as another user's. Not raised with ``ignore_errors``.
     """
     failed: list[OSError] = []
     try:
@@ -97,8 +97,9 @@ def remove_tree(path: str | os.PathLike[str], *, ignore_errors: bool = False) ->
 
 
 def _removed_as_root(path: str | os.PathLike[str]) -> bool:
-    """Removes a directory as uid 0 of a namespace with the caller's subordinate ids. Returns whether it is gone."""
-    from megaflow_hpc.host.subordinate import all_ids  # imported here because it is rarely needed
+    """Removes a directory as uid 0 of a namespace that maps the caller's subordinate ids. Returns whether it is
+    gone."""
+    from megaflow_hpc.host.subordinate import all_ids  # deferred, because it is rarely needed
 
     target = os.path.abspath(path)
     if os.geteuid() != 0 and all_ids():
@@ -114,7 +115,7 @@ def _removed_as_root(path: str | os.PathLike[str]) -> bool:
 
 
 def open_directories(path: str | os.PathLike[str]) -> None:
-    """Sets mode 0700 on every directory of a tree of any depth. Directories removed in the meantime are skipped."""
+    """Sets mode 0700 on every directory in a tree of any depth. Skips directories that are removed in the meantime."""
 
     def opened(directory: int) -> list[str]:
         os.fchmod(directory, 0o700)
@@ -129,16 +130,16 @@ def _walk(
     leave: Callable[[int, str], None],
     failed: list[OSError] | None = None,
 ) -> None:
-    """Visits every directory of a tree with at most two open descriptors.
+    """Walks a directory tree with at most two open descriptors.
 
-    A sandbox can nest directories deeper than Python's recursion limit, the maximum path length and the limit of
-    descriptors. So the walk goes down by name and up by ``..``, and checks that ``..`` leads back to the parent.
+    A sandbox can nest directories beyond Python's recursion limit, the maximum path length and the descriptor limit. So
+    the walk descends by name, ascends by ``..``, and checks that ``..`` leads back to the parent.
 
     Args:
         enter: Called with the descriptor of a directory. Returns the names of the subdirectories to visit.
-        leave: Called with the parent's descriptor and the name of a directory after its whole tree was visited.
-        failed: Receives the first error of these calls and of opening directories, and the walk continues. With
-            ``None`` the error is raised.
+        leave: Called with the parent's descriptor and a directory's name, after visiting that directory's tree.
+        failed: List that receives the first error of these calls and of opening directories, while the walk continues.
+            If ``None``, errors are raised.
     """
 
     def note(error: OSError, name: str) -> None:
@@ -148,7 +149,7 @@ def _walk(
         if not failed:
             failed.append(error)
 
-    # The directories above: identity, names still to visit, name of the entered subdirectory.
+    # Stack of parent directories: identity, names still to visit, name of the subdirectory entered.
     above: list[tuple[tuple[int, int], list[str], str]] = []
     here = open_directory(root)
     try:
@@ -190,18 +191,19 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_directory(name: str, parent: int | None = None) -> int:
-    """Opens a directory that is not a link, and returns its descriptor. If it is ours, its mode becomes 0700 first."""
+    """Opens a directory that is not a symlink, and returns its descriptor. Sets its mode to 0700 first if needed and
+    permitted."""
     try:
         opened = os.open(name, _DIRECTORY, dir_fd=parent)
     except PermissionError:
         child = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
         try:
-            os.chmod(f"/proc/self/fd/{child}", 0o700)  # chmod by name might follow a link
+            os.chmod(f"/proc/self/fd/{child}", 0o700)  # chmod by name might follow a symlink
         finally:
             os.close(child)
         return os.open(name, _DIRECTORY, dir_fd=parent)
     if os.fstat(opened).st_mode & 0o700 != 0o700:
-        with contextlib.suppress(PermissionError):  # another user's directory; its content may still be removable
+        with contextlib.suppress(PermissionError):  # another user's directory, whose contents may still be removable
             os.fchmod(opened, 0o700)
     return opened
 
@@ -215,12 +217,12 @@ def _entries(directory: int) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(directory) as entries:
             return list(entries)
-    except FileNotFoundError:  # removed while it was open
+    except FileNotFoundError:  # removed after it was opened
         return []
 
 
 def _unlink_files(directory: int, failed: list[OSError]) -> list[str]:
-    """Removes everything except directories. Returns the names of the directories."""
+    """Removes all entries except directories. Returns the names of the directories."""
     directories = []
     for entry in _entries(directory):
         if entry.is_dir(follow_symlinks=False):
@@ -243,7 +245,7 @@ def _rmdir(parent: int | None, name: str) -> None:
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """Copies a directory. Links stay links; sockets, devices and FIFOs are refused."""
+    """Copies a directory tree. Symlinks are copied as symlinks; sockets, devices and FIFOs are rejected."""
 
     def special(directory: str, names: list[str]) -> list[str]:
         for name in names:

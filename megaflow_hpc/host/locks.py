@@ -1,4 +1,5 @@
-"""File locks (``flock``). The kernel releases a lock with its last descriptor, so a killed process blocks nobody."""
+"""File locks (``flock``). The kernel releases a lock when its last descriptor is closed, so a killed process blocks
+nobody."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.005, 0.1
-"""Pauses between two attempts while a lock with a timeout is taken."""
+"""Initial and maximum delay in seconds between attempts to take a lock with a timeout."""
 
 
 def lock_descriptor(descriptor: int, *, shared: bool = False, timeout_s: float = math.inf) -> None:
-    """Locks an open file or directory, or changes the lock that the descriptor already has.
+    """Locks an open file or directory, or converts the lock that the descriptor already holds.
 
     Args:
-        timeout_s: 0 or less tries once.
+        timeout_s: Maximum wait in seconds. 0 or less means a single attempt.
 
     Raises:
-        TimeoutError: another process has the lock.
+        TimeoutError: another process holds the lock.
         OSError: the file system does not support locks.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -42,12 +43,12 @@ def lock_descriptor(descriptor: int, *, shared: bool = False, timeout_s: float =
 
 
 def lock_file(path: Path, *, shared: bool = False, timeout_s: float = math.inf) -> int:
-    """Creates a file if it is missing, locks it and returns its descriptor. Closing the descriptor unlocks the file.
+    """Locks a file, creating it if needed, and returns its descriptor. Closing the descriptor releases the lock.
 
-    A holder may remove the file. A process that waited for it meanwhile locks the file that is now at the path.
+    The holder may remove the file. A process waiting for the lock then locks the new file at the same path.
 
     Raises:
-        TimeoutError: another process has the lock.
+        TimeoutError: another process holds the lock.
         OSError: the file system does not support locks, or the directory is missing.
     """
     deadline = time.monotonic() + timeout_s
@@ -66,7 +67,7 @@ def lock_file(path: Path, *, shared: bool = False, timeout_s: float = math.inf) 
 
 @contextmanager
 def locked(path: Path, *, shared: bool = False, timeout_s: float = math.inf) -> Iterator[None]:
-    """Holds the lock of a file. Raises as :func:`lock_file` does."""
+    """Holds a file's lock for the duration of the block. Raises the same errors as :func:`lock_file`."""
     descriptor = lock_file(path, shared=shared, timeout_s=timeout_s)
     try:
         yield

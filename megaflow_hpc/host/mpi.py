@@ -1,4 +1,4 @@
-"""Find the MPI launcher and mpi4py's MPI library, and choose the matching types of srun."""
+"""Finds the MPI launcher and mpi4py's MPI library, and selects matching types of ``srun --mpi``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.address import interface_towards
 
 PMI2, PMIX = ("pmi2", "cray_shasta"), ("pmix", "pmix_v5", "pmix_v4", "pmix_v3")
-"""Types of ``srun --mpi``. MPICH and Intel MPI support pmi2 without further libraries. Open MPI supports only pmix."""
+"""Types of ``srun --mpi``. MPICH and Intel MPI support pmi2 without additional libraries. Open MPI supports only
+pmix."""
 LIBRARY_S = 20.0
 LIBRARY = """\
 import mpi4py
@@ -26,7 +27,7 @@ print(MPI.Get_library_version())
 
 
 def find_mpiexec() -> str:
-    """Returns the mpiexec of this interpreter's MPI, else the one on PATH.
+    """Returns the path of this interpreter's mpiexec, else of the one on PATH.
 
     Raises:
         SiteError: No mpiexec was found.
@@ -41,7 +42,7 @@ def find_mpiexec() -> str:
 
 
 def mpiexec(ranks: int) -> list[str]:
-    """Returns the command prefix that starts ``ranks`` ranks on this machine, regardless of its number of cores.
+    """Returns the command prefix that starts ``ranks`` ranks on this machine, regardless of its core count.
 
     Raises:
         SiteError: There is no mpiexec.
@@ -54,7 +55,7 @@ def mpiexec(ranks: int) -> list[str]:
 def mpi_library() -> str:
     """Returns the name of mpi4py's MPI library. Empty if it reports none.
 
-    A child process loads the library without starting MPI, because loading can hang or end a process.
+    A child process loads the library without initializing MPI, because loading can hang or crash the process.
     """
     try:
         command = [sys.executable, "-c", LIBRARY]
@@ -66,22 +67,22 @@ def mpi_library() -> str:
 
 
 def mpi_order(library: str) -> tuple[str, ...]:
-    """Returns the types of ``srun --mpi`` to try with this MPI, in order."""
+    """Returns the types of ``srun --mpi`` to try with this MPI library, in order."""
     return (*PMIX, *PMI2) if library.startswith("Open MPI") else (*PMI2[:1], *PMIX, *PMI2[1:])
 
 
 def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the network settings for MPI in a step of several nodes. Empty if MPI chooses itself.
+    """Returns MPI's network settings for a job step with several nodes. Empty if MPI should choose by itself.
 
-    With UCX, MPICH sends 4 KB of memory that contains its address to other nodes, in pieces of 1,022 digits with a key
-    each. Slurm's pmi2 reads 1,024 bytes of a line, so the start hangs if a piece is full. With libfabric it sends only
-    16 bytes. With libfabric's provider ``sockets`` the other ranks continue if one is killed; with ``tcp`` rank 0 would
-    wait for ever. If there are several interfaces, libfabric may choose an unusable one (such as a container bridge).
-    So it is given the interface through which this node reaches the step's ``srun``.
+    With UCX, MPICH publishes 4 KB that contain its address, in chunks of 1,022 digits, each with a key. Slurm's pmi2
+    reads at most 1,024 bytes per line, so a full chunk makes startup hang. With libfabric, MPICH publishes only 16
+    bytes. libfabric's provider ``sockets`` lets the other ranks continue if one is killed. With ``tcp``, rank 0 would
+    wait forever. On nodes with several interfaces, libfabric may choose an unusable one, such as a container bridge. So
+    it is told to use the interface through which this node reaches the step's ``srun``.
 
     Args:
-        library: Complete version text of MPI. A library built without UCX or without libfabric has no choice.
-        environ: Variables of this rank. A network that they choose is kept.
+        library: Full version string of the MPI library. A library built without UCX or without libfabric has no choice.
+        environ: Environment of this rank. Network settings in it take precedence.
     """
     device = re.search(r"MPICH Device:\s*(.*)", library)
     over_pmi2 = environ.get("MEGAFLOW_MPI") == "pmi2" and int(environ.get("SLURM_STEP_NUM_NODES", "1")) > 1

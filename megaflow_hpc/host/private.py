@@ -1,4 +1,4 @@
-"""Create private directories in shared places such as ``/tmp``, and check which users may replace a path."""
+"""Creates private directories in shared locations such as ``/tmp``, and checks which users may replace a path."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megaflow_hpc.host.locks import lock_descriptor
 from megaflow_hpc.host.process import user_name
 
 _TURN_S = 5.0
-"""Maximum wait in seconds for the lock on the base directory. It may be held by another user."""
+"""Maximum wait in seconds for the lock on the base directory, which another user may hold."""
 
 
 def is_private(path: str | os.PathLike[str]) -> bool:
-    """Returns whether ``path`` is this user's directory, not a link, and not writable by others."""
+    """Returns whether ``path`` is a directory of this user, not a symlink, and not writable by other users."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -28,7 +28,8 @@ def is_private(path: str | os.PathLike[str]) -> bool:
 
 
 def open_to_others(path: Path) -> str:
-    """Returns why a file with a secret is not private, and the remedy. Empty if only its owner may read or write it.
+    """Explains why a file with a secret is not private, and how to fix it. Empty if only its owner may read or write
+    it.
 
     Raises:
         OSError: The file is missing.
@@ -43,22 +44,22 @@ _MOST_LINKS = 40
 
 
 def who_may_replace(path: str | os.PathLike[str], owner: int | None = None, what: str = "it") -> str:
-    """Returns which other user could change or replace ``path``; empty if no user could.
+    """Explains which other user could modify or replace ``path``. Empty if none could.
 
-    Checks every component of the path, symbolic links included. Each must belong to this user, to root or to ``owner``,
-    and must not be writable by its group or others. A directory above ``path`` may be writable if it has the sticky
-    bit, because users cannot rename each other's files there. A missing component is assumed to be created by this
+    Checks every component of the path, including symlinks. Each must belong to this user, to root or to ``owner``, and
+    must not be writable by its group or others. A parent directory of ``path`` may be writable if it has the sticky
+    bit, because users cannot rename each other's files there. Missing components are assumed to be created by this
     user.
 
     Args:
         path: A file or directory.
-        owner: Another trusted user, such as the one who keeps a group's image store.
+        owner: Another trusted user, such as the maintainer of a group's image store.
         what: Description of ``path`` for the message.
 
     Returns:
-        A message with the component, the problem and the remedy.
+        A message that names the component, the problem and the remedy.
     """
-    # In a user namespace that does not map root, the owner of the root directory is root outside of the namespace.
+    # In a user namespace that does not map root, the owner of ``/`` is the real root.
     trusted = {0, os.getuid(), os.stat("/").st_uid} | ({owner} if owner is not None else set())
     waiting = deque(os.path.join(os.getcwd(), path).split("/"))
     here, links = "/", 0
@@ -92,7 +93,7 @@ def who_may_replace(path: str | os.PathLike[str], owner: int | None = None, what
 
 
 def _open_to(path: str, status: os.stat_result, what: str) -> str:
-    """Returns a message on who may write to a file or directory, and how to change that."""
+    """Returns a message that says who may write to a file or directory, and how to change that."""
     open_bits = status.st_mode & 0o022
     who = "its group" if open_bits == 0o020 else "everybody"
     change = {0o020: "g-w", 0o002: "o-w"}.get(open_bits, "o-w,g-w")
@@ -104,14 +105,14 @@ def _open_to(path: str, status: os.stat_result, what: str) -> str:
 
 
 def make_parents(path: Path) -> None:
-    """Creates missing directories above ``path``. Only this user can write to them, whatever the umask is."""
+    """Creates missing parent directories of ``path``, writable only by this user, regardless of the umask."""
     for parent in reversed(path.parents):
         if not parent.exists():
             parent.mkdir(mode=0o755, exist_ok=True)
 
 
 def private_directory(path: Path) -> Path:
-    """Creates ``path`` with mode 0700. Raises :class:`SiteError` if it belongs to another user or is a link."""
+    """Creates ``path`` with mode 0700. Raises :class:`SiteError` if it is a symlink or belongs to another user."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
@@ -128,9 +129,9 @@ def private_directory(path: Path) -> Path:
 
 
 def own_directory(base: Path, name: str) -> Path:
-    """Returns the private directory ``name`` in ``base`` that all processes of this user share. Creates it if needed.
+    """Returns the private directory ``name`` in ``base``, shared by all processes of this user. Creates it if needed.
 
-    If another user has taken the name, it is ``name.<random>``. Later calls recognise it by its owner.
+    If another user has taken the name, ``name.<random>`` is used. Later calls recognise that directory by its owner.
 
     Raises:
         SiteError: The directory cannot be created in ``base``.
@@ -151,7 +152,7 @@ def own_directory(base: Path, name: str) -> Path:
 
 
 def own_directories(base: Path, name: str) -> list[Path]:
-    """Returns every existing directory that :func:`own_directory` has returned for these arguments."""
+    """Returns all existing directories that :func:`own_directory` has returned for these arguments."""
     plain = base / name
     return [*([plain] if is_private(plain) else []), *_others(base, name)]
 
@@ -159,14 +160,14 @@ def own_directories(base: Path, name: str) -> list[Path]:
 def _others(base: Path, name: str) -> list[Path]:
     try:
         names = sorted(entry for entry in os.listdir(base) if entry.startswith(f"{name}."))
-    except OSError:  # users may create names in this directory but not list it
+    except OSError:  # users may create entries in this directory but not list it
         return []
     return [base / entry for entry in names if is_private(base / entry)]
 
 
 @contextmanager
 def _turn(base: Path) -> Iterator[None]:
-    """Locks ``base`` against this user's other processes. Continues without the lock after :data:`_TURN_S`."""
+    """Holds a lock on ``base`` to serialize this user's processes. Proceeds without the lock after :data:`_TURN_S`."""
     descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):

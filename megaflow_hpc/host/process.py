@@ -1,6 +1,6 @@
-"""Inspect processes through Linux ``/proc``, and kill them by identity, since a pid may be reused.
+"""Inspects processes through Linux ``/proc``, and kills them by identity, because pids are reused.
 
-The module is light to import, because the parent of an engine's processes imports it.
+This module is cheap to import, because the parent of an engine's processes imports it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from dataclasses import dataclass
 
 
 def node_name() -> str:
-    """Returns this node's name as Slurm knows it, else the host's name."""
+    """Returns this node's name in Slurm, else the host name."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def boot_id() -> str:
-    """Returns the kernel's id of this boot. Pids and start times are comparable only within one boot."""
+    """Returns the kernel's boot id. Pids and start times are comparable only within one boot."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
 
 
 PF_EXITING = 0x4
-"""Flag in ``/proc/PID/stat``, from Linux' ``include/linux/sched.h``."""
+"""Process flag in ``/proc/PID/stat``, from Linux's ``include/linux/sched.h``."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Identifies a process, so that a later one with the same pid is not mistaken for it. ``start`` is in clock ticks
-    since boot."""
+    """Identifies a process by pid and start time, because pids are reused. ``start`` is in clock ticks since boot."""
 
     pid: int
     start: int
@@ -41,26 +40,28 @@ class Identity:
 
     @classmethod
     def parse(cls, text: str) -> Identity | None:
-        """Parses the output of :meth:`__str__`. ``None`` if ``text`` has another form."""
+        """Parses the output of :meth:`__str__`. Returns ``None`` if ``text`` is malformed."""
         match = re.fullmatch(r"([0-9]{1,20})-([0-9]{1,20})", text)
         return cls(int(match[1]), int(match[2])) if match else None
 
     @classmethod
     def of(cls, pid: int) -> Identity | None:
-        """Returns the process that has ``pid`` now. ``None`` if it does not exist or is a zombie."""
+        """Returns the identity of the process that currently has ``pid``. ``None`` if there is none or it is a
+        zombie."""
         fields = stat_fields(pid)
         return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
     def alive(self) -> bool:
-        """Returns whether this process is running. A zombie does not count."""
+        """Returns whether this process is still running. Zombies do not count."""
         return Identity.of(self.pid) == self
 
     def kill(self) -> bool:
-        """Sends SIGKILL. Returns False if the process had ended."""
+        """Sends SIGKILL. Returns False if the process has already ended."""
         return self.send(signal.SIGKILL)
 
     def send(self, number: signal.Signals) -> bool:
-        """Sends a signal through a pidfd that was verified to be this process. Returns False if it had ended."""
+        """Sends a signal through a pidfd, after verifying the identity. Returns False if the process has already
+        ended."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except OSError:
@@ -77,21 +78,21 @@ class Identity:
 
 
 def kill_each(pids: Iterable[int]) -> int:
-    """Sends SIGKILL to the processes that have these pids now. Returns the number of signals sent."""
+    """Sends SIGKILL to the processes that currently have these pids. Returns the number of signals sent."""
     return sum(identity.kill() for pid in pids if (identity := Identity.of(pid)))
 
 
 def read_proc(path: str) -> bytes:
-    """Returns a file of ``/proc``, with half the system calls of a file object, since a watchdog reads thousands per
+    """Reads a file in ``/proc``. Needs half the system calls of a file object, because a watchdog reads thousands per
     second.
 
     Raises:
-        OSError: It cannot be read because the process has ended.
+        OSError: The file cannot be read because the process has ended.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         content = data = os.read(descriptor, 65536)
-        while data := os.read(descriptor, 65536) if len(data) > 1024 else b"":  # the kernel returns it page by page
+        while data := os.read(descriptor, 65536) if len(data) > 1024 else b"":  # at most a page per read
             content += data
         return content
     finally:
@@ -99,33 +100,33 @@ def read_proc(path: str) -> bytes:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Returns the fields of ``/proc/PID/stat`` from the third (state) on. Empty if the process has ended."""
+    """Returns the fields of ``/proc/PID/stat`` from the third (state) onwards. Empty if the process has ended."""
     try:
-        # The second field is in brackets and may contain blanks and brackets.
+        # The second field is in parentheses and may contain spaces and parentheses.
         return read_proc(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split()
     except OSError:
         return []
 
 
 def exiting(pid: int) -> bool:
-    """Returns whether a process has ended or is exiting. An exiting process runs no code and loses its argv before its
-    entry."""
+    """Returns whether a process has ended or is exiting. An exiting process runs no user code, and its command line
+    is already empty."""
     fields = stat_fields(pid)
     return not fields or fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
 
 
 def parent(pid: int) -> int:
-    """Returns the parent's pid. 0 if the process has ended."""
+    """Returns the parent's pid, or 0 if the process has ended."""
     return _stat_number(pid, 1)
 
 
 def group(pid: int) -> int:
-    """Returns the process group. 0 if the process has ended."""
+    """Returns the process group id, or 0 if the process has ended."""
     return _stat_number(pid, 2)
 
 
 def session(pid: int) -> int:
-    """Returns the session. 0 if the process has ended."""
+    """Returns the session id, or 0 if the process has ended."""
     return _stat_number(pid, 3)
 
 
@@ -138,7 +139,7 @@ def children(pid: int, threads: int | None = None) -> list[int]:
     """Returns the child processes of ``pid``.
 
     Args:
-        threads: Number of threads of ``pid``, if known. With 1 its threads need not be listed.
+        threads: Number of threads of ``pid``, if known. If 1, listing the threads is skipped.
     """
     names = [str(pid)]
     if threads != 1:
@@ -156,8 +157,8 @@ def children(pid: int, threads: int | None = None) -> list[int]:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yields all descendants of ``pid``. For the first process of a pid namespace these are all in it, including
-    orphans."""
+    """Yields all descendants of ``pid``. For the init process of a pid namespace, these are all its processes,
+    including orphans."""
     waiting = [pid]
     while waiting:
         for child in children(waiting.pop()):
@@ -166,17 +167,17 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def processes() -> Iterator[int]:
-    """Yields the pid of every process of this machine."""
+    """Yields the pids of all processes on this machine."""
     return (int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 
 def argv(pid: int) -> list[bytes]:
-    """Returns the arguments of a process's command line. Empty if it has ended or belongs to another user."""
+    """Returns a process's command-line arguments. Empty if it has ended or belongs to another user."""
     return _zero_separated(pid, "cmdline")
 
 
 def environment(pid: int) -> list[bytes]:
-    """Returns the ``NAME=VALUE`` entries with which a process was started. Empty if it has ended or belongs to another
+    """Returns a process's initial environment as ``NAME=VALUE`` entries. Empty if it has ended or belongs to another
     user."""
     return _zero_separated(pid, "environ")
 
@@ -199,7 +200,7 @@ def mapped_files(pid: int) -> set[str]:
 
 
 def user_name(uid: int) -> str:
-    """Returns the login name, or the number if it is unknown."""
+    """Returns a user's login name, or the numeric uid if the name is unknown."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -1,8 +1,8 @@
-"""Resolve untrusted paths below a directory, one component at a time, so that no link leads out of it.
+"""Resolves untrusted paths below a directory, one component at a time, so that no symlink can escape it.
 
-The kernel may resolve a path differently at two times, because another process can change links in between. Here every
-component is opened by name in the directory that is already open, so the object that was checked is the one that is
-used. Since Linux 5.6 ``openat2`` does the same.
+Resolving a path twice may give different results, because another process can change symlinks in between. Here, every
+component is opened by name relative to the directory already open. So the object that was checked is the one that is
+used. Since Linux 5.6, ``openat2`` does the same.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _MOST_LINKS = 40
 
 @contextlib.contextmanager
 def opened(root: int, path: str, *, follow: bool = True, as_root: bool = False) -> Iterator[tuple[int, str]]:
-    """Yields an ``O_PATH`` descriptor for ``path`` below ``root``, and its path there without links.
+    """Yields an ``O_PATH`` descriptor for ``path`` below ``root``, and its path relative to ``root`` without symlinks.
 
     Args:
         root: Descriptor of a directory.
-        follow: If the last component is a link, yield its target. Otherwise yield the link itself.
-        as_root: Resolve links as if ``root`` were ``/``, so a link that leads out of it is resolved inside it.
+        follow: If the last component is a symlink, open its target. Otherwise open the symlink itself.
+        as_root: Resolve symlinks as if ``root`` were ``/``, as after a chroot, so that none can escape.
 
     Raises:
-        OSError: ``EXDEV`` if the path leads out of ``root``, otherwise the kernel's error.
+        OSError: ``EXDEV`` if the path escapes ``root``, otherwise the kernel's error.
     """
     descriptor = os.open(".", _STEP | os.O_DIRECTORY, dir_fd=root)
     names: list[str] = []
@@ -69,12 +69,13 @@ def opened(root: int, path: str, *, follow: bool = True, as_root: bool = False) 
 
 
 def reopen(descriptor: int, flags: int) -> int:
-    """Opens the object of an ``O_PATH`` descriptor for access. It must not be a link."""
+    """Reopens the object of an ``O_PATH`` descriptor for reading or writing. It must not be a symlink."""
     return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC)
 
 
 def _walk(root: int, names: list[str]) -> int:
-    """Open a directory from the root. Using ``..`` would lead elsewhere if a directory was moved."""
+    """Opens a directory by descending from the root. Following ``..`` would be unsafe if a directory was moved
+    meanwhile."""
     descriptor = os.open(".", _STEP | os.O_DIRECTORY, dir_fd=root)
     for name in names:
         try:

@@ -1,7 +1,7 @@
-"""User namespaces with several uids: uid 0 and the user's ranges in ``/etc/subuid`` and ``/etc/subgid``.
+"""User namespaces that map several uids: uid 0 and the user's ranges in ``/etc/subuid`` and ``/etc/subgid``.
 
-A namespace's maps must be written from outside, by ``newuidmap`` and ``newgidmap``. A small program enters a namespace,
-lets a child that stayed outside write the maps, and then becomes the command.
+A namespace's id maps must be written from outside, by ``newuidmap`` and ``newgidmap``. A small program enters a
+namespace, lets a child that stayed outside write the maps, and then becomes the command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaflow_hpc.host.child import dies_with_parent
 def all_ids() -> tuple[str, ...]:
     """Returns the argv prefix that runs a command as uid 0 of a user namespace with the caller's subordinate ids.
 
-    Without subordinate ids it is the prefix of :func:`.apptainer.unshare`: uid 0 alone, or empty without namespaces.
+    Without subordinate ids, returns the prefix of :func:`.apptainer.unshare`: uid 0 only, or empty without namespaces.
     """
     if os.geteuid() == 0 or not unshare() or not shutil.which("newuidmap") or not shutil.which("newgidmap"):
         return unshare()
@@ -40,8 +40,8 @@ def all_ids() -> tuple[str, ...]:
 def namespace() -> Iterator[tuple[str, ...]]:
     """Creates a user namespace for the duration of the context. Yields the argv prefix that joins it as uid 0.
 
-    A process that has given up rights for good (``no_new_privs``) can join a namespace with subordinate ids, but cannot
-    create one.
+    A process that has permanently dropped privileges (``no_new_privs``) can join a namespace with subordinate ids, but
+    cannot create one.
     """
     words = all_ids()
     if not words:
@@ -66,7 +66,7 @@ def namespace() -> Iterator[tuple[str, ...]]:
 
 
 def _range(path: str, option: str) -> str:
-    """Return ``START:COUNT`` of the caller's largest range. Empty without one."""
+    """Returns ``START:COUNT`` of the caller's largest range. Empty if there is none."""
     name = pwd.getpwuid(os.getuid()).pw_name
     rows = []
     try:

@@ -1,9 +1,9 @@
-"""Read untrusted tar archives from a stream, so that their content cannot harm the reader.
+"""Reads untrusted tar archives from a stream, so that their content cannot harm the reader.
 
 A sandbox's agent controls the archive, and the reader runs in the process that holds all rollouts of a rank. In the
-oldest supported Python, ``tarfile`` loops for ever on a negative size, takes quadratic time for an extended header and
-expands a sparse file of any size in memory. So this module reads the few record types that tar programs write, and
-refuses all others. Time and memory are linear in the bytes read.
+oldest supported Python, ``tarfile`` loops forever on a negative size and takes quadratic time for an extended header.
+It also expands sparse files of any size in memory. So this module reads only the few record types that tar programs
+write, and rejects all others. Time and memory are linear in the bytes read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Kind = Literal["file", "directory", "symlink", "hardlink", "fifo", "special"]
 
 BLOCK = 512
 MAX_EXTENDED_HEADER_BYTES = 1 << 20
-"""Maximum size in bytes of an extended header, which holds one or two names."""
+"""Maximum size in bytes of an extended header, which contains one or two names."""
 _CHUNK = 1 << 20
 _KINDS: dict[bytes, Kind] = {
     b"0": "file",
@@ -32,12 +32,12 @@ _KINDS: dict[bytes, Kind] = {
 
 
 class RefusedMember(ValueError):
-    """An archive is damaged or uses an unsupported feature. The message says which."""
+    """The archive is damaged or uses an unsupported feature. The message says which."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One entry, with its name as written in the archive. ``size`` is in bytes, for files only."""
+    """One entry, with its name as stored in the archive. ``size`` is in bytes, and set only for files."""
 
     name: bytes
     kind: Kind
@@ -48,14 +48,14 @@ class Member:
     uid: int = 0
     gid: int = 0
     mtime: int = 0
-    """Seconds since 1970."""
+    """Modification time in Unix seconds."""
 
 
 class TarReader:
-    """Reads the members of an archive in order. :meth:`content` reads the content of the last one.
+    """Reads the members of an archive in order. :meth:`content` reads the content of the current one.
 
     Args:
-        stream: The uncompressed archive. It is read to the end and never sought.
+        stream: The uncompressed archive. It is read sequentially to the end, without seeking.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -63,11 +63,10 @@ class TarReader:
         self._left = self._padding = 0
 
     def __iter__(self) -> Iterator[Member]:
-        """Yields the members.
+        """Yields the members of the archive.
 
         Raises:
-            RefusedMember: The archive is damaged, ends before its end mark, or has an unsupported member (such as a
-                sparse file).
+            RefusedMember: The archive is damaged, truncated, or has an unsupported member (such as a sparse file).
         """
         name = target = None
         size: int | None = None
@@ -126,7 +125,7 @@ class TarReader:
         return Member(name, kind, self._left, mode, target, uid, gid, modified_at)
 
     def content(self) -> Iterator[bytes]:
-        """Yields the remaining content of the file read last, in pieces.
+        """Yields the remaining content of the current file, in chunks.
 
         Raises:
             RefusedMember: The archive ends within the content.
@@ -154,14 +153,14 @@ class TarReader:
 
 
 def _checked(header: bytes) -> int:
-    """Return the size in a header, after checking the checksum."""
+    """Returns the size in a header, after verifying the checksum."""
     if _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
         raise RefusedMember("not a tar archive, or a damaged one")
     return _number(header[124:136])
 
 
 def _number(field: bytes) -> int:
-    if field[0] & 0x80:  # GNU's binary form, for values too large for octal digits
+    if field[0] & 0x80:  # GNU's base-256 encoding, for values too large for octal digits
         if field[0] != 0x80 or any(field[1:-7]):
             raise RefusedMember("a number that is negative or beyond reason")
         return int.from_bytes(field[-7:], "big")
@@ -172,7 +171,7 @@ def _number(field: bytes) -> int:
 
 
 def _optional_number(field: bytes, extended: bytes | None) -> int:
-    """Return a number that nothing depends on. 0 if it is invalid."""
+    """Returns a non-essential number, or 0 if it is invalid."""
     try:
         return _number(field) if extended is None else _decimal(extended.partition(b".")[0])
     except RefusedMember:
@@ -192,7 +191,7 @@ def _name(header: bytes) -> bytes:
 
 
 def _records(data: bytes) -> dict[bytes, bytes]:
-    """Return the keywords of a POSIX extended header: records of ``LENGTH KEYWORD=VALUE`` and a newline."""
+    """Parses a POSIX extended header, made of records of ``LENGTH KEYWORD=VALUE`` and a newline."""
     records: dict[bytes, bytes] = {}
     at = 0
     while at < len(data) and data[at]:

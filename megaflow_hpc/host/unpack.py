@@ -1,12 +1,12 @@
-"""Unpack untrusted archives into one directory, within a budget, without following links.
+"""Unpacks untrusted archives into one directory, within a budget, without following symlinks.
 
 Every file is created by its bare name in a directory that is already open. Every such directory was opened step by step
-from the root without following links. An obstacle, such as a link from an earlier archive, is replaced. No text from
-the archive is ever resolved as a path.
+from the root without following symlinks. An obstacle, such as a symlink from an earlier archive, is replaced. No string
+from the archive is ever resolved as a path.
 
-Links are created last. A link is created only if its target is relative, has ``..`` only at its beginning, and no more
-often than the link is deep. Each link then stays inside by itself, whatever the tree contains now or later. The ``..``
-lead through real directories, and every later name leads down, or to a link with the same property.
+Symlinks are created last, and only if their target is relative and has ``..`` only at its beginning. The number of
+``..`` must not exceed the symlink's depth. Each symlink then stays inside, whatever the tree contains now or later: the
+``..`` lead through real directories, and every later name leads down, or to a symlink with the same property.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import BinaryIO, Self, cast
 from megaflow_hpc.host.tar import Kind, Member, RefusedMember, TarReader
 
 MAX_DEPTH = 200
-"""Maximum depth of directories, because later walks of the tree may recurse and paths are limited in length."""
+"""Maximum depth of directories, because later tree walks may recurse and path lengths are limited."""
 MAX_PATH_BYTES = 2000
-"""Maximum length in bytes of a name with its directories."""
+"""Maximum length in bytes of a path in the archive."""
 _CHUNK = 1 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -33,13 +33,13 @@ Parts = tuple[bytes, ...]
 
 @dataclass
 class Budget:
-    """The remaining amount that may be written: bytes of content, and number of files, directories and links."""
+    """Remaining budget for writing: bytes of content, and number of files, directories and links."""
 
     bytes: int
     entries: int
 
     def spend(self, size: int, entries: int = 0) -> None:
-        """Deducts an amount. Raises :class:`RefusedMember` if less is left."""
+        """Deducts an amount. Raises :class:`RefusedMember` if the budget is exceeded."""
         if size > self.bytes or entries > self.entries:
             raise RefusedMember("more bytes than are allowed" if size > self.bytes else "more files than are allowed")
         self.bytes -= size
@@ -52,17 +52,17 @@ def unpack_tar(
     budget: Budget,
     keep: Callable[[Parts, Kind], bool] = lambda parts, kind: True,
 ) -> None:
-    """Writes the files, directories and links of a tar archive below ``target``, which is created.
+    """Extracts the files, directories and links of a tar archive below ``target``, which is created.
 
-    Devices, FIFOs and links that may lead out are skipped. Modes lose setuid, setgid and sticky bits. A hard link
-    becomes a copy. Existing files stay, unless the archive contains the same name.
+    Devices, FIFOs and symlinks that could escape ``target`` are skipped. Setuid, setgid and sticky bits are dropped.
+    Hard links become copies. Existing files are kept, unless the archive contains the same name.
 
     Args:
         stream: The archive; see :class:`.tar.TarReader`.
-        keep: Called with each name, in parts, and its kind. Returns whether to write it.
+        keep: Called with each member's path components and kind. Returns whether to extract it.
 
     Raises:
-        RefusedMember: The archive is damaged, names a path outside of ``target``, or exceeds ``budget``.
+        RefusedMember: The archive is damaged, contains a path outside ``target``, or exceeds ``budget``.
         OSError: A file cannot be written.
     """
     reader = TarReader(stream)
@@ -87,10 +87,10 @@ def _write(tree: TreeWriter, parts: Parts, member: Member, reader: TarReader) ->
 
 
 def plain(name: bytes) -> Parts:
-    """Splits a name in an archive into parts, without ``.`` and surrounding slashes.
+    """Splits a path in an archive into components, without ``.`` and surrounding slashes.
 
     Raises:
-        RefusedMember: The name leads out with ``..``, is nested too deep, or is too long.
+        RefusedMember: The path escapes with ``..``, is too deep, or is too long.
     """
     parts = tuple(part for part in name.split(b"/") if part not in (b"", b"."))
     if b".." in parts:
@@ -101,26 +101,26 @@ def plain(name: bytes) -> Parts:
 
 
 class TreeWriter:
-    """Writes below one directory. The directory's own path is trusted and may be a link; see the module.
+    """Writes files below one directory. The directory's own path is trusted and may be a symlink; see the module.
 
-    Methods raise :class:`RefusedMember` if the budget is spent or a directory is in the place of a file, and
-    :class:`OSError`.
+    Methods raise :class:`RefusedMember` if the budget is exceeded or a directory exists in place of a file. They may
+    also raise :class:`OSError`.
     """
 
     def __init__(self, root: str | os.PathLike[str], budget: Budget) -> None:
         Path(root).mkdir(parents=True, exist_ok=True)
         self.budget = budget
         self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._here, self._at = os.dup(self._root), cast(Parts, ())  # most files share the directory of the previous one
+        self._here, self._at = os.dup(self._root), cast(Parts, ())  # most files share the previous directory
         self._files: set[Parts] = set()
         self._links: dict[Parts, bytes] = {}
-        """Target by name. Empty for skipped links."""
+        """Symlink targets by path. Empty for skipped symlinks."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Creates the links, unless an error occurred, and closes the descriptors."""
+        """Creates the symlinks, unless an error occurred, and closes the descriptors."""
         try:
             if kind is None:
                 for parts, target in self._links.items():
@@ -135,7 +135,7 @@ class TreeWriter:
         self._open(parts)
 
     def file(self, parts: Parts, content: Iterable[bytes], mode: int | None = None) -> None:
-        """Writes a new file. With ``mode`` ``None`` the umask decides."""
+        """Writes a new file. If ``mode`` is ``None``, the umask applies."""
         self.budget.spend(0, 1)
         self._links.pop(parts, None)
         descriptor = self._create(self._open(parts[:-1]), parts[-1], 0o666 if mode is None else 0o600)
@@ -152,7 +152,7 @@ class TreeWriter:
         self._files.add(parts)
 
     def copy(self, parts: Parts, source: Parts, mode: int) -> None:
-        """Copies a file that was written before. If it is a link, creates the same link."""
+        """Copies a file that was written earlier. If it is a symlink, creates the same symlink."""
         if source in self._links and source != parts:
             self.link(parts, self._links[source])
         elif source in self._files and source != parts:
@@ -163,7 +163,7 @@ class TreeWriter:
             raise RefusedMember(f"a link to {b'/'.join(source)[:200]!r}, which did not come before it")
 
     def link(self, parts: Parts, target: bytes) -> None:
-        """Schedules a symbolic link for creation at the end. A link that may lead out is skipped."""
+        """Schedules a symlink for creation at the end. Skips a symlink that could escape the directory."""
         self.budget.spend(0, 1)
         self._files.discard(parts)
         self._links[parts] = target if stays_inside(target, len(parts) - 1) else b""
@@ -190,7 +190,8 @@ class TreeWriter:
             return os.open(name, _NEW, mode, dir_fd=parent)
 
     def _open(self, parts: Parts) -> int:
-        """Return the directory at ``parts``, created with its parents. It stays open until another is requested."""
+        """Returns a descriptor of the directory at ``parts``, creating missing parents. It stays open until another
+        directory is requested."""
         if parts == self._at:
             return self._here
         begin = len(self._at) if parts[: len(self._at)] == self._at else 0
@@ -212,7 +213,7 @@ class TreeWriter:
             return os.open(name, _DIRECTORY, dir_fd=here)
         except FileNotFoundError:
             pass
-        except NotADirectoryError:  # a file or, because of O_NOFOLLOW, a link
+        except NotADirectoryError:  # a file or, because of O_NOFOLLOW, a symlink
             os.unlink(name, dir_fd=here)
         self.budget.spend(0, 1)
         os.mkdir(name, 0o777, dir_fd=here)
@@ -220,7 +221,7 @@ class TreeWriter:
 
 
 def stays_inside(target: bytes, depth: int) -> bool:
-    """Returns whether a link in a directory of this depth cannot lead outside, whatever the tree contains."""
+    """Returns whether a symlink in a directory at this depth can never point outside, whatever the tree contains."""
     parts = [part for part in target.split(b"/") if part not in (b"", b".")]
     up = next((number for number, part in enumerate(parts) if part != b".."), len(parts))
     return bool(target) and not target.startswith(b"/") and up <= depth and b".." not in parts[up:]

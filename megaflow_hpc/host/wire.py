@@ -1,8 +1,8 @@
-"""Messages between processes: msgpack maps, framed on sockets by a length of four bytes, little-endian.
+"""Messages between processes: msgpack maps, framed on sockets with a four-byte little-endian length.
 
-A frame holds a *parcel*, which is one or more packed messages in a row. A process in the middle forwards parcels
-without unpacking them. Messages that gather while it is busy leave as one parcel. Text may contain lone surrogates,
-from undecodable output of a sandbox. They pass through unchanged.
+A frame contains a *parcel*: one or more packed messages in a row. A process in the middle forwards parcels without
+unpacking them. Messages that accumulate while it is busy are forwarded as one parcel. Strings may contain lone
+surrogates, from undecodable sandbox output, which are preserved.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import msgpack
 
 _HEADER = struct.Struct("<I")
 MAX_MESSAGE = 512 * 1024 * 1024
-"""Maximum size in bytes. A longer frame means that the peer is broken."""
+"""Maximum size of a frame in bytes. A longer frame means that the peer is broken."""
 
 Message = dict[str, Any]
 
 
 def pack(message: Any, strict: bool = False) -> bytes:
-    """Packs one message or a part of a message.
+    """Packs one message or part of a message.
 
     Args:
-        strict: Refuse values that msgpack does not know. Otherwise their ``str`` is sent.
+        strict: Reject values that msgpack does not support. Otherwise, send their ``str``.
 
     Raises:
-        TypeError: ``strict`` is set and msgpack does not know a value.
-        ValueError, OverflowError: An integer or a length exceeds 64 bits.
+        TypeError: ``strict`` is set and msgpack does not support a value.
+        ValueError, OverflowError: An integer exceeds 64 bits, or an object is too large.
     """
     return msgpack.packb(message, unicode_errors="surrogatepass", default=None if strict else str)
 
 
 def packer() -> Callable[[Any], bytes]:
-    """Returns a :func:`pack` for one thread that packs many small messages. It takes half the time."""
+    """Returns a reusable, single-threaded variant of :func:`pack` that takes half the time for small messages."""
     return msgpack.Packer(unicode_errors="surrogatepass", default=str).pack
 
 
@@ -49,17 +49,17 @@ def unpack(data: bytes | bytearray | memoryview) -> Message:
     """
     try:
         return msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
-    except (TypeError, ValueError) as error:  # TypeError: a map is used as the key of a map
-        raise ValueError(f"{type(error).__name__}: {error}") from None  # msgpack's own errors contain the data
+    except (TypeError, ValueError) as error:  # TypeError: a map is used as a map key
+        raise ValueError(f"{type(error).__name__}: {error}") from None  # msgpack's own errors include the data
 
 
 def unpack_all(parcel: bytes | bytearray | memoryview) -> Iterator[Message]:
     """Yields the messages of a parcel, in order.
 
     Raises:
-        ValueError: A part is not a message.
+        ValueError: The parcel contains something other than messages.
     """
-    # The buffer's size also bounds how much memory a length in the parcel can make the unpacker allocate.
+    # The buffer size also limits how much memory a length field in the parcel can make the unpacker allocate.
     unpacker = msgpack.Unpacker(
         unicode_errors="surrogatepass", strict_map_key=False, max_buffer_size=max(len(parcel), 1), read_size=1
     )
@@ -69,17 +69,17 @@ def unpack_all(parcel: bytes | bytearray | memoryview) -> Iterator[Message]:
             if not isinstance(message, dict):
                 raise ValueError(f"expected a message, found {type(message).__name__}")
             yield message
-    except TypeError as error:  # a map is used as the key of a map
+    except TypeError as error:  # a map is used as a map key
         raise ValueError(str(error)) from None
 
 
 def frame(parcel: bytes) -> bytes:
-    """Prepends the length to a parcel."""
+    """Prepends the length header to a parcel."""
     return _HEADER.pack(len(parcel)) + parcel
 
 
 async def read_parcel(reader: asyncio.StreamReader) -> bytes | None:
-    """Reads the next frame. ``None`` if the peer has closed or sends an invalid frame."""
+    """Reads the next frame. Returns ``None`` if the peer has closed the connection or sent an invalid frame."""
     try:
         (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
         return await reader.readexactly(length) if length <= MAX_MESSAGE else None
@@ -88,31 +88,31 @@ async def read_parcel(reader: asyncio.StreamReader) -> bytes | None:
 
 
 class WireLink:
-    """Sends and receives framed parcels over a connected socket without an event loop. Reading never blocks."""
+    """Sends and receives framed parcels over a connected socket without an event loop. Receiving never blocks."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._buffer = bytearray()
         self._messages: list[Message] = []
-        """Unpacked messages that were not received yet. The next one is last."""
+        """Unpacked messages not yet returned by :meth:`receive`, in reverse order."""
 
     def fileno(self) -> int:
         """Returns the socket's file descriptor, so that ``select`` can wait for the link."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Sends a parcel with one message. Raises OSError if the peer has closed."""
+        """Sends one message as a parcel. Raises OSError if the peer has closed the connection."""
         self.send_parcel(pack(message))
 
     def send_parcel(self, parcel: bytes) -> None:
-        """Sends a parcel and blocks until it is sent. Raises OSError if the peer has closed."""
+        """Sends a parcel, blocking until it is sent. Raises OSError if the peer has closed the connection."""
         self._socket.sendall(frame(parcel))
 
     def receive(self) -> Message | None:
-        """Returns the next message, or ``None`` if no message has arrived.
+        """Returns the next message, or ``None`` if none has arrived.
 
         Raises:
-            EOFError: The peer closed, or sent an invalid message.
+            EOFError: The peer closed the connection or sent an invalid message.
         """
         if not self._messages:
             parcel = self.receive_parcel(0)
@@ -124,10 +124,11 @@ class WireLink:
         return self._messages.pop() if self._messages else None
 
     def receive_parcel(self, enough: int = 1 << 20) -> bytes | None:
-        """Returns the complete frames that have arrived as one parcel of about ``enough`` bytes at most, or ``None``.
+        """Returns all complete frames that have arrived, up to about ``enough`` bytes, as one parcel. ``None`` if there
+        are none.
 
         Raises:
-            EOFError: The peer closed.
+            EOFError: The peer closed the connection.
         """
         parcels: list[bytes] = []
         size = 0
@@ -147,7 +148,7 @@ class WireLink:
                 data = b""
             if not data:
                 if parcels:
-                    break  # the next call finds the end again
+                    break  # the next call will detect the end again
                 raise EOFError("peer closed")
             self._buffer += data
         return b"".join(parcels) if parcels else None

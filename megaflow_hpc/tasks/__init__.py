@@ -1,9 +1,9 @@
-"""Tasks: the instruction for an agent, the sandbox in which it works, and the verdict on its work.
+"""Tasks: the agent's instruction, its sandbox, and the verdict on its work.
 
-Planning passes the sources of a campaign to ``loading`` and gets plain :class:`~megaflow_hpc.types.Task` objects, which
+Planning passes a campaign's sources to ``loading``, which returns plain :class:`~megaflow_hpc.types.Task` objects. They
 are stored in block files. A worker passes a task and a sandbox to ``steps`` and gets a
-:class:`~megaflow_hpc.types.Verdict`; ``steps`` calls the agent before each one. ``formats`` defines a task format.
-There are three: ``harbor``, ``swebench`` and ``python_class``. Other code does not depend on the format of a task.
-``releases`` makes Harbor tasks from real bugs. Campaign, pod, agents and cli use this room. It knows neither models nor
-Slurm.
+:class:`~megaflow_hpc.types.Verdict`; ``steps`` runs the agent before verifying each step. ``formats`` defines the
+interface of a task format. There are three: ``harbor``, ``swebench`` and ``python_class``. No code outside this package
+depends on a task's format. ``releases`` builds Harbor tasks from real bugs. Used by campaign, pod, agents and cli. It
+depends on neither models nor Slurm.
 """

@@ -1,12 +1,12 @@
-"""Records the commit of the git checkout that an agent gets, and computes the agent's patch against it.
+"""Records the commit of the agent's git checkout, and computes the agent's patch against it.
 
-An agent may commit, switch branches, rewrite the history, break the index or remove ``.git``. It may also set hooks,
-filters, attributes and drivers that run when git reads the checkout. So the commit is stored on the host
-(``checkout.json`` next to the sandbox's layer). The patch is computed with a separate git directory that has none of
-the agent's configuration, index or references; only the objects of the agent's repository are read. If those are gone,
-the repository of the image is exposed for a moment. Patches are stored as JSON, so files that are not UTF-8 or contain
-NUL bytes become binary hunks. Git runs in the sandbox, where the agent can replace it. So a patch is a submission,
-never a proof.
+An agent may commit, switch branches, rewrite the history, break the index or remove ``.git``. It may also install
+hooks, filters, attributes and drivers that run when git reads the checkout. So the commit is stored on the host, in
+``checkout.json`` next to the sandbox's layer. The patch is computed with a separate git directory that ignores the
+agent's configuration, index and references. Only the objects of the agent's repository are read. If they are gone, the
+image's repository is exposed briefly. Patches are stored as JSON, so files that are not UTF-8 or contain NUL bytes
+become binary hunks. Git runs in the sandbox, where the agent can replace it. So treat a patch as the agent's
+submission, not as evidence.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from megaflow_hpc.types import Artifact
 NOTE = "checkout.json"
 LOOK_TIMEOUT_S = 120.0
 GIT_TIMEOUT_S = 300.0
-"""Timeout in seconds of git on a large checkout."""
+"""Timeout of git commands in seconds, generous enough for a large checkout."""
 MAX_PATCH_BYTES = 8 << 20
-"""Maximum bytes of a patch. A larger patch is an error, because half a patch is useless."""
+"""Maximum patch size in bytes. A larger patch is an error, because a truncated patch is useless."""
 EXIT_NO_DIRECTORY = 78
 """Exit status of the script if it cannot create the directories."""
 EXIT_NO_COMMIT = 79
 """Exit status of the script if the commit is missing."""
 
 _SETTINGS = ("core.fileMode", "core.autocrlf", "core.eol", "core.symlinks")
-"""Settings of a checkout that decide whether an unchanged file counts as changed."""
+"""Git settings that affect whether an unchanged file counts as modified."""
 
 _LOOK = f"""cd -P . && above=$PWD || exit 1
 # Most tasks have no checkout, and a shell finds that out faster than git.
@@ -70,39 +70,39 @@ _DIFF = """diff --cached --binary --no-color --no-ext-diff --no-textconv --src-p
   {commit} {paths} || exit 1"""
 _AS_BINARY = "echo '* -diff' >\"$d/git/info/attributes\"; g -c diff.default.binary=true"
 _MAX_PATHS_BYTES = 40_000
-"""Maximum bytes of paths in one command. If the paths of files that are not UTF-8 need more, all files become binary
-hunks."""
+"""Maximum total length in bytes of the paths in one command. If the paths of non-UTF-8 files exceed it, every file
+becomes a binary hunk."""
 _ESCAPED = re.compile(rb"\\([0-3][0-7]{2}|.)")
 _ESCAPES = {b"a": b"\a", b"b": b"\b", b"t": b"\t", b"n": b"\n", b"v": b"\v", b"f": b"\f", b"r": b"\r"}
 
 
 @dataclass(frozen=True)
 class Start:
-    """The state of a checkout when the agent got it. Paths are those in the sandbox."""
+    """State of a checkout before the agent starts. Paths are inside the sandbox."""
 
     commit: str
     top: str
     objects: str
     exclude: str
-    """Ignore patterns of the repository itself, in addition to the ``.gitignore`` files of the tree."""
+    """The repository's own ignore patterns, in addition to the ``.gitignore`` files of the tree."""
     settings: list[str]
 
 
 @dataclass(frozen=True)
 class Patch:
-    """The agent's changes. ``error`` says why they are missing or incomplete; empty if they are complete."""
+    """The agent's changes. ``error`` explains why they are missing or incomplete; empty if they are complete."""
 
     data: bytes
     error: str = ""
 
 
 async def remember(sandbox: ApptainerSandbox, workdir: str | None, make: Sequence[str] = ()) -> Start | None:
-    """Records the commit of the checkout around ``workdir``. Returns ``None`` if there is no checkout or no git.
+    """Records the commit of the checkout that contains ``workdir``. Returns ``None`` without a checkout or without git.
 
     Args:
         sandbox: the sandbox of the agent.
-        workdir: the work directory of the task.
-        make: directories to create first, together with ``workdir``, because every further command takes time.
+        workdir: the working directory of the task.
+        make: directories to create first along with ``workdir``, which saves separate commands.
 
     Raises:
         SandboxError: the sandbox was lost, or the directories cannot be created.
@@ -125,7 +125,7 @@ async def remember(sandbox: ApptainerSandbox, workdir: str | None, make: Sequenc
 
 
 async def remember_new(sandbox: ApptainerSandbox, workdir: str | None) -> None:
-    """Records a checkout that a step has just created. An earlier record stays.
+    """Records a checkout that a step has just created. Keeps an existing record.
 
     Raises:
         SandboxError: the sandbox was lost.
@@ -139,22 +139,22 @@ async def remember_new(sandbox: ApptainerSandbox, workdir: str | None) -> None:
 
 
 def read_note(sandbox: ApptainerSandbox) -> bytes:
-    """Returns the record that :func:`remember` wrote; empty without one."""
+    """Returns the record that :func:`remember` wrote; empty if there is none."""
     path = Path(sandbox.directory, NOTE)
     return path.read_bytes() if path.exists() else b""
 
 
 def write_note(sandbox: ApptainerSandbox, content: bytes) -> None:
-    """Writes the record of an earlier sandbox to one that continues its work."""
+    """Copies the record of an earlier sandbox to the sandbox that continues its work."""
     if content:
         write_atomic(Path(sandbox.directory, NOTE), content)
 
 
 async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | None:
-    """Returns all changes since :func:`remember` as one patch for git: committed, uncommitted and new files.
+    """Returns all changes since :func:`remember` as one git patch: committed, uncommitted and untracked files.
 
-    Returns ``None`` without a command if there was no checkout. The checkout itself is not changed. Call it after the
-    agent's processes have ended. The agent may have replaced git, so end all processes again afterwards.
+    Returns ``None`` without running a command if no checkout was recorded. The checkout itself is not modified. Call it
+    after killing the agent's processes. The agent may have replaced git, so kill all processes again afterwards.
 
     Raises:
         SandboxError: the sandbox was lost.
@@ -189,8 +189,8 @@ async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | 
 
 
 async def apply(sandbox: ApptainerSandbox, patch: bytes) -> str:
-    """Applies the result of :func:`difference` to an unchanged checkout. Returns the reason for a failure, else
-    nothing.
+    """Applies a patch from :func:`difference` to an unmodified checkout. Returns the reason if it fails, else an empty
+    string.
 
     Raises:
         SandboxError: the sandbox was lost.
@@ -205,7 +205,7 @@ async def apply(sandbox: ApptainerSandbox, patch: bytes) -> str:
 
 
 def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
-    """Returns a patch as artifacts: ``patch`` if anything was changed, and ``patch.error`` if it has an error."""
+    """Returns a patch as artifacts: ``patch`` if there are changes, and ``patch.error`` if it has an error."""
     if patch is None:
         return []
     parts = {"patch": patch.data, "patch.error": patch.error.encode("utf-8", "surrogateescape")}
@@ -213,13 +213,13 @@ def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
 
 
 def _noted(sandbox: ApptainerSandbox) -> Start | None:
-    """Returns the record of :func:`remember`; raises FileNotFoundError without one."""
+    """Returns the record of :func:`remember`. Raises FileNotFoundError if there is none."""
     note = json.loads(Path(sandbox.directory, NOTE).read_bytes())
     return Start(**note) if note else None
 
 
 async def _read(sandbox: ApptainerSandbox, start: Start) -> Patch | None:
-    """Returns the patch; ``None`` if the commit is missing."""
+    """Computes the patch. Returns ``None`` if the recorded commit is missing."""
     patch = await _diff(sandbox, start, [f"g {_DIFF.format(commit=start.commit, paths='')}"])
     if patch is None or _is_text(patch.data):
         return patch
@@ -239,7 +239,7 @@ async def _read(sandbox: ApptainerSandbox, start: Start) -> Patch | None:
 
 
 async def _diff(sandbox: ApptainerSandbox, start: Start, diffs: Sequence[str]) -> Patch | None:
-    """Runs commands that print parts of a patch. Returns ``None`` if the commit does not exist."""
+    """Runs commands that print parts of a patch. Returns ``None`` if the recorded commit is missing."""
     long = len(start.commit) == 64
     script = _READ.format(
         top=shlex.quote(start.top),
@@ -252,7 +252,7 @@ async def _diff(sandbox: ApptainerSandbox, start: Start, diffs: Sequence[str]) -
         gone=EXIT_NO_COMMIT,
         diffs="\n".join(diffs),
     )
-    # The kept output is half head and half tail, so the head must hold the whole patch.
+    # Truncated output keeps the first and the last half, so the first half must fit the whole patch.
     done = await sandbox.exec(script, cwd="/", timeout_s=GIT_TIMEOUT_S, output_limit=2 * MAX_PATCH_BYTES)
     if done.exit_code == EXIT_NO_COMMIT:
         return None
@@ -274,7 +274,7 @@ _GITLINK = re.compile(rb"^(?:(?:new|deleted) file mode|old mode|new mode|index [
 
 
 def _not_text(patch: bytes) -> list[str]:
-    """Returns the files whose changes contain NUL or bytes that are not UTF-8."""
+    """Returns the names of files whose changes contain NUL bytes or invalid UTF-8."""
     names = dict.fromkeys(name for part in _parts(patch) if not _is_text(part) for name in _names(part))
     return [name for name in names if "\0" not in name]
 
@@ -288,12 +288,12 @@ def _is_text(data: bytes) -> bool:
 
 
 def _parts(patch: bytes) -> list[bytes]:
-    """Splits a patch by file. No line of a change begins like the header of a file."""
+    """Splits a patch by file. No line inside a hunk can look like a file header."""
     return re.split(rb"^(?=diff --git )", patch, flags=re.M)[1:]
 
 
 def _names(part: bytes) -> list[str]:
-    """Returns the names of a file before and after its change."""
+    """Returns a file's names before and after its change."""
     head, *lines = part.split(b"\n")
     for line in lines:
         if line.startswith((b"@@ ", b"GIT binary patch")):
@@ -307,7 +307,7 @@ def _names(part: bytes) -> list[str]:
 
 
 def _unquoted(name: bytes) -> str:
-    """Decodes a path that git has put in quotes because of special characters."""
+    """Decodes a path that git quoted because of special characters."""
     if name.startswith(b'"'):
 
         def plain(found: re.Match[bytes]) -> bytes:

@@ -1,8 +1,9 @@
-"""Fixes the files that rollouts of a task read, by digests that planning computes.
+"""Pins the files that a task's rollouts read, by digests computed during planning.
 
 Planning stores instructions and settings with the run. Rollouts read tests, solutions and the source of a task's class
-at their original place. If a user edited these files meanwhile, rollouts of one group would have different tests. So
-planning hashes names, modes and bytes once. A rollout compares sizes and times, and hashes only if they differ.
+from their original location. If a user edited these files during a run, rollouts of one group would see different
+tests. So planning hashes names, modes and contents once. A rollout compares sizes and modification times, and hashes
+contents only if they differ.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megaflow_hpc.types import Task
 
 KEY = "files"
 THREADS = 16
-"""Tasks whose files are read at once. Network file systems have a high latency."""
+"""Number of tasks whose files are read concurrently, because network file systems have a high latency."""
 _NOT_READ = ("__pycache__", ".git")
 _CHUNK = 1 << 20
 
@@ -33,18 +34,18 @@ class FixedFiles(msgspec.Struct, frozen=True):
 
     paths: tuple[str, ...]
     content: str
-    """Hash of names, modes and bytes."""
+    """Hash of names, modes and contents."""
     seen: str
     """Hash of names, modes, sizes and modification times."""
 
     @classmethod
     def of(cls, paths: Sequence[str]) -> FixedFiles:
-        """Returns the digests of the current files. Raises OSError."""
+        """Computes the digests of the current files. Raises OSError."""
         return cls(tuple(paths), _content_digest(paths), _metadata_digest(paths))
 
 
 def fixed(tasks: Sequence[Task]) -> list[Task]:
-    """Returns the tasks with the digests of their current files.
+    """Returns the tasks with digests of their current files.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -82,7 +83,7 @@ def check_unchanged(task: Task) -> None:
     """Checks that a task's files have not changed since planning.
 
     Raises:
-        ConfigError: they have; names the file that was changed last.
+        ConfigError: a file has changed; names the most recently modified one.
     """
     recorded = task.metadata.get(KEY)
     if not recorded:  # rollouts of this task read no files
@@ -102,7 +103,7 @@ def check_unchanged(task: Task) -> None:
 
 
 def _files(paths: Sequence[str]) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Yields name, path and status of every file, directory and link, sorted by name. Raises OSError."""
+    """Yields name, path and status of every file, directory and symlink, sorted by name. Raises OSError."""
     waiting = [(str(number), path) for number, path in enumerate(paths)][::-1]
     while waiting:
         name, path = waiting.pop()
@@ -116,7 +117,7 @@ def _files(paths: Sequence[str]) -> Iterator[tuple[str, str, os.stat_result]]:
 def _metadata_digest(paths: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for name, _, status in _files(paths):
-        regular = stat.S_ISREG(status.st_mode)  # directories are represented by their entries
+        regular = stat.S_ISREG(status.st_mode)  # a directory's size and time are covered by its entries
         values = (status.st_size, status.st_mtime_ns) if regular or stat.S_ISLNK(status.st_mode) else ()
         digest.update(repr((os.fsencode(name), stat.filemode(status.st_mode), *values)).encode())
     return digest.hexdigest()[:32]
@@ -137,6 +138,5 @@ def _content_digest(paths: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _cached_content_digest(paths: tuple[str, ...], seen: str) -> str:
-    """Returns the content hash, cached by ``seen``. A run that was copied with its tasks has new times for the same
-    content."""
+    """Returns the content hash, cached by ``seen``. A copied run has new modification times but the same content."""
     return _content_digest(paths)

@@ -1,7 +1,7 @@
-"""Task formats: objects that read a source of a campaign, and prepare, solve and verify its tasks.
+"""Task formats: objects that read a campaign's sources, and prepare, solve and verify tasks.
 
-A format is an object named ``FORMAT`` in its own module. Its name is the ``kind`` of its tasks. The formats are Harbor
-directories, SWE-bench lines and Python classes. Code that runs a task calls :func:`format_of`.
+Each format is an object named ``FORMAT`` in its own module. Its name is the ``kind`` of its tasks. The formats are
+Harbor directories, SWE-bench lines and Python classes. Code that runs a task calls :func:`format_of`.
 """
 
 from __future__ import annotations
@@ -21,80 +21,80 @@ from megaflow_hpc.tasks.checkout import Patch
 from megaflow_hpc.types import ExecResult, Network, Task, Verdict
 
 MAX_REWARD = 3.4028234663852886e38
-"""Largest valid reward, because rewards are stored as float32."""
+"""Largest valid reward: the float32 maximum, because rewards are stored as float32."""
 TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
-"""Pattern of a task's id, which names directories and columns. In a rollout's id, an @ precedes the round."""
+"""Pattern of a task id, which is used in directory and column names. In a rollout id, an @ precedes the round."""
 
 MODULES: Mapping[str, str] = {
     "swebench": "megaflow_hpc.tasks.swebench.format",
     "python": "megaflow_hpc.tasks.python_class",
     "harbor": "megaflow_hpc.tasks.harbor.format",
 }
-"""Kind → module, in the order in which they are asked about a source. Harbor accepts every path, so it is last."""
+"""Kind → module, in the order in which formats may claim a source. Harbor accepts any path, so it is last."""
 
 
 @dataclass(frozen=True)
 class VerificationContext:
-    """The settings and the means for verifying a task."""
+    """How to verify a task: the campaign's settings, the agent's patch, and a function to start another sandbox."""
 
     fresh: bool = False
-    """Keep only the work directory and the declared artifacts of the agent's changes."""
+    """Of the agent's changes, keep only those in the working directory and the declared artifacts."""
     as_left: bool = False
     """Keep all of the agent's changes, including replaced programs."""
     network: Network | None = None
-    """Network of the tests, if they may use one; ``None`` keeps the network of the sandbox."""
+    """Network for the tests, if they may use one. If ``None``, they use the sandbox's network."""
     start: Callable[[Task], Awaitable[ApptainerSandbox]] | None = None
-    """Starts the sandbox of a separate verifier, whose environment is given as a task."""
+    """Starts a separate verifier's sandbox, whose environment is given as a task."""
     patch: Patch | None = None
-    """The agent's changes to the git checkout in the work directory, if there was a checkout."""
+    """The agent's changes to the git checkout in the working directory, if there was a checkout."""
 
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """The verdict of the step ``name``, which is empty for a task without steps."""
+    """The verdict of the step ``name``. The name is empty for a task without steps."""
 
     name: str
     verdict: Verdict
 
 
 class TaskFormat(Protocol):
-    """The interface of a task format. Methods with a sandbox run in a worker; ``claims`` to ``files`` run in
+    """Interface of a task format. Methods with a sandbox run in a worker; ``claims`` to ``files`` run during
     planning."""
 
     def claims(self, source: str, /) -> bool:
-        """Returns whether a source of a campaign file has this format."""
+        """Returns whether a campaign's source has this format."""
 
     def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles, /) -> list[Task]:
         """Reads the tasks of a source; relative paths are relative to ``base``.
 
         Raises:
-            ConfigError: names file, line, value and remedy.
+            ConfigError: the source is invalid; names file, line, value and remedy.
         """
 
     def settle(self, tasks: Sequence[Task], /) -> list[Task]:
-        """Makes the tasks that a campaign has chosen from one source ready to run.
+        """Finishes the tasks selected from one source, so that they are ready to run.
 
         Raises:
             ConfigError: a task cannot be run here.
         """
 
     def images(self, task: Task, /) -> list[ImageRequest]:
-        """Returns the images of a task: the agent's first, then those of separate verifiers."""
+        """Returns the images of a task: the agent's image first, then those of separate verifiers."""
 
     def files(self, task: Task, /) -> list[str]:
-        """Returns the files and directories that rollouts read at their original place. They must not change during a
-        run."""
+        """Returns the files and directories that rollouts read from their original location. They must not change
+        during a run."""
 
     def steps(self, task: Task, /) -> list[Task]:
-        """Returns the steps of a task in order, each as a task. A task without steps is its own only step."""
+        """Returns the steps of a task in order, each as a task. A task without steps is its own single step."""
 
     def step_name(self, step: Task, /) -> str:
-        """Returns the name of a step; empty for a task without steps."""
+        """Returns the name of a step. Empty for a task without steps."""
 
     async def prepare(self, task: Task, sandbox: ApptainerSandbox, /) -> bool:
-        """Prepares a fresh sandbox, which already has its work and log directories.
+        """Prepares a fresh sandbox whose work and log directories already exist.
 
-        Ends the processes that the task's own code started. Returns whether anything was run or uploaded.
+        Kills the processes that the task's own code started. Returns whether anything was run or uploaded.
 
         Raises:
             SandboxError: the sandbox cannot be prepared; the rollout fails.
@@ -108,7 +108,7 @@ class TaskFormat(Protocol):
         """
 
     async def solve(self, step: Task, sandbox: ApptainerSandbox, /) -> ExecResult:
-        """Runs the task's own solution.
+        """Runs the task's reference solution.
 
         Raises:
             ConfigError: the task has no solution.
@@ -117,30 +117,30 @@ class TaskFormat(Protocol):
     async def verify(
         self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, /, *, stay: bool
     ) -> Verdict:
-        """Judges the agent's result after its processes have ended. The call is repeated if the infrastructure
+        """Judges the agent's result after its processes have been killed. The call is repeated if the infrastructure
         failed (:func:`megaflow_hpc.tasks.steps.verify`).
 
         Args:
             step: the step.
             sandbox: the agent's sandbox.
-            context: settings of the verification.
-            stay: restore the agent's container, because the sandbox is used again.
+            context: how to verify.
+            stay: restore the agent's container afterwards, because the sandbox will be reused.
 
         Raises:
             SandboxError: a sandbox was lost. Errors of the tests are in the verdict's ``error``.
-            ModelServiceError: a judge model of the task's own code is down.
+            ModelServiceError: a judge model that the task's code uses is down.
             ConfigError: the task cannot be verified in this way.
         """
 
     def may_continue(self, step: Task, verdict: Verdict, /) -> bool:
-        """Returns whether the next step may begin after this verdict."""
+        """Returns whether to run the next step after this verdict."""
 
     def combine(self, task: Task, verdicts: Sequence[StepVerdict], /) -> Verdict:
-        """Combines the verdicts of the steps that ran (at least one) into the verdict of the task."""
+        """Combines the verdicts of the completed steps (at least one) into the task's verdict."""
 
 
 class OneStep:
-    """Defaults for formats whose tasks have one step and one image that needs no build."""
+    """Defaults for formats whose tasks have one step and one prebuilt image."""
 
     def settle(self, tasks: Sequence[Task]) -> list[Task]:
         return list(tasks)
@@ -171,7 +171,7 @@ def format_of(task: Task) -> TaskFormat:
     """Returns the format of a task.
 
     Raises:
-        ConfigError: this version does not know the kind.
+        ConfigError: the kind is unknown to this version.
     """
     if task.kind not in MODULES:
         raise ConfigError(f"task {task.id}: kind {task.kind!r}: expected one of {', '.join(MODULES)}")
@@ -179,7 +179,7 @@ def format_of(task: Task) -> TaskFormat:
 
 
 def format_of_source(source: str) -> TaskFormat:
-    """Returns the format that reads a source of a campaign file."""
+    """Returns the format that reads a campaign's source."""
     return next(task_format for task_format in map(_format, MODULES) if task_format.claims(source))
 
 

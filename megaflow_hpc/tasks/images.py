@@ -1,4 +1,4 @@
-"""Images of tasks: the images they need, their files, and their work directories."""
+"""Resolves the images that tasks need and the working directories that these images define."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megaflow_hpc.types import Task
 
 
 def image_requests(tasks: Sequence[Task]) -> list[ImageRequest]:
-    """Returns the images of tasks: the agents' in the order of the tasks, then those of separate verifiers."""
+    """Returns the images of tasks: agents' images in task order, then those of separate verifiers."""
     wanted = [format_of(task).images(task) for task in tasks]
     return [requests[0] for requests in wanted] + [request for requests in wanted for request in requests[1:]]
 
@@ -25,7 +25,7 @@ def in_image_directories(
     images: Images,
     mapping: ImageMapping,
 ) -> list[Task]:
-    """Returns the tasks. A task without a work directory gets that of its image, or of its base image if it is built.
+    """Sets missing working directories of tasks from their images, or from the base image if the image is built.
 
     Args:
         tasks: the tasks.

@@ -1,10 +1,10 @@
-"""Prepares a sandbox's layer for the tests, in every task format, and restores it for the agent afterwards.
+"""Prepares a sandbox's layer for the tests, for every task format, and restores it for the agent afterwards.
 
 ``fresh`` keeps the agent's changes at given paths. ``shared`` also keeps files that the agent added outside the system
 directories. ``as-left`` keeps every change. :mod:`~megaflow_hpc.environments.sandbox.rootfs.upperdir` has the rules.
 
-Programs read settings from the home directory, so the tests get the home directory of the image. If a kept path covers
-it, as with work directory ``/root``, they get an empty one instead.
+Programs read settings from the home directory, so the tests get the image's home directory. If a kept path includes it,
+as with working directory ``/root``, they get an empty one instead.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from megaflow_hpc.host.process import environment
 from megaflow_hpc.tasks.formats import VerificationContext
 
 EMPTY_HOME = "/.megaflow-home"
-"""Home directory of tests if the agent's changes in the usual one are kept."""
+"""Home directory for the tests if the agent's changes in the usual one are kept."""
 _LOADED = ("PATH", "HOME", "BASE", "ENV")
-"""Endings of variable names whose values are files or directories that programs load (``PYTHONPATH``, ``CARGO_HOME``,
-``PYTHONUSERBASE``, ``BASH_ENV``)."""
+"""Suffixes of environment variables that point to files or directories that programs load (``PYTHONPATH``,
+``CARGO_HOME``, ``PYTHONUSERBASE``, ``BASH_ENV``)."""
 _OTHERS = ("PATH", "HOME")
 _MAX_NAMED = 50
 
 
 class JudgedLayer:
-    """The layer of one sandbox while its agent is judged.
+    """The layer of one sandbox during verification.
 
     Args:
-        kept: absolute paths at which the agent's changes are kept; ``/`` if the task has no work directory.
-        env: environment variables of the tests, which override those of the spec.
+        kept: absolute paths where the agent's changes are kept; ``/`` if the task has no working directory.
+        env: environment variables for the tests, which override those of the spec.
         prepare: called with the layer's paths once the layer is ready for the tests.
     """
 
@@ -63,22 +63,23 @@ class JudgedLayer:
         """Starts the tests' container on the layer.
 
         Raises:
-            SandboxError: it does not start.
+            SandboxError: the container does not start.
         """
         await self._sandbox.restart(self.spec(spec), self.enter)
         assumed = self._depends()
         shown = (os.fsdecode(entry).partition("=") for entry in environment(self._sandbox.pid or 0))
         self._variables |= {name: value for name, _, value in shown} | self._given
-        if self._depends() != assumed:  # the image sets PATH or HOME itself: start again with its values
+        if self._depends() != assumed:  # the image sets PATH or HOME itself: restart with its values
             await self._sandbox.restart(self.spec(spec), self.enter)
 
     async def start_when_used(self) -> None:
-        """Ends every process. The next command starts the tests' container."""
+        """Kills all processes. The next command starts the tests' container."""
         self._sandbox.spec = self.spec(self._sandbox.spec)
         await self._sandbox.end_processes(self.enter)
 
     def spec(self, spec: SandboxSpec) -> SandboxSpec:
-        """Returns the spec of the tests' container, with an empty home directory if they need one."""
+        """Returns the spec of the tests' container. Replaces the home directory with an empty one if it is among the
+        kept paths."""
         if not self._needs_home():
             return spec
         own = Path(self._sandbox.directory, "tests-home")
@@ -87,7 +88,7 @@ class JudgedLayer:
         return replace(spec, env={**spec.env, "HOME": EMPTY_HOME}, binds=(*spec.binds, f"{own}:{EMPTY_HOME}"))
 
     def enter(self, paths: LayerPaths) -> None:
-        """Prepares the layer for the tests, after undoing what an interrupted earlier attempt has prepared."""
+        """Prepares the layer for the tests, after undoing any interrupted earlier attempt."""
         self._put_back(paths)
         if not self._context.as_left:
             self._sifted = upperdir.sift(paths.upper, paths.image, self._rules())
@@ -96,7 +97,8 @@ class JudgedLayer:
         self._prepare(paths)
 
     def leave(self, paths: LayerPaths) -> None:
-        """Restores the agent's layer, with the tests' changes at the kept paths and with the image's own programs."""
+        """Restores the agent's layer. Keeps the tests' changes at the kept paths, and restores the image's own
+        programs."""
         self._put_back(paths)
         upperdir.restore(paths.upper, paths.image, self._kept)
 
@@ -108,13 +110,13 @@ class JudgedLayer:
 
     @property
     def note(self) -> str:
-        """Log line with the agent's changes that were hidden from the tests; empty if nothing was hidden."""
+        """Log line that lists the agent's changes hidden from the tests. Empty if none were hidden."""
         names = sorted(name for name in self._sifted.dropped if not name.startswith((".megaflow", "logs/")))
         more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         return f"\n--- changes that the tests did not see: {' '.join(names[:_MAX_NAMED])}{more} ---\n" if names else ""
 
     def _depends(self) -> tuple[bool, KeepRules | None]:
-        """Returns those settings of the tests' container that depend on environment variables."""
+        """Returns the settings of the tests' container that depend on environment variables."""
         return self._needs_home(), None if self._context.fresh or self._context.as_left else self._rules()
 
     def _needs_home(self) -> bool:
@@ -136,7 +138,7 @@ class JudgedLayer:
 
 
 def home_of(spec: SandboxSpec) -> str:
-    """Returns the default home directory in a sandbox. An image may set another one."""
+    """Returns the default home directory in a sandbox. The image may override it."""
     usual = "/root" if spec.as_root else pwd.getpwuid(os.getuid()).pw_dir
     return spec.env.get("HOME", usual).rstrip("/")
 
@@ -146,11 +148,11 @@ def _aside(paths: LayerPaths) -> Path:
 
 
 def _note(paths: LayerPaths) -> Path:
-    """Returns the file that lists the paths that were moved to the tests' layer."""
+    """Returns the path of the file that lists the paths moved to the tests' layer."""
     return paths.upper.with_name("agent.json")
 
 
 def _relative(paths: Iterable[str]) -> list[str]:
-    """Returns the absolute paths among ``paths``, relative to the root and without the root itself."""
+    """Returns the absolute paths in ``paths``, made relative to the root. Omits the root itself."""
     places = (os.path.normpath(path).strip("/") for path in paths if path.startswith("/"))
     return [place for place in places if place]

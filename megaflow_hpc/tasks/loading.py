@@ -1,4 +1,4 @@
-"""Finds, reads and filters the tasks of a campaign."""
+"""Finds, reads and filters a campaign's tasks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def load_tasks(
     base_dir: str | os.PathLike[str],
     dockerfiles: Dockerfiles | None = None,
 ) -> list[Task]:
-    """Returns every task of every source, ordered by source and then by id.
+    """Returns all tasks of all sources, ordered by source, then by id.
 
     Args:
-        sources: ``{path, include, exclude, limit}`` as in the campaign file; a bare string is a path. Paths are
-            globs relative to ``base_dir``; include and exclude are shell patterns on ids.
-        dockerfiles: reads the tasks' Dockerfiles, so that their images can be resolved afterwards.
+        sources: ``{path, include, exclude, limit}`` as in the campaign file; a bare string is a path. Paths are globs
+            relative to ``base_dir``. ``include`` and ``exclude`` are shell patterns matched against ids.
+        dockerfiles: reads the tasks' Dockerfiles, so that their images can be resolved later.
 
     Raises:
-        Mistakes: sources without tasks, invalid tasks, duplicate ids.
+        Mistakes: a source has no tasks, a task is invalid, or ids are duplicated.
     """
     dockerfiles = dockerfiles or Dockerfiles()
     tasks: dict[str, Task] = {}

@@ -1,4 +1,4 @@
-"""Masks secret values in the stored results of a verification, both plain and in encodings that tools print."""
+"""Masks secrets in stored verification results, in plain form and in encodings that tools print."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megaflow_hpc.types import Artifact, Verdict
 
 MASK = b"[masked]"
 MIN_SECRET_LENGTH = 6
-"""Minimum number of characters of a secret. Masking shorter values would make the tests' output unreadable."""
+"""Minimum length of a secret in characters. Masking shorter values would make the tests' output unreadable."""
 
 
 class Mask:
-    """Replaces secret values in data.
+    """Masks secrets in bytes, strings and verdicts.
 
     Args:
-        values: the secrets.
+        values: the secrets to mask.
     """
 
     def __init__(self, values: Iterable[str]) -> None:
@@ -29,15 +29,15 @@ class Mask:
         self._pattern = re.compile(b"|".join(map(re.escape, words))) if words else None
 
     def data(self, data: bytes) -> bytes:
-        """Returns ``data`` with all values masked."""
+        """Returns ``data`` with all secrets masked."""
         return self._pattern.sub(MASK, data) if self._pattern else data
 
     def text(self, text: str) -> str:
-        """Returns ``text`` with all values masked."""
+        """Returns ``text`` with all secrets masked."""
         return self.data(text.encode("utf-8", "surrogatepass")).decode("utf-8", "surrogatepass")
 
     def verdict(self, verdict: Verdict) -> Verdict:
-        """Returns a verdict with all values masked in output, error, names of rewards, and artifacts."""
+        """Returns a verdict with all secrets masked in output, error, reward names and artifacts."""
         if self._pattern is None:
             return verdict
         return replace(
@@ -60,7 +60,7 @@ def _forms(value: str) -> Iterator[bytes]:
     yield raw
     for text in (*percent, *lower, json.dumps(value)[1:-1], raw.hex(), raw.hex().upper(), repr(value)[1:-1]):
         yield text.encode("utf-8", "surrogatepass")
-    for offset in range(3):  # the base64 form depends on the number of bytes before the value
+    for offset in range(3):  # the base64 form depends on the value's byte offset modulo 3
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             whole = encode(bytes(offset) + raw)
             form = whole[-(-offset * 8 // 6) : (offset + len(raw)) * 8 // 6]

@@ -1,4 +1,4 @@
-"""Tasks written as a Python class: ``tasks: [package.module:Class]``.
+r"""Tasks written as a Python class: ``tasks: [package.module:Class]``.
 
 ::
 
@@ -14,20 +14,20 @@
 
         async def score(self, sandbox):               # after the agent: a number, or numbers by name
             answer = await sandbox.read("answer")     # None if there is no such file
-            return float(answer == b"3\\n")
+            return float(answer == b"3\n")
 
         async def solve(self, sandbox):               # optional; run by the oracle agent
             await sandbox.exec("echo 3 > answer")
 
-``setup``, ``score`` and ``solve`` may be plain functions too: they then run in a thread, and their sandbox's ``exec``,
-``upload``, ``download`` and ``read`` wait for the result. One class is one task, named after it (or by ``id``); with a
-class method ``instances`` that returns ``{name: keyword arguments}`` it is one task for each. ``setup`` and ``score``
-of a rollout are called on the same instance.
+``setup``, ``score`` and ``solve`` may also be synchronous. They then run in a thread, and the sandbox's ``exec``,
+``upload``, ``download`` and ``read`` block. A class defines one task, whose id is the class name or ``id``. With a
+class method ``instances`` that returns ``{name: keyword arguments}``, it defines one task per name. A rollout calls
+``setup`` and ``score`` on the same instance.
 
 The code runs in the worker. It is imported from the campaign file's directory or from the interpreter's path. If
 ``setup`` raises, the rollout fails with kind ``user``, and the error names file and line. If ``score`` raises, the
-reward is 0 with an error of the verifier, because the agent may have caused it. A ``score`` that uses a judge should
-raise :class:`~megaflow_hpc.errors.ModelServiceError` if the judge is down; it is then called again.
+reward is 0 and the verdict has an error, because the agent may have caused it. A ``score`` that calls a judge model
+should raise :class:`~megaflow_hpc.errors.ModelServiceError` if the judge is down; the call is then retried.
 """
 
 from __future__ import annotations
@@ -66,27 +66,27 @@ SETTINGS: Mapping[str, tuple[type, ...]] = {
     "disk_mb": (int,),
     "processes": (int,),
 }
-"""Attribute of a class or instance → field of its task. Only ``image`` is required."""
+"""Class or instance attribute → accepted types. Only ``image`` is required."""
 
 _instances: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Sandbox → the instance that serves it, so that ``score`` sees what ``setup`` stored in ``self``."""
+"""Sandbox → its instance, so that ``score`` sees what ``setup`` stored on ``self``."""
 
 
 class ClassSource(msgspec.Struct, frozen=True):
-    """The place of a task's class, stored as a plain mapping in ``task.metadata["python"]``."""
+    """Location of a task's class, stored as a plain mapping in ``task.metadata["python"]``."""
 
     name: str = msgspec.field(name="class")
     """``package.module:Class``"""
     base: str
     """Directory that is searched first for the module."""
     arguments: dict[str, Any]
-    """Keyword arguments of the class."""
+    """Keyword arguments for the class."""
     file: str = ""
-    """The class's source file; empty if it has none."""
+    """Source file of the class. Empty if it has none."""
 
 
 def looks_like_class(source: str) -> bool:
-    """Returns whether a source of a campaign is ``package.module:Class`` rather than a path."""
+    """Returns whether a campaign's source looks like ``package.module:Class`` rather than a path."""
     module, colon, name = source.partition(":")
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
@@ -99,7 +99,7 @@ def read_python_tasks(source: str, base: str | os.PathLike[str]) -> list[Task]:
         base: directory that is searched for the module before the interpreter's own path.
 
     Raises:
-        ConfigError: names the class, its file and line, the problem and the expected value.
+        ConfigError: the class is invalid; names its file and line, the problem and what was expected.
     """
     cls = _load(source, str(Path(base).absolute()))
     where = f"{source} ({_place(cls)})"
@@ -192,10 +192,10 @@ def _place(cls: Any) -> str:
 
 
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
-    """Runs ``setup`` and ends the processes that it started. Returns whether the class has a ``setup``.
+    """Runs ``setup`` and kills the processes that it started. Returns whether the class has a ``setup``.
 
     Raises:
-        UserCodeError: ``setup`` raised an error.
+        UserCodeError: ``setup`` raised an exception.
     """
     instance = _instance(task, sandbox)
     if hasattr(instance, "setup"):
@@ -209,7 +209,7 @@ async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
 
     Raises:
         ConfigError: the class has no ``solve``.
-        UserCodeError: ``solve`` raised an error.
+        UserCodeError: ``solve`` raised an exception.
     """
     instance = _instance(task, sandbox)
     if not hasattr(instance, "solve"):
@@ -219,12 +219,12 @@ async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
 
 
 async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationContext | None = None) -> Verdict:
-    """Runs ``score`` after every process of the agent has been killed.
+    """Runs ``score`` after killing all of the agent's processes.
 
     Raises:
-        UserCodeError: ``score`` raised, or returned an invalid reward.
-        SandboxError: the sandbox was lost; ``score`` can be called again.
-        ModelServiceError: ``score`` raised it, and can be called again.
+        UserCodeError: ``score`` raised an exception, or returned an invalid reward.
+        SandboxError: the sandbox was lost; the call can be retried.
+        ModelServiceError: raised by ``score``; the call can be retried.
     """
     context = context or VerificationContext()
     layer = JudgedLayer(sandbox, context, [] if context.as_left else [task.workdir or "/"], {})
@@ -243,7 +243,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     rewards: dict[str, float] = {}
     for name, value in named_rewards.items():
         number = value if isinstance(value, int | float) else math.nan
-        if not isinstance(name, str) or not abs(number) <= MAX_REWARD:  # also catches NaN
+        if not isinstance(name, str) or not abs(number) <= MAX_REWARD:  # NaN fails this test too
             raise UserCodeError(
                 f"{code_of(instance.score)}: score of task {task.id} returned {score!r:.80}; expected a finite number, "
                 "or finite numbers by name"

@@ -1,4 +1,4 @@
-"""Derives a task's sandbox and its verification from the campaign's environment."""
+"""Derives a task's sandbox spec and verification context from the campaign's environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megaflow_hpc.types import Task
 
 
 def sandbox_spec(task: Task, images: Mapping[str, str], environment: EnvironmentConfig) -> SandboxSpec:
-    """Returns the sandbox of a task. The campaign's limits apply if the task states none.
+    """Returns the sandbox spec of a task. Limits that the task does not set come from the campaign.
 
     Args:
         task: the task.
@@ -42,11 +42,11 @@ def verification_context(
     images: Mapping[str, str],
     start: Callable[[SandboxSpec], Awaitable[ApptainerSandbox]],
 ) -> VerificationContext:
-    """Returns where and how a campaign verifies a task.
+    """Returns the context in which a campaign verifies a task.
 
     Args:
         images: image name in the tasks → SIF file or directory.
-        start: starts the sandbox of a separate verifier.
+        start: starts a separate verifier's sandbox.
     """
     return VerificationContext(
         fresh=environment.verification_of(task) == "fresh",

@@ -1,10 +1,11 @@
-"""Runs a task from a fresh sandbox to its verdict: prepares the sandbox, then runs an agent and a verifier per step.
+"""Runs a task from a fresh sandbox to its verdict: prepares the sandbox, then runs the agent and the verifier for each
+step.
 
 Campaigns and ``tasks validate`` both use :func:`run_steps`, so they judge tasks in the same way.
 
-Once an agent has ended, it gets a verdict, no matter what the tested code does. If the verifier leaves no valid reward,
-the reward is 0 and the verdict has the verifier's error, in every format. If the node may have failed, the verification
-is repeated on the files that the agent left; see :func:`_on_kept_state`.
+Once an agent has ended, it always gets a verdict, whatever the tested code does. If the verifier leaves no valid
+reward, the reward is 0 and the verdict contains the verifier's error, in every format. If the node may have failed, the
+verification is repeated on the files that the agent left; see :func:`_on_kept_state`.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from megaflow_hpc.types import Task, Verdict
 
 T = TypeVar("T")
 RETRY_DELAYS_S = 1.0, 5.0
-"""Seconds before the second and the third attempt of a verification that failed because of the infrastructure. If the
-job is ending, its signal reaches this process within the first pause."""
+"""Delays in seconds before the second and third attempt of a verification that failed because of the infrastructure.
+If the job is ending, its signal reaches this process during the first delay."""
 LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 
 RunAgent = Callable[[int, Task], Awaitable[None]]
-"""Runs the agent on a step, given its number from 0 and itself."""
+"""Runs the agent on a step, given the step's number (from 0) and the step."""
 
 
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
-    """Prepares a fresh sandbox: creates work and log directories, runs the format's set-up, records the git commit.
+    """Prepares a fresh sandbox: creates work and log directories, runs the format's setup, records the git commit.
 
-    No process that set-up or a health check started is left running, because it could read the agent's key.
+    Leaves no process of the setup or a health check running, because it could read the agent's API key.
 
     Raises:
         SandboxError: the sandbox cannot be prepared; the rollout fails.
@@ -56,7 +57,7 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
 
 
 async def begin(step: Task, sandbox: ApptainerSandbox) -> None:
-    """Prepares a sandbox for one step, as the step's user. Ends every process that set-up left running.
+    """Prepares a sandbox for one step, as the step's user. Kills all processes that the setup left running.
 
     Raises:
         SandboxError: the sandbox was lost.
@@ -83,17 +84,17 @@ async def run_steps(
 ) -> Verdict:
     """Runs the steps of a task in a prepared sandbox.
 
-    Stops after a step whose reward is below its minimum. Also stops at a step that cannot be set up on the files that
-    earlier steps left; that step has reward 0.
+    Stops after a step whose reward is below its minimum. Also stops if a step cannot be set up on the files of earlier
+    steps. That step and all later ones get reward 0.
 
     Args:
-        verdicts: verdicts of earlier steps, which are not run again. New verdicts are appended.
-        under_way: the first step to run has begun already, so do not begin it again.
+        verdicts: verdicts of completed steps, which are not run again. New verdicts are appended.
+        under_way: True if the next step was already prepared by :func:`begin`.
         verifying: context manager that is entered while a step is verified.
 
     Raises:
         SandboxError: a sandbox was lost, or the first step cannot be set up.
-        ModelServiceError: a judge that the task's own code asks is down.
+        ModelServiceError: a judge model that the task's code uses is down.
         ConfigError: the task cannot be verified in this way.
     """
     task_format = format_of(task)
@@ -108,7 +109,7 @@ async def run_steps(
             await begin(step, sandbox)
         else:
             _, why = await _on_kept_state(partial(begin, step, sandbox), step, context)
-            if why:  # the steps after it cannot be reached either
+            if why:  # later steps cannot run either
                 lost = _not_begun(verdicts, why)
                 verdicts += [StepVerdict(task_format.step_name(missed), lost) for missed in steps[number:]]
                 break
@@ -124,7 +125,7 @@ async def run_steps(
 
 
 def _not_begun(before: Sequence[StepVerdict], why: str) -> Verdict:
-    """Returns the verdict of a step that the agent has made impossible, on purpose or by accident."""
+    """Returns the verdict of a step that cannot be set up on the agent's files, whether by accident or on purpose."""
     names = [name for step in before for name in step.verdict.rewards]
     why = f"the step cannot be set up on the files of the earlier steps: {why}"
     return replace(Verdict.of(dict.fromkeys(names, 0.0), why), agent_error=why)
@@ -138,21 +139,21 @@ async def verify(
     stay: bool = False,
     names: Sequence[str] = (),
 ) -> Verdict:
-    """Judges a task, or a step, after its agent has ended. Kills the agent's remaining processes first.
+    """Judges a task or step after its agent has ended. Kills the agent's remaining processes first.
 
-    If the work directory is a git checkout, the artifact ``patch`` has the agent's changes there. If the verifier
+    If the working directory is a git checkout, the artifact ``patch`` contains the agent's changes. If the verifier
     leaves no valid reward, the reward is 0 and the verdict has an ``error``.
 
     Args:
         step: the task or step.
         sandbox: the agent's sandbox.
-        context: settings of the verification. Default: in the agent's sandbox, with its network.
-        stay: restore the agent's container without tests and rewards, because the sandbox is used again.
-        names: known names of the task's rewards; they are 0 if the verifier fails.
+        context: how to verify. Default: in the agent's sandbox, with its network.
+        stay: restore the agent's container afterwards, without tests and rewards, because the sandbox will be reused.
+        names: known reward names of the task, which are set to 0 if the verifier fails.
 
     Raises:
         SandboxError: this node cannot run the tests. Errors of tests and rewards are in the verdict's ``error``.
-        ModelServiceError: a judge model of the task's own code is down.
+        ModelServiceError: a judge model that the task's code uses is down.
         ConfigError: the task cannot be verified in this way.
     """
     task_format = format_of(step)
@@ -164,7 +165,7 @@ async def verify(
     async def judge() -> Verdict:
         if sandbox.spec == before:
             await sandbox.end_processes()
-        else:  # the last attempt left the verifier's container
+        else:  # the previous attempt left the verifier's container running
             await sandbox.restart(before)
         if not patches:  # tests may change the checkout
             patches.append(await _difference(sandbox, step))
@@ -182,25 +183,25 @@ async def verify(
 async def _difference(sandbox: ApptainerSandbox, step: Task) -> checkout.Patch | None:
     try:
         return await checkout.difference(sandbox, step.workdir)
-    except LimitError as error:  # the agent's programs used up a limit, which starts at zero again for the tests
+    except LimitError as error:  # the agent's programs exceeded a limit, which is reset for the tests
         return checkout.Patch(b"", str(error))
 
 
 async def _on_kept_state(
     work: Callable[[], Awaitable[T]], step: Task, context: VerificationContext
 ) -> tuple[T | None, str]:
-    """Runs ``work`` on the files that an agent left, and decides whether a failure is the node's or the rollout's.
+    """Runs ``work`` on the files that an agent left, and attributes a failure to the node or to the rollout.
 
-    An exceeded limit, an invalid file and an error of the task's own code count against the rollout. A container that
-    was lost, or that does not start on the agent's files, may have either cause. If a sandbox of the same image starts
-    on this node without those files, the work is repeated, and a second failure counts against the rollout.
+    An exceeded limit, an invalid file or an exception in the task's own code is the rollout's fault. If the container
+    is lost or does not start on the agent's files, either may be at fault. If a sandbox of the same image starts on
+    this node without those files, the work is retried. Another failure is then the rollout's fault.
 
     Returns:
-        The result of ``work`` and an empty text; or ``None`` and the reason why the rollout is to blame.
+        The result of ``work`` and an empty string, or ``None`` and why the rollout is at fault.
 
     Raises:
         SandboxError: this node cannot do the work.
-        ModelServiceError: a judge that the task's own code asks is down.
+        ModelServiceError: a judge model that the task's code uses is down.
         ConfigError: the task cannot be verified in this way.
     """
     node_works = False
@@ -218,7 +219,7 @@ async def _on_kept_state(
             failure = error
         except MegaflowError:
             raise
-        except Exception as error:  # a bug that the agent's files may have triggered on purpose
+        except Exception as error:  # a bug that the agent's files may trigger on purpose
             return None, f"{error!r} at {traceback.extract_tb(error.__traceback__)[-1]}"
         if pause_s is not None:
             await asyncio.sleep(pause_s)

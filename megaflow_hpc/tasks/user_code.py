@@ -1,7 +1,7 @@
-"""Calls code that users write for a task, with a time limit; errors name its file and line.
+"""Calls user-written task code with a time limit. Errors name its file and line.
 
-An error of such code is the user's failure; a lost sandbox remains a failure of the infrastructure. Plain functions
-run in their own thread, with a sandbox whose methods wait for their results.
+An exception in such code is the user's failure; a lost sandbox remains an infrastructure failure. Synchronous functions
+run in their own thread, with a sandbox whose methods block until the result is available.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox
     """Calls one method of a task with its sandbox, in the event loop or in a thread, with a time limit.
 
     Raises:
-        UserCodeError: the method raised any other error, or its time is over.
+        UserCodeError: the method raised any other exception, or timed out.
         SandboxError: the sandbox was lost.
-        ModelServiceError: the method raised it.
+        ModelServiceError: raised by the method.
     """
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
             if inspect.iscoroutinefunction(method):
                 return await method(sandbox)
-            # A thread that timed out runs until it next uses the sandbox, which is closed then.
+            # After a timeout, the thread runs until it next uses the sandbox, which is closed by then.
             plain = WaitingSandbox(sandbox, asyncio.get_running_loop())
             result = await _in_thread(lambda: method(plain), task.id)
             return await result if inspect.isawaitable(result) else result
@@ -48,7 +48,7 @@ async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox
 
 
 async def _in_thread(call: Callable[[], Any], name: str) -> Any:
-    """Runs ``call`` in a new thread, so that a call that never ends does not block the loop's pool."""
+    """Runs ``call`` in a new thread, so that a call that never returns does not occupy the loop's thread pool."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -64,13 +64,13 @@ async def _in_thread(call: Callable[[], Any], name: str) -> Any:
         outcome: tuple[Any, BaseException | None]
         try:
             outcome = call(), None
-        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # a future cannot carry these
+        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # a future cannot hold these
             outcome = None, RuntimeError(repr(error)).with_traceback(error.__traceback__)
         except BaseException as error:
             outcome = None, error
         try:
             loop.call_soon_threadsafe(finish, *outcome)
-        except RuntimeError:  # the loop is closed, so no caller waits for the result
+        except RuntimeError:  # the loop is closed, so nothing waits for the result
             pass
 
     threading.Thread(target=body, name=f"task-{name}", daemon=True).start()
@@ -82,7 +82,8 @@ def _user_error(task: Task, method: Callable[..., Any], error: BaseException) ->
 
 
 def guarded(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[UserCodeError]) -> Any:
-    """Returns the result of ``call``; an exception becomes an error of ``kind`` that names ``what`` and the line."""
+    """Returns the result of ``call``. Converts an exception to an error of type ``kind`` that names ``what`` and the
+    line."""
     try:
         return call()
     except (Exception, SystemExit) as error:
@@ -90,7 +91,7 @@ def guarded(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[U
 
 
 def origin(error: BaseException) -> str:
-    """Returns ``file:line`` of the innermost frame in the user's own code, not in a library."""
+    """Returns ``file:line`` of the innermost frame in user code rather than in a library."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     library = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(__file__)), "<frozen")
@@ -100,30 +101,30 @@ def origin(error: BaseException) -> str:
 
 
 def code_of(method: Callable[..., Any]) -> str:
-    """Returns ``file:line`` of a method's first line."""
+    """Returns ``file:line`` of a method's definition."""
     code = getattr(method, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(method)
 
 
 class WaitingSandbox:
-    """A sandbox for code without ``await``: each method waits until it is done. Used in a thread."""
+    """A synchronous sandbox: each method blocks until it is done. For use in a thread."""
 
     def __init__(self, sandbox: ApptainerSandbox, loop: asyncio.AbstractEventLoop) -> None:
         self._sandbox = sandbox
         self._loop = loop
 
     def exec(self, command: Any, **options: Any) -> ExecResult:
-        """Runs a command to its end; ``options`` are those of the sandbox's own ``exec``."""
+        """Runs a command and waits for it. ``options`` are those of the sandbox's own ``exec``."""
         return asyncio.run_coroutine_threadsafe(self._sandbox.exec(command, **options), self._loop).result()
 
     def upload(self, source: str, target: str) -> None:
-        """Copies a file or directory of the host into the sandbox."""
+        """Copies a file or directory from the host into the sandbox."""
         asyncio.run_coroutine_threadsafe(self._sandbox.upload(source, target), self._loop).result()
 
     def download(self, source: str, target: str) -> None:
-        """Copies a file or directory of the sandbox to the host."""
+        """Copies a file or directory from the sandbox to the host."""
         asyncio.run_coroutine_threadsafe(self._sandbox.download(source, target), self._loop).result()
 
     def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
-        """Returns the first ``limit`` bytes of a file; ``None`` if there is no regular file."""
+        """Returns the first ``limit`` bytes of a file, or ``None`` if it is not a regular file."""
         return asyncio.run_coroutine_threadsafe(self._sandbox.read(path, limit), self._loop).result()

@@ -1,8 +1,8 @@
-"""Checks that tasks distinguish solved from unsolved: reward 0 without and reward 1 with their own solution.
+"""Checks that tasks tell solved from unsolved: reward 1 with their reference solution and 0 without it.
 
-Each task runs twice in fresh sandboxes, by the steps of a rollout: prepared, left alone or solved, verified. If the
-verifier writes ``results.json`` (as named_tests.py does), single tests are checked too. Tests named as failing must
-*fail* without the solution, and pass with it; a collection error is not a failure. The others must always pass.
+Each task runs twice in a fresh sandbox, with the same steps as a rollout: prepare, solve or do nothing, verify. If the
+verifier writes ``results.json`` (as named_tests.py does), individual tests are checked too. Tests listed as failing
+must *fail* without the solution and pass with it; a collection error is not a failure. The others must always pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaflow_hpc.types import Agent, Task
 
 @dataclass
 class ValidationRun:
-    """One run of a task. ``failing`` and ``passing`` are the outcomes of the named tests, if known."""
+    """One run of a task. ``failing`` and ``passing`` are the outcomes of the listed tests, if known."""
 
     reward: float | None = None
     error: str = ""
@@ -32,12 +32,12 @@ class ValidationRun:
     passing: dict[str, str] = field(default_factory=dict)
     output: str = ""
     duration_s: float = 0.0
-    """Seconds in the sandbox, without waiting for one and without staging its image."""
+    """Seconds in the sandbox, excluding the wait for one and the staging of its image."""
 
 
 @dataclass
 class Validation:
-    """A task and the problems that validation found."""
+    """A validated task and the problems found."""
 
     task: str
     before: ValidationRun
@@ -46,11 +46,11 @@ class Validation:
 
     @property
     def valid(self) -> bool:
-        """True if validation found no problem."""
+        """True if no problem was found."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the evidence: for each test named as failing, the outcome without and with the solution."""
+        """Returns the evidence: for each test listed as failing, its outcome without and with the solution."""
         tests = dict.fromkeys([*self.before.failing, *self.after.failing])
         return {
             "task": self.task,
@@ -65,7 +65,7 @@ class Validation:
 
 
 def judge(before: ValidationRun, after: ValidationRun) -> list[str]:
-    """Returns the problems of a task, from its runs without and with the solution."""
+    """Returns a task's problems, given its runs without and with the solution."""
     problems = []
     for name, run, reward in (("without the solution", before, 0.0), ("with the solution", after, 1.0)):
         if run.error:
@@ -92,14 +92,14 @@ async def validate(
     environment: EnvironmentConfig | None = None,
     jobs: int = 2,
 ) -> AsyncIterator[Validation]:
-    """Validates tasks, ``jobs`` at once, and yields each when it is done.
+    """Validates tasks, up to ``jobs`` concurrently, and yields each result when it is ready.
 
     Args:
         tasks: the tasks.
-        images: image file of every image that the tasks name, including those of separate verifiers.
-        oracle: runs a task's own solution.
-        jobs: number of tasks to validate at once.
-        environment: a campaign's limits, network and verification; default: no network, no further limits.
+        images: image name in the tasks → image file, including images of separate verifiers.
+        oracle: runs a task's reference solution.
+        jobs: number of tasks to validate concurrently.
+        environment: a campaign's limits, network and verification. Default: no network and no further limits.
     """
     environment = environment or EnvironmentConfig(network="none")
     slots = asyncio.Semaphore(jobs)
@@ -121,7 +121,7 @@ async def validate(
 
 
 class _SolutionFailed(Exception):
-    """The solution ended with an error, so nothing can be judged."""
+    """The reference solution failed, so there is nothing to judge."""
 
 
 async def _run(

@@ -1,7 +1,7 @@
 """Harbor task directories (schema up to 1.4).
 
 ``reader`` turns a directory into a task. Its Harbor-specific fields are typed in ``data`` and stored in
-``task.metadata["harbor"]``. ``verifier`` judges the agent's result in a place that the agent cannot have tampered with,
-using ``artifacts`` and ``rewards``. ``steps``, ``healthcheck`` and ``solution`` do the rest of a rollout. ``format`` is
-the entry point; other rooms use :mod:`megaflow_hpc.tasks.formats`.
+``task.metadata["harbor"]``. ``verifier`` judges the agent's result in a container that the agent cannot have tampered
+with, using ``artifacts`` and ``rewards``. ``steps``, ``healthcheck`` and ``solution`` cover the rest of a rollout.
+``format`` is the entry point; other packages use :mod:`megaflow_hpc.tasks.formats`.
 """

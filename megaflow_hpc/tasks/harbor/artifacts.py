@@ -1,7 +1,7 @@
 """Collects a task's artifacts after the agent has ended, within limits, and copies them to a separate verifier.
 
-``/logs/artifacts`` is always collected, as in Harbor, followed by the task's own ``artifacts``. Collecting is best
-effort: the agent may have left the sandbox in any state, and may not have written a file.
+As in Harbor, ``/logs/artifacts`` is always collected, followed by the task's own ``artifacts``. Collection is best
+effort: the agent may have left the sandbox in any state, and files may be missing.
 """
 
 from __future__ import annotations
@@ -25,31 +25,33 @@ from megaflow_hpc.types import Artifact, Task
 PUBLISHED = "/logs/artifacts"
 COLLECT_S = 120.0
 DOWNLOAD_TIMEOUT_S = 240.0
-"""Timeout in seconds for all artifacts of a task. The agent may have replaced the programs that read them."""
+"""Timeout in seconds for collecting all artifacts of a task. The agent may have replaced the programs that read
+them."""
 
 CARRIED_SHARE = 0.9
-"""Share of a separate verifier's ``disk_mb`` that artifacts may fill, so that the tests can still write."""
+"""Fraction of a separate verifier's ``disk_mb`` that artifacts may use, so that the tests can still write."""
 
 MAX_FILE = 1 << 20
 MAX_BYTES = 8 << 20
 MAX_FILES = 200
-"""Maximum number of files in a trajectory. The limit of a sandbox download bounds what a verifier gets."""
+"""Maximum number of artifact files in a trajectory. A verifier's copy is bounded by the sandbox's download limit
+instead."""
 
 
 @dataclass
 class Collected:
-    """One artifact on the host. ``path`` is ``None`` if it is missing."""
+    """One collected artifact. ``path`` is its location on the host, or ``None`` if it is missing."""
 
     source: str
     """Absolute path in the sandbox."""
     name: str
-    """Name in the trajectory: the task's ``destination``, or the source."""
+    """Name in the trajectory: the artifact's ``destination``, else its source path."""
     path: Path | None = None
     error: str = ""
 
 
 def entries_of(task: Task) -> list[DeclaredArtifact]:
-    """Returns the declared artifacts of a task, with absolute sources."""
+    """Returns the artifacts that a task declares, with absolute source paths."""
     declared = [
         DeclaredArtifact(
             os.path.normpath(os.path.join(task.workdir or "/", entry.source)), entry.destination, entry.exclude
@@ -61,9 +63,9 @@ def entries_of(task: Task) -> list[DeclaredArtifact]:
 
 
 async def run_hooks(task: Task, sandbox: ApptainerSandbox) -> None:
-    """Runs the task's ``[[verifier.collect]]`` commands, which write artifacts; failures are ignored.
+    """Runs the task's ``[[verifier.collect]]`` commands, which write artifacts. Ignores failures.
 
-    Each runs as its own user if it names one, and otherwise as the agent's user.
+    Each runs as its ``user`` if set, otherwise as the agent's user.
     """
     before = sandbox.spec
     for hook in HarborData.of(task).verifier.collect:
@@ -76,10 +78,11 @@ async def run_hooks(task: Task, sandbox: ApptainerSandbox) -> None:
 
 
 async def collect(task: Task, sandbox: ApptainerSandbox, folder: Path) -> list[Collected]:
-    """Copies the task's artifacts into ``folder``, which must not exist. A failure is stored as the artifact's error.
+    """Copies the task's artifacts into ``folder``, which must not exist. Failures are stored in each artifact's
+    ``error``.
 
     Raises:
-        SandboxError: the sandbox was lost, or has used up a limit.
+        SandboxError: the sandbox was lost or exceeded a limit.
     """
     entries = entries_of(task)
     lacking = [await sandbox.lacks(entry.source) for entry in entries]
@@ -120,11 +123,11 @@ async def collect(task: Task, sandbox: ApptainerSandbox, folder: Path) -> list[C
 
 
 async def carry(collected: Sequence[Collected], sandbox: ApptainerSandbox) -> list[str]:
-    """Copies artifacts into another sandbox, to the paths that they had in the first.
+    """Copies artifacts into another sandbox, to the same paths.
 
     Returns:
-        Reasons why some are missing. Artifacts that are too large for that sandbox are left out. A lost sandbox is not
-        reported here, because its next use fails.
+        Why artifacts are missing, one message each. Artifacts that do not fit into the sandbox are skipped. A lost
+            sandbox is not reported here; its next use fails.
     """
     problems: list[str] = []
     left = math.inf if sandbox.spec.disk_mb is None else sandbox.spec.disk_mb * 1e6 * CARRIED_SHARE
@@ -144,12 +147,13 @@ async def carry(collected: Sequence[Collected], sandbox: ApptainerSandbox) -> li
 
 
 def _size(path: Path) -> int:
-    """Returns the bytes on disk of a file or a tree; at least a block for each entry."""
+    """Returns the disk usage of a file or tree in bytes, counting at least one block per entry."""
     return sum(max(4096, os.lstat(file).st_blocks * 512) for file in (path, *path.rglob("*")))
 
 
 def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artifact]:
-    """Returns the artifacts of a trajectory. ``artifacts/manifest.json`` lists what was left out and why."""
+    """Converts collected files to artifacts of a trajectory. ``artifacts/manifest.json`` lists omitted files and the
+    reasons."""
     artifacts: list[Artifact] = []
     manifest: list[dict[str, Any]] = []
     left = MAX_BYTES
@@ -177,7 +181,7 @@ def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artif
 
 
 def _files(path: Path | None) -> list[Path]:
-    """Returns the regular files below ``path``, or ``path`` itself; links are not followed."""
+    """Returns the regular files below ``path``, or ``path`` itself. Symlinks are not followed."""
     if path is None or path.is_symlink():
         return []
     if not path.is_dir():

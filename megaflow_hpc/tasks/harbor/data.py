@@ -1,6 +1,6 @@
-"""The fields that only Harbor tasks have, typed; stored as a plain mapping in ``task.metadata["harbor"]``.
+"""Typed fields that only Harbor tasks have, stored as a plain mapping in ``task.metadata["harbor"]``.
 
-Block files and messages carry the mapping. So a released field must keep its name and meaning.
+Block files and messages contain this mapping, so released fields must keep their names and meanings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEY = "harbor"
 
 
 class Healthcheck(Struct, frozen=True, omit_defaults=True):
-    """``[environment.healthcheck]``, like Docker's HEALTHCHECK; times in seconds. An empty command disables it."""
+    """``[environment.healthcheck]``, like Docker's HEALTHCHECK. Times are in seconds. An empty command disables it."""
 
     command: str = ""
     retries: int = 3
@@ -29,7 +29,7 @@ class Healthcheck(Struct, frozen=True, omit_defaults=True):
 
 
 class CollectHook(Struct, frozen=True, omit_defaults=True):
-    """``[[verifier.collect]]``: a command that writes artifacts, as ``user`` or as the agent's user."""
+    """``[[verifier.collect]]``: a command that writes artifacts. Runs as ``user``, else as the agent's user."""
 
     command: str
     timeout_s: float = 60.0
@@ -37,7 +37,7 @@ class CollectHook(Struct, frozen=True, omit_defaults=True):
 
 
 class DeclaredArtifact(Struct, frozen=True, omit_defaults=True):
-    """An entry of ``artifacts``: a path to keep, its name, and patterns to exclude."""
+    """An entry of ``artifacts``: a path to collect, its name in the trajectory, and exclude patterns."""
 
     source: str
     destination: str | None = None
@@ -45,25 +45,26 @@ class DeclaredArtifact(Struct, frozen=True, omit_defaults=True):
 
 
 class VerifierRules(Struct, frozen=True, omit_defaults=True):
-    """``[verifier]``; a step's values override the task's."""
+    """``[verifier]``. A step's values override the task's."""
 
     timeout_s: float = 600.0
     user: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     network: str | None = None
-    """``""`` uses the campaign's network, even if the agent has none; ``None`` uses the agent's network."""
+    """Network of the tests: ``""`` for the campaign's network, even if the agent has none; ``None`` for the agent's
+    network."""
     collect: list[CollectHook] = field(default_factory=list)
     environment: dict[str, Any] | None = None
-    """A separate verifier's environment, as :meth:`Task.to_dict` of a task. Only the environment of that task is used.
-    """
+    """A separate verifier's environment, as the :meth:`Task.to_dict` of a task of which only the environment is
+    used."""
     bundled: bool = False
-    """True if the separate verifier's image contains the tests."""
+    """True if the separate verifier's image already contains the tests."""
     secrets: list[str] = field(default_factory=list)
-    """Values of the user's variables that the verifier gets. They are masked in stored results."""
+    """Values of the user's variables that are passed to the verifier. They are masked in stored results."""
 
 
 class Judging(Struct, frozen=True, omit_defaults=True):
-    """Verification of a task or of a step: directories of tests and solution, artifacts, verifier."""
+    """How a task or step is verified: test and solution directories, artifacts and verifier."""
 
     tests: list[str] = field(default_factory=list)
     solution: str = ""
@@ -72,44 +73,44 @@ class Judging(Struct, frozen=True, omit_defaults=True):
     verifier: VerifierRules = VerifierRules()
 
     def verifier_environment(self, task_id: str) -> Task | None:
-        """Returns a separate verifier's environment as a task; ``None`` if the tests run in the agent's sandbox."""
+        """Returns a separate verifier's environment as a task, or ``None`` if the tests run in the agent's sandbox."""
         environment = self.verifier.environment
         return replace(Task.from_dict(environment), id=task_id) if environment else None
 
 
 def fields_of(judging: Judging) -> dict[str, Any]:
-    """Returns the fields of :class:`Judging`, for a subclass that has them too."""
+    """Returns only the fields of :class:`Judging`, to copy them to a subclass."""
     return {name: getattr(judging, name) for name in Judging.__struct_fields__}
 
 
 class HarborStep(Judging, frozen=True, omit_defaults=True, kw_only=True):
-    """An entry of ``[[steps]]``. A field that is ``None`` or empty uses the task's value."""
+    """An entry of ``[[steps]]``. Fields that are ``None`` or empty fall back to the task's values."""
 
     name: str
     instruction: str
     agent_timeout_s: float | None = None
     user: str | None = None
     min_reward: dict[str, float] = field(default_factory=dict)
-    """Reward name → smallest value with which the next step may begin."""
+    """Reward name → minimum value for continuing with the next step."""
     healthcheck: Healthcheck = Healthcheck()
     workdir: str | None = None
-    """Directory on the host that is copied into the work directory."""
+    """Host directory that is copied into the working directory."""
 
 
 class HarborData(Judging, frozen=True, omit_defaults=True, kw_only=True):
-    """All Harbor fields of a task, or (with ``step``) of a step that is a task."""
+    """All Harbor fields of a task, or, if ``step`` is set, of a step in the form of a task."""
 
     dockerfile: str = ""
-    """Dockerfile to build; empty if the image is used as it is."""
+    """Dockerfile to build. Empty if the image is used unmodified."""
     base: str = field(default="", name="from")
-    """Image of the Dockerfile's last FROM."""
+    """Image in the Dockerfile's last FROM."""
     build_timeout_s: float | None = None
     upload_environment: bool = False
-    """True if ``environment/`` is copied into the work directory."""
+    """True if ``environment/`` is copied into the working directory."""
     healthcheck: Healthcheck = Healthcheck()
     steps: list[HarborStep] = field(default_factory=list)
     reward_strategy: str = "mean"
-    """``mean`` of the steps, or ``final`` for the last step's."""
+    """How to combine step rewards: ``mean`` of all steps, or ``final`` for the last step's."""
     step: HarborStep | None = None
 
     @classmethod
@@ -117,7 +118,7 @@ class HarborData(Judging, frozen=True, omit_defaults=True, kw_only=True):
         """Returns the Harbor fields of a task.
 
         Raises:
-            ConfigError: the fields are invalid for this version.
+            ConfigError: this version cannot read the stored fields.
         """
         try:
             return msgspec.convert(task.metadata.get(KEY, {}), cls)
@@ -125,5 +126,5 @@ class HarborData(Judging, frozen=True, omit_defaults=True, kw_only=True):
             raise ConfigError(f"task {task.id}: metadata.{KEY}: {error}; plan the campaign again") from None
 
     def put(self, task: Task) -> Task:
-        """Returns the task with these fields in the place of its own."""
+        """Returns a copy of the task with these fields."""
         return replace(task, metadata={**task.metadata, KEY: msgspec.to_builtins(self)})

@@ -1,7 +1,7 @@
 """Reads ``[environment]`` of a Harbor task and ``[verifier.environment]`` of a separate verifier.
 
-Both have the same keys and name an image in the same way: ``docker_image``, or a Dockerfile in their directory.
-Settings that a single container without root cannot provide are refused with their line.
+Both have the same keys and specify an image in the same way: ``docker_image``, or a Dockerfile in their directory.
+Settings that a single rootless container cannot provide are rejected, naming the line.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def read_environment(
     """Reads an environment. Returns a task with its image, directory, user, variables, limits and network.
 
     Args:
-        table: the environment's keys; may be empty.
+        table: the environment's TOML table; may be empty.
         directory: the directory of the environment's Dockerfile, which is the build context.
         root: the task's directory.
         dockerfiles: reads the Dockerfile.
-        passed: set to which values of the user's variables are added; ``None`` if an agent runs in this environment,
-            which may not use the user's variables.
+        passed: set that collects the values of the user's variables that are used. ``None`` for an agent's environment,
+            which may not use them.
 
     Raises:
         ConfigError: names file, line, value and remedy.
@@ -82,10 +82,10 @@ def read_environment(
 
 
 def read_network(table: TomlTable) -> Network | None:
-    """Returns the network of a task. It is ``gateway`` if the task forbids or restricts the network, so only its model
-    answers.
+    """Returns the network of a task.
 
-    Otherwise it is ``None``: the campaign decides, because compute nodes often have no internet access.
+    If the task forbids or restricts network access, it is ``gateway``: only the agent's model is reachable. Otherwise
+    it is ``None``: the campaign decides, because compute nodes often have no internet access.
     """
     mode = table.choice("network_mode", "no-network", "public", "allowlist")
     if mode is None:
@@ -94,10 +94,10 @@ def read_network(table: TomlTable) -> Network | None:
 
 
 def inside(root: Path, path: Path) -> Path:
-    """Returns ``path``, whose target is read or copied into a sandbox.
+    """Returns ``path`` after checking that it resolves to a location inside the task.
 
     Raises:
-        ConfigError: it leads out of the task.
+        ConfigError: a symlink points outside the task.
     """
     if not path.resolve().is_relative_to(root.resolve()):
         raise ConfigError(f"{path}: is a link out of the task, to {path.resolve()}; copy the file into the task")
@@ -105,7 +105,7 @@ def inside(root: Path, path: Path) -> Path:
 
 
 def _refuse(table: TomlTable, directory: Path) -> None:
-    """Refuses settings that a single container without root cannot provide."""
+    """Rejects settings that a single rootless container cannot provide."""
     for name in COMPOSE:
         if (directory / name).is_file():
             raise ConfigError(f"{directory / name}: tasks of several services cannot run here; leave this task out")

@@ -25,7 +25,7 @@ SCRIPT = "solve.sh"
 
 
 async def solve(task: Task, sandbox: Sandbox) -> ExecResult:
-    """Uploads the solution of a task or of a step and runs it in the work directory.
+    """Uploads the solution of a task or step and runs it in the working directory.
 
     Raises:
         ConfigError: the task has no solution.
@@ -102,10 +102,10 @@ FORMAT: TaskFormat = HarborFormat()
 
 
 def find_tasks(source: str, base: Path) -> list[str]:
-    """Returns the task directories that a path or a pattern names.
+    """Returns the task directories that match a path or glob pattern.
 
     Raises:
-        ConfigError: no task matches, or a task has another format.
+        ConfigError: no task matches, or a directory has another task format.
     """
     pattern = str(base / os.path.expanduser(os.path.expandvars(source)))
     matches = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
@@ -131,7 +131,6 @@ def _is_task(directory: str) -> bool:
 
 
 def _image(task: Task) -> ImageRequest:
-    """Returns the image of an environment."""
     data = HarborData.of(task)
     dockerfile = Path(data.dockerfile) if data.dockerfile else None
     request = ImageRequest(task.image, data.base, dockerfile, path=task.path)

@@ -1,8 +1,8 @@
-"""Selects the tests and solution files of a Harbor task: all files that no ``.harborignore`` excludes.
+"""Selects the test and solution files of a Harbor task: all files that no ``.harborignore`` excludes.
 
-As in Harbor (0.25), ``tests/``, ``solution/``, those of a step, and all directories below may contain such a file. Its
-lines have the syntax of ``.gitignore``, relative to its directory. The deepest file decides. Excluded files are neither
-uploaded nor required. A ``.harborignore`` itself is always excluded.
+As in Harbor (0.25), ``tests/`` and ``solution/`` of a task or step, and all directories below, may contain such a file.
+Its lines use ``.gitignore`` syntax, relative to its directory. The deepest file takes precedence. Excluded files are
+neither uploaded nor required. A ``.harborignore`` itself is always excluded.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _HOMES = ("tests", "solution")
 
 
 class TaskFiles:
-    """The files of one task directory."""
+    """Selects files of one task directory by its ``.harborignore`` files."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
         self._rules: dict[Path, _Rules | None] = {}
 
     def excludes(self, path: Path) -> bool:
-        """Returns whether ``path``, or the target of a link, is excluded.
+        """Returns whether ``path``, or the target of a symlink, is excluded.
 
         Raises:
             ConfigError: a ``.harborignore`` cannot be read, or matching this path takes too long.
@@ -45,7 +45,7 @@ class TaskFiles:
         return self._left_out(path) or (real.is_relative_to(self.root.resolve()) and self._left_out(real))
 
     def require(self, path: Path) -> Path:
-        """Returns ``path``.
+        """Returns ``path`` after checking that it is not excluded.
 
         Raises:
             ConfigError: it is excluded, but the task needs it.
@@ -55,7 +55,7 @@ class TaskFiles:
         return path
 
     def copy(self, source: Path, target: Path) -> None:
-        """Copies the files of a directory that are not excluded into ``target``, links as links."""
+        """Copies the non-excluded files of a directory into ``target``. Symlinks stay symlinks."""
 
         def left_out(directory: str, names: list[str]) -> list[str]:
             return [name for name in names if self.excludes(Path(directory, name))]
@@ -86,7 +86,7 @@ class TaskFiles:
         return False
 
     def _last_word(self, above: list[Path], path: Path) -> bool:
-        """Returns whether the rules of the directories above exclude ``place`` itself."""
+        """Returns whether the rules in the directories above exclude ``path`` itself."""
         for directory in reversed(above):
             rules = self._rules_in(directory)
             if rules is None:
@@ -111,7 +111,7 @@ class TaskFiles:
             raise ConfigError(f"{file}: is a link out of the task, to {file.resolve()}; copy the file into the task")
         from pathspec import GitIgnoreSpec
 
-        # Git treats three asterisks as one. A regular expression would try each of them, which is slow.
+        # Git treats ``***`` like ``*``. A regular expression would backtrack over each asterisk, which is slow.
         lines = [re.sub(r"\*{3,}", "*", line) for line in read_text(file).splitlines()]
         if sum(map(len, lines)) > MAX_PATTERN_CHARACTERS:
             raise ConfigError(f"{file}: more than {MAX_PATTERN_CHARACTERS} characters; write fewer patterns")

@@ -6,8 +6,8 @@
            or, with [[steps]], steps/NAME/{instruction.md, tests/, solution/, workdir/}
 
 Fields for the verifier, the image store, ``prepare`` or the oracle are in :class:`.data.HarborData`. The author's
-``[metadata]`` becomes the task's. Keys that Harbor ignores are ignored. Settings that a cluster cannot provide are
-refused.
+``[metadata]`` becomes the task's metadata. Keys that Harbor ignores are ignored. Settings that a cluster cannot provide
+are rejected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megaflow_hpc.types import Task
 NEWEST_SCHEMA = (1, 4)
 """Newest supported schema version of task.toml."""
 DEFAULT_AGENT_TIMEOUT_S = 900.0
-"""Default agent timeout in seconds. Harbor has none, but a rollout must end."""
+"""Default agent timeout in seconds. Harbor has none, but a rollout needs a limit."""
 
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _STEP = re.compile(r"[^<>:\"/\\|?*\x00-\x1f\x7f]{0,254}[^<>:\"/\\|?*\x00-\x1f\x7f. ]")
@@ -43,7 +43,7 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
 
     Args:
         path: the directory.
-        dockerfiles: reads and caches its Dockerfiles.
+        dockerfiles: reads and caches the task's Dockerfiles.
 
     Raises:
         ConfigError: names the file, the line if known, the value and the remedy.
@@ -90,7 +90,7 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
 
 
 def read_instruction(root: Path, home: Path) -> str:
-    """Reads ``instruction.md`` without the canary lines at its top, by which benchmarks detect training data."""
+    """Reads ``instruction.md`` without its leading canary lines, which help detect benchmarks in training data."""
     file = home / "instruction.md"
     if not file.is_file():
         raise ConfigError(f"{file}: missing; a Harbor task needs an instruction")
@@ -108,7 +108,7 @@ def read_instruction(root: Path, home: Path) -> str:
 
 
 def read_healthcheck(table: TomlTable) -> Healthcheck:
-    """Reads the table's ``[healthcheck]``; a missing one has no command."""
+    """Reads the table's ``[healthcheck]``. If it is missing, the result has an empty command."""
     check = table.table("healthcheck")
     if not check:
         return Healthcheck()
@@ -138,7 +138,7 @@ def _check_version(toml: TomlTable) -> None:
 def _read_steps(
     toml: TomlTable, steps: list[TomlTable], root: Path, environment: Task, dockerfiles: Dockerfiles
 ) -> list[HarborStep]:
-    """Returns the values of each step; steps.py makes tasks of them."""
+    """Reads the fields of each step. steps.py turns them into tasks."""
     steps_read: list[HarborStep] = []
     for step in steps:
         name = step.text("name")
@@ -169,7 +169,7 @@ def _read_steps(
 
 
 def _min_reward(step: TomlTable) -> dict[str, float]:
-    """Returns the minimum by reward name; a bare number is for ``reward``."""
+    """Returns minimum rewards by name. A bare number applies to ``reward``."""
     value = step.data.get("min_reward")
     if value is None:
         return {}

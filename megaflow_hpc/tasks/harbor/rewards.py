@@ -1,4 +1,4 @@
-"""Reads and checks reward files from a directory on the host, in which the sandbox may have written anything."""
+"""Reads and validates reward files from a host directory to which the sandbox may have written anything."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from megaflow_hpc.tasks.formats import MAX_REWARD
 from megaflow_hpc.types import Artifact, Verdict
 
 MAX_REWARD_BYTES = 65536
-"""Maximum bytes of a reward file."""
+"""Maximum size of a reward file in bytes."""
 MAX_REWARD_COUNT = 64
 MAX_NAME_LENGTH = 100
-"""Maximum characters of a reward's name, because each name becomes a column of every trajectory."""
+"""Maximum length of a reward name in characters, because each name becomes a column of every trajectory."""
 
 REWARD_FILES = ("reward.json", "reward.txt")
-"""Reward files in Harbor's order."""
+"""Reward files in Harbor's order of precedence."""
 
 LOGS_LIMIT = 1 << 20
 MOST_LOGS = 64
 MAX_LOG_ENTRIES = 10_000
-"""Maximum entries of ``/logs/verifier`` to look at."""
+"""Maximum number of entries of ``/logs/verifier`` to inspect."""
 
 
 def read_rewards(logs: Path) -> dict[str, float]:
-    """Reads the named rewards of ``/logs/verifier``.
+    """Reads the named rewards from ``/logs/verifier``.
 
     Raises:
         ValueError: the reward is missing or not a finite number, or the two files disagree.
@@ -51,7 +51,7 @@ def read_rewards(logs: Path) -> dict[str, float]:
 
 
 def read_logs(logs: Path) -> list[Artifact]:
-    """Reads the other small plain files that the tests left in ``/logs/verifier``."""
+    """Reads the remaining small regular files in ``/logs/verifier``."""
     artifacts: list[Artifact] = []
     left = LOGS_LIMIT
     with contextlib.suppress(ValueError), _open_logs(logs) as directory:
@@ -69,7 +69,7 @@ def read_logs(logs: Path) -> list[Artifact]:
 
 @contextlib.contextmanager
 def _open_logs(logs: Path) -> Iterator[int]:
-    """Opens the directory, even if the tests have changed its mode."""
+    """Opens the log directory, even if the tests have changed its mode."""
     try:
         directory = open_directory(str(logs))
     except OSError as error:
@@ -84,10 +84,10 @@ def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
     """Reads a regular file; returns ``None`` if it is missing.
 
     Raises:
-        ValueError: it is larger than ``limit`` bytes, a link, a pipe or a device, or cannot be read.
+        ValueError: it is larger than ``limit`` bytes, is a symlink, FIFO or device, or cannot be read.
     """
     try:
-        # O_NONBLOCK: opening a pipe must not block.
+        # O_NONBLOCK: opening a FIFO must not block.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(name, flags, dir_fd=directory)
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
 
 
 def parse_rewards(name: str, text: str) -> dict[str, float]:
-    """Parses a reward file's text to named rewards; a bare number is called ``reward``."""
+    """Parses a reward file into named rewards. A bare number is named ``reward``."""
     if not text.strip():
         raise ValueError(f"{name} is empty; expected a number")
     if name.endswith(".txt"):
@@ -138,7 +138,7 @@ def parse_rewards(name: str, text: str) -> dict[str, float]:
 
 
 class _DuplicateKey(Exception):
-    """A JSON object has a key twice, so different readers could see different rewards."""
+    """A JSON object has a duplicate key, so parsers could disagree on the reward."""
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -153,7 +153,7 @@ def _number(name: str, key: str, number: object) -> float:
     if not isinstance(number, int | float):
         message = (
             repr(number[:80]) if isinstance(number, str) else f"a {type(number).__name__}"
-        )  # do not print the content of a list
+        )  # do not print the contents of a list
         raise ValueError(f"{name}: {key} is {message}; expected a finite number")
     if isinstance(number, float) and math.isnan(number):
         raise ValueError(f"{name}: {key} is nan; expected a finite number")

@@ -1,4 +1,4 @@
-"""Writes a small but complete Harbor task as a starting point."""
+"""Writes a minimal but complete Harbor task as a starting point."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEMPLATE = Path(__file__).parent / "template"
 
 
 def start(name: str, directory: Path) -> Path:
-    """Writes a task directory ``directory/NAME``; returns its path.
+    """Writes a task directory ``directory/NAME`` and returns its path.
 
     Raises:
         ConfigError: the name is not a valid task id, or the directory exists already.

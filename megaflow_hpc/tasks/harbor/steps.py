@@ -1,6 +1,6 @@
-"""Steps of a multi-step Harbor task: they run in order in one sandbox, each with an agent run and a verdict.
+"""Steps of a multi-step Harbor task. They run in order in one sandbox, each with its own agent run and verdict.
 
-A step is an ordinary :class:`Task`, so agents and the verifier need no code for steps.
+A step is an ordinary :class:`Task`, so agents and the verifier need no special handling.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SETUP_TIMEOUT_S = 600.0
 
 
 def steps_of(task: Task) -> list[Task]:
-    """Returns one task per step, in order. A task without steps is its own only step."""
+    """Returns one task per step, in order. A task without steps is its own single step."""
     data = HarborData.of(task)
     if not data.steps:
         return [task]
@@ -40,7 +40,7 @@ def steps_of(task: Task) -> list[Task]:
 
 
 def step_name(step: Task) -> str:
-    """Returns the step's name; empty for a task without steps."""
+    """Returns the step's name. Empty for a task without steps."""
     harbor_step = HarborData.of(step).step
     return harbor_step.name if harbor_step else ""
 
@@ -70,7 +70,7 @@ async def begin_step(task: Task, sandbox: Sandbox) -> None:
 
 
 def may_continue(task: Task, verdict: Verdict) -> bool:
-    """Returns whether the next step may begin: no reward is below the step's ``min_reward``."""
+    """Returns whether every reward reaches the step's ``min_reward``, so that the next step may run."""
     step = HarborData.of(task).step
     least = step.min_reward if step else {}
     unnamed = 0.0 if verdict.error else float("-inf")
@@ -78,10 +78,10 @@ def may_continue(task: Task, verdict: Verdict) -> bool:
 
 
 def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
-    """Combines the verdicts of the steps that ran into one verdict for the task.
+    """Combines the verdicts of the completed steps into one verdict for the task.
 
-    ``mean``: the mean of each named reward over these steps; a reward that a step does not name counts as 0. ``final``:
-    the rewards of the last step that ran. A step whose verifier failed has reward 0.
+    ``mean``: the mean of each named reward over these steps. A reward that a step does not report counts as 0.
+    ``final``: the rewards of the last completed step. A step whose verifier failed has reward 0.
     """
     if len(verdicts) == 1 and not verdicts[0].name:
         return verdicts[0].verdict
@@ -97,12 +97,12 @@ def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
 
 
 async def wait_healthy(who: str, sandbox: Sandbox, check: Healthcheck) -> None:
-    """Runs the check's command until it succeeds. Failures within the start period do not count.
+    """Runs the health check until it succeeds. Failures within the start period do not count.
 
     Args:
-        who: name of the task or step for the message.
+        who: name of the task or step, for the error message.
         sandbox: the sandbox to check.
-        check: the check; without a command, returns at once.
+        check: the health check. If its command is empty, returns immediately.
 
     Raises:
         SetupError: it failed ``retries`` times.

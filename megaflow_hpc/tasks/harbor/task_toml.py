@@ -1,8 +1,8 @@
-"""Reads a ``task.toml`` table by table. Errors name the line.
+"""Reads a ``task.toml`` table by table. Errors include the line number.
 
-Also resolves templates such as ``${NAME}`` in environment variables. Tasks are untrusted, so they can read only those
-variables that the user allows, and not, for example, the user's cloud key. Such a value goes only to a verifier in a
-separate sandbox, because programs of an agent that ran in the same sandbox could read the tests' variables.
+Also expands templates such as ``${NAME}`` in environment variables. Tasks are untrusted, so they can read only the
+variables that the user allows, and not, for example, cloud credentials. Such values are passed only to a verifier in a
+separate sandbox. In a shared sandbox, the agent's programs could read the tests' environment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError
 
 ALLOWED_VARIABLES = "MEGAFLOW_TASK_ENV"
-"""Environment variable with a comma-separated list of the variables that ``${NAME}`` in a task may read."""
+"""Environment variable with a comma-separated allowlist of the variables that ``${NAME}`` in a task may read."""
 
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _SIZES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
@@ -28,7 +28,7 @@ def read_text(path: Path) -> str:
     """Reads a file as UTF-8.
 
     Raises:
-        ConfigError: names the file.
+        ConfigError: the file cannot be read; the message names it.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def read_toml(path: Path) -> TomlTable:
     """Reads the root table of a file.
 
     Raises:
-        ConfigError: the file is missing or not TOML.
+        ConfigError: the file is missing or is not valid TOML.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: missing; a Harbor task is a directory with task.toml, instruction.md and tests/")
@@ -49,19 +49,19 @@ def read_toml(path: Path) -> TomlTable:
         data = tomllib.loads(text)
     except RecursionError:
         raise ConfigError(f"{path}:{_deepest(text)}: not valid TOML: nested too deeply") from None
-    except ValueError as error:  # also raised for a number with thousands of digits
+    except ValueError as error:  # also raised for integers with thousands of digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     return TomlTable(path, data, text.splitlines())
 
 
 def _deepest(text: str) -> int:
-    """Returns the line that opens the most lists and tables."""
+    """Returns the number of the line with the most opening brackets."""
     return max(enumerate(text.splitlines(), 1), key=lambda line: line[1].count("[") + line[1].count("{"))[0]
 
 
 @dataclass(frozen=True)
 class TomlTable:
-    """One table in the lines from ``begin`` to ``end``. ``name`` is dotted, and empty for the root."""
+    """One table, on the lines ``begin`` to ``end``. ``name`` is the dotted key; empty for the root table."""
 
     path: Path
     data: dict[str, Any]
@@ -77,7 +77,7 @@ class TomlTable:
         return key in self.data
 
     def error(self, key: str, value: Any, expected: str) -> ConfigError:
-        """Returns an error that names the file, the line of ``key``, its value and the expected value."""
+        """Returns an error that names the file, the line of ``key``, its value and what was expected."""
         line = self._line(self.name, key)
         location = f"{self.path}:{line}" if line else str(self.path)
         return ConfigError(
@@ -102,20 +102,20 @@ class TomlTable:
     # --- tables -------------------------------------------------------------------------------------------------
 
     def table(self, key: str) -> TomlTable:
-        """Returns the table ``key``, empty if it is missing."""
+        """Returns the table ``key``. Empty if it is missing."""
         value = self.data.get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, value, "a table")
         return TomlTable(self.path, value, self.lines, self._dotted(key), self.begin, self.end)
 
     def tables(self, key: str) -> list[TomlTable]:
-        """Returns an array of tables, each with its own lines."""
+        """Returns an array of tables, each with its own line range."""
         values = self.data.get(key) or []
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
             raise self.error(key, values, f"[[{self._dotted(key)}]] tables")
         header = re.compile(rf"\s*\[\[\s*{re.escape(self._dotted(key))}\s*\]\]")
         starts = [n for n, line in enumerate(self.lines[: self.end]) if n >= self.begin and header.match(line)]
-        if len(starts) != len(values):  # written inline
+        if len(starts) != len(values):  # inline tables
             return [
                 TomlTable(self.path, value, self.lines, self._dotted(key), self.begin, self.end) for value in values
             ]
@@ -131,7 +131,7 @@ class TomlTable:
     # --- values -------------------------------------------------------------------------------------------------
 
     def text(self, key: str) -> str | None:
-        """Returns a nonempty text. Here and below, ``None`` means that the key is missing."""
+        """Returns a nonempty string. Like the methods below, returns ``None`` if the key is missing."""
         value = self.data.get(key)
         if value is None:
             return None
@@ -147,7 +147,7 @@ class TomlTable:
         return value
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """Returns a number above 0, in the unit that the key names."""
+        """Returns a positive number, in the unit that the key's name states."""
         value = self.data.get(key)
         if value is None:
             return default
@@ -156,7 +156,7 @@ class TomlTable:
         return float(value)
 
     def user(self, key: str = "user") -> str | None:
-        """Returns a user's name or uid as text."""
+        """Returns a user name or uid as a string."""
         value = self.data.get(key)
         if value is None or (isinstance(value, str | int) and not isinstance(value, bool)):
             return None if value is None else str(value)
@@ -170,7 +170,7 @@ class TomlTable:
         return value
 
     def size_mb(self, key: str, old_key: str) -> int | None:
-        """Returns a size in MB, from ``memory_mb = 2048`` or the older ``memory = "2G"``."""
+        """Returns a size in MB, from ``memory_mb = 2048`` or the legacy form ``memory = "2G"``."""
         number = self.number(key)
         if number is not None:
             return int(number)
@@ -183,10 +183,10 @@ class TomlTable:
         return int(float(match[1]) * _SIZES[match[2].upper()])
 
     def variables(self, key: str, passed: set[str] | None = None) -> dict[str, str]:
-        """Returns environment variables with ``${NAME}`` and ``${NAME:-default}`` resolved.
+        """Returns environment variables with ``${NAME}`` and ``${NAME:-default}`` expanded.
 
         Args:
-            passed: set to which values of the user's variables are added; ``None`` if none may be used.
+            passed: set that collects the values of the user's variables that are used. ``None`` forbids their use.
         """
         table = self.table(key)
         values: dict[str, str] = {}

@@ -1,15 +1,17 @@
 """Runs a Harbor task's tests in a container that the agent cannot have tampered with.
 
-Harbor's contract: ``tests/`` is mounted at ``/tests``, ``test.sh`` runs in the work directory, and the reward is in
-``/logs/verifier/reward.json`` or ``reward.txt``. If both files exist, they must agree. A failing test gives a reward. A
-verifier that writes no reward is an error, which also gives reward 0. There are three modes (docs/how-to/tasks.md lists
-the attacks that each prevents):
+Harbor's contract: ``tests/`` is mounted at ``/tests``, ``test.sh`` runs in the working directory, and the reward is in
+``/logs/verifier/reward.json`` or ``reward.txt``. If both files exist, they must agree. Failing tests still produce a
+reward. If the verifier writes no reward, the verdict has an error and reward 0. There are three modes
+(docs/how-to/tasks.md lists the attacks that each prevents):
 
 - *fresh*: the agent's sandbox, with every process killed and a new container. ``/tests`` and ``/logs/verifier`` are new
-  directories of the host, mounted over anything that the agent created there. Of the agent's changes, only those in the
-  work directory and at declared artifacts remain. No program of the agent copies the tests in or the reward out.
-- *shared*: the same, but files that the agent added outside the system directories remain too (:mod:`..judged_layer`).
-- *separate*, if the task asks for it: a sandbox of another image, which gets only the declared artifacts.
+  host directories, mounted over anything that the agent created there. Of the agent's changes, only those in the
+  working directory and the declared artifacts are kept. None of the agent's programs is involved in copying tests in or
+  rewards out.
+- *shared*: like *fresh*, but also keeps files that the agent added outside the system directories
+  (:mod:`..judged_layer`).
+- *separate*, if the task asks for it: another sandbox with its own image, which receives only the declared artifacts.
 """
 
 from __future__ import annotations
@@ -42,17 +44,17 @@ from megaflow_hpc.types import Network, Task, Verdict
 _SHELL = (
     'for b in /bin/bash /usr/bin/bash; do [ -x "$b" ] && exec "$b" /tests/test.sh; done; exec /bin/sh /tests/test.sh'
 )
-"""Starts bash without PATH, because an image's PATH may name directories that the agent filled."""
+"""Starts bash without using PATH, because an image's PATH may include directories that the agent can write to."""
 
 
 async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool) -> Verdict:
-    """Collects the artifacts and runs the tests of a task or of a step. The agent must have ended.
+    """Collects the artifacts and runs the tests of a task or step. The agent must have ended.
 
     Args:
         task: the task or step.
         sandbox: the agent's sandbox.
-        context: settings of the verification.
-        stay: restore the agent's container without tests and rewards, because the sandbox is used again.
+        context: how to verify.
+        stay: restore the agent's container afterwards, without tests and rewards, because the sandbox will be reused.
 
     Raises:
         SandboxError: a sandbox was lost. Errors of tests and rewards are in the verdict's ``error``.
@@ -65,7 +67,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
         try:
             await run_hooks(task, sandbox)
             collected = await collect(task, sandbox, folder)
-        except LimitError as error:  # the agent's programs used up a limit, which starts again for the tests
+        except LimitError as error:  # the agent's programs exceeded a limit, which is reset for the tests
             collected = [Collected(entry.source, entry.source, error=str(error)) for entry in entries_of(task)]
         artifacts = to_artifacts(collected, prefix)
         if data.verifier.environment:
@@ -75,16 +77,16 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
                 check_fresh(task)
             verdict = await _judge(task, sandbox, context, [] if context.as_left else _kept(task), stay=stay)
     finally:
-        await asyncio.to_thread(remove_tree, folder, ignore_errors=True)  # the pod's cleanup removes leftovers
+        await asyncio.to_thread(remove_tree, folder, ignore_errors=True)  # the pod's cleanup removes what is left
     logs = [replace(log, name=prefix + log.name) for log in verdict.artifacts]
     return Mask(data.verifier.secrets).verdict(replace(verdict, artifacts=[*artifacts, *logs]))
 
 
 def check_fresh(task: Task) -> None:
-    """Checks that verification ``fresh`` keeps some of the agent's changes.
+    """Checks that verification ``fresh`` has something of the agent's work to keep.
 
     Raises:
-        ConfigError: the task has neither a work directory nor artifacts.
+        ConfigError: the task has neither a working directory nor artifacts.
     """
     if os.path.normpath(task.workdir or "/") == "/" and not HarborData.of(task).artifacts:
         raise ConfigError(
@@ -103,7 +105,7 @@ async def _judge_elsewhere(
     def restore(paths: LayerPaths) -> None:
         upperdir.restore(paths.upper, paths.image, _kept(task))
 
-    await sandbox.end_processes(restore if stay else None)  # keep its files, because the verification may be repeated
+    await sandbox.end_processes(restore if stay else None)  # keeps the files for a retry
     other = await context.start(environment)
     try:
         problems = await carry(collected, other)
@@ -171,8 +173,8 @@ def _kept(task: Task) -> list[str]:
 
 
 def _command(sources: Sequence[Path]) -> list[str]:
-    """Returns the command of the tests. The image's shell runs shell scripts; other scripts, and those in a verifier's
-    own image, run by their first line."""
+    """Returns the command that runs the tests. Shell scripts, and a verifier image's own tests, are run by the
+    image's shell. Other scripts are run by their shebang line."""
     script = next((path / "test.sh" for path in reversed(sources) if (path / "test.sh").is_file()), None)
     if script is not None:
         with open(script, "rb") as file:
@@ -187,7 +189,7 @@ def _command(sources: Sequence[Path]) -> list[str]:
 
 
 def _lay_out(home: Path, sources: Sequence[Path], files: TaskFiles) -> None:
-    """Creates ``tests`` and ``logs`` below ``home``. Files of later sources replace earlier ones of the same name."""
+    """Creates ``tests`` and ``logs`` below ``home``. Later sources overwrite files of the same name."""
     remove_tree(home)
     for directory in (home, home / "tests", home / "logs"):
         directory.mkdir(mode=0o755, parents=True)

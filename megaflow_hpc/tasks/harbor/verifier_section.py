@@ -1,4 +1,4 @@
-"""Reads the verification of a Harbor task: ``[verifier]``, artifacts, and the directories of tests and solution."""
+"""Reads a Harbor task's verification settings: ``[verifier]``, artifacts, and the test and solution directories."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SCRIPT = "test.sh"
 def read_judging(
     toml: TomlTable, root: Path, environment: Task, dockerfiles: Dockerfiles, step: TomlTable | None = None
 ) -> Judging:
-    """Returns how a task or a step is verified.
+    """Reads how a task or step is verified.
 
     Args:
         toml: the task's root table.
-        environment: the agent's environment; a separate verifier without its own image uses the same image.
-        step: the ``[[steps]]`` table of a step.
+        environment: the agent's environment. A separate verifier without its own image uses the same image.
+        step: the step's ``[[steps]]`` table, if reading a step.
 
     Raises:
         ConfigError: names file, line, value and remedy.
@@ -63,7 +63,7 @@ def read_judging(
 
 
 def _read_rules(sections: list[TomlTable], passed: set[str] | None) -> VerifierRules:
-    """Returns the task's values, overridden by the step's."""
+    """Returns the task's ``[verifier]`` values, overridden by the step's."""
     rules = VerifierRules()
     for section in sections:
         network = rules.network
@@ -104,8 +104,8 @@ def _read_separate(
     dockerfiles: Dockerfiles,
     passed: set[str],
 ) -> _Separate | None:
-    """Returns the verifier's own environment; ``None`` if it is the agent's. The innermost level with a setting
-    decides."""
+    """Returns the verifier's own environment, or ``None`` if it shares the agent's. The innermost level that sets it
+    wins."""
     separate = False
     for table in levels:
         mode = table.choice("environment_mode", "shared", "separate")
@@ -126,7 +126,7 @@ def _read_separate(
             return _Separate(read_environment(chosen, directory, root, dockerfiles, passed), bundled=True)
     if own is None or not own:
         return _Separate(replace(environment, user=None))
-    # its own limits and variables with the agent's image
+    # the agent's image with the verifier's own limits and variables
     merged = TomlTable(own.path, {**own.data, "docker_image": environment.image}, own.lines, own.name)
     verifier = read_environment(merged, root / "environment", root, dockerfiles, passed)
     agents, data = HarborData.of(environment), HarborData.of(verifier)
@@ -136,7 +136,7 @@ def _read_separate(
 
 
 def _read_artifacts(table: TomlTable) -> list[DeclaredArtifact]:
-    """Reads ``artifacts = ["/path", {source =, destination =, exclude = []}]``."""
+    """Reads the table's ``artifacts``: paths, or tables with ``source``, ``destination`` and ``exclude``."""
     entries = table.data.get("artifacts") or []
     if not isinstance(entries, list):
         raise table.error("artifacts", entries, "a list")

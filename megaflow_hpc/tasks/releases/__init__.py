@@ -1,6 +1,6 @@
-"""Makes Harbor tasks from real bugs, for ``tasks build``.
+"""Builds Harbor tasks from real bugs, for ``tasks build``.
 
-``tasks`` reads a file of bugs. ``sdists`` fetches and compares the source distributions of the buggy and the fixed
-release, by ``fetch`` in a child process. The result is task directories and the image that they share (``image``). Only
-the command line calls this package.
+``bugs`` reads a file of bugs. ``sdists`` downloads and compares the source distributions of the buggy and the fixed
+release, using ``fetch`` in a child process. ``tasks`` writes task directories, and ``image`` builds the image that they
+share. Only the command line uses this package.
 """

@@ -1,4 +1,5 @@
-"""Reads the bugs of ``tasks build``: a short YAML file that names two releases of a package, a buggy and a fixed one.
+"""Reads the bug file of ``tasks build``. For each bug, this short YAML file names a buggy and a fixed release of a
+package.
 
 ``launchers/bugs.yaml`` is an example; docs/how-to/real-bugs.md explains it.
 """
@@ -19,7 +20,7 @@ from megaflow_hpc.tasks.releases.sdists import Release
 
 
 class Bug(Section):
-    """One defect of a released package."""
+    """A defect in a released package."""
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The task's id."""
@@ -30,17 +31,17 @@ class Bug(Section):
     fixed: str
     """Release without the defect."""
     kind: str = Field(pattern=r"^[a-z][a-z -]*$")
-    """Kind of defect: parsing, arithmetic, state, …"""
+    """Kind of defect, such as parsing, arithmetic or state."""
     changelog: str = Field(min_length=1)
-    """The line of the package's changelog that names the defect."""
+    """Changelog entry of the package that describes the defect."""
     failing: tuple[str, ...] = Field(min_length=1)
-    """Ids of tests of the fixed release that fail on the buggy one."""
+    """Ids of tests of the fixed release that fail on the buggy release."""
     passing: tuple[str, ...] = Field(min_length=1)
-    """Ids (also files or directories) of tests that pass on both."""
+    """Ids of tests, files or directories that pass on both releases."""
     requires: tuple[str, ...] = ()
-    """Packages that the tests import, as requirements for pip."""
+    """Packages that the tests import, as pip requirements."""
     issue: str = Field(min_length=1)
-    """The bug report for the agent. It describes the problem, but not where or how to fix it."""
+    """Bug report shown to the agent. It describes the problem, but not where or how to fix it."""
 
     @field_validator("buggy", "fixed", mode="before")
     @classmethod
@@ -67,9 +68,9 @@ class BugFile(Section):
     """A list of bugs and the image in which their tests run."""
 
     image: str = Field("megaflow-bugs", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the image in the tasks."""
+    """Name by which the tasks refer to the image."""
     requires: tuple[str, ...] = ("pytest>=8,<9",)
-    """Requirements of every task. pytest 9 reports subtests as separate tests."""
+    """Requirements of all tasks. pytest 9 reports subtests as separate tests."""
     bugs: tuple[Bug, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -82,7 +83,7 @@ class BugFile(Section):
 
 
 def read_bugs(path: str | os.PathLike[str]) -> tuple[BugFile, Callable[[str], str]]:
-    """Reads a bug file. The returned function maps a bug's id to ``file:line``.
+    """Reads a bug file. Returns its content and a function that maps a bug's id to ``file:line``.
 
     Raises:
         ConfigError: names file, line, value and remedy.

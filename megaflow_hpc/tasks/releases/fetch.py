@@ -1,11 +1,11 @@
 """Downloads source distributions with pip's configuration, without building them. Runs as a script.
 
-``pip download`` of a source distribution also runs its build back end in a fresh environment. This takes seconds, and
-fails for old back ends. pip has no option to fetch just the file. So this script uses internals of pip's ``download``
-command, with the user's indexes, credentials, certificates and proxies. If these internals have changed (exit status
-:data:`CHANGED`), :mod:`~megaflow_hpc.tasks.releases.sdists` falls back on ``pip download``.
+``pip download`` of a source distribution also runs its build backend in a fresh environment. That takes seconds, and
+fails for old backends. pip has no option to download only the file. So this script uses the internals of pip's
+``download`` command, which respect the user's indexes, credentials, certificates and proxies. If these internals have
+changed (exit status :data:`CHANGED`), :mod:`~megaflow_hpc.tasks.releases.sdists` falls back to ``pip download``.
 
-``python sdist_fetch.py -d DIR NAME==VERSION…`` prints one JSON line per argument: ``[argument, file name or null]``.
+``python fetch.py -d DIR NAME==VERSION…`` prints one JSON line per argument: ``[argument, file name or null]``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHANGED = 90
 
 
 def main() -> int:
-    """Downloads like ``pip download``; returns its exit status, or ``CHANGED`` if pip's internals have changed."""
+    """Downloads like ``pip download``. Returns pip's exit status, or ``CHANGED`` if pip's internals have changed."""
     try:
         from pip._internal.commands.download import DownloadCommand
         from pip._vendor.packaging.specifiers import SpecifierSet

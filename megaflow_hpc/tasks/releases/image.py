@@ -1,7 +1,7 @@
-"""The shared image of tasks made from bugs: a base image, pytest, and the packages that their tests import.
+"""Builds the shared image of tasks made from bugs: a base image, pytest, and the packages that the tests import.
 
-It is built without network from wheels, which are downloaded for the base image's Python. So the build does not need
-the host's pip settings, credentials and certificates. A stamp next to the SIF records the inputs of the build.
+The build uses downloaded wheels for the base image's Python and needs no network. So it does not need the host's pip
+settings, credentials or certificates. A stamp file next to the SIF records the inputs of the build.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ python3 /opt/wheels/{pip}/pip install --no-index --find-links /opt/wheels --no-c
     --break-system-packages --root-user-action=ignore --ignore-installed -- "$@"
 rm -rf /opt/wheels
 """
-"""Runs in the image. The requirements are its arguments, never part of its text, because they come from a file."""
+"""Shell script that runs in the image. Requirements are passed as arguments, never interpolated, because they come
+from a file."""
 
 
 def requirements(content: BugFile, bugs: Iterable[Bug]) -> list[str]:
-    """Returns all requirements of the image, without duplicates."""
+    """Returns the image's requirements without duplicates."""
     return list(dict.fromkeys([*content.requires, *(need for bug in bugs for need in bug.requires)]))
 
 
 def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bool:
-    """Builds the shared image over ``base`` (a SIF or an unpacked directory). Returns false if it already exists.
+    """Builds the shared image on top of ``base`` (a SIF or an unpacked directory). Returns False if it is up to date.
 
-    It contains the requirements of every bug in the file, so its content does not depend on ``--only``.
+    The image contains the requirements of all bugs in the file, regardless of ``--only``.
     """
     if not base.exists():
         recipe = resource("containers/task-base.def")
@@ -88,7 +89,7 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
 
 
 def under_test(content: BugFile, wheels: Iterable[str]) -> list[str]:
-    """Returns the packages with a bug that are among the wheels, from which an agent could copy the fix."""
+    """Returns the packages under test that are among the wheels. An agent could copy the fix from such a wheel."""
 
     def normal(name: str) -> str:
         return re.sub(r"[-_.]+", "-", name).lower()
@@ -98,8 +99,8 @@ def under_test(content: BugFile, wheels: Iterable[str]) -> list[str]:
 
 
 def _python_of(apptainer: str, image: Path) -> tuple[str, str]:
-    """Returns major and minor version of an image's ``python3``. Unpacks the image, because not every user can mount a
-    SIF."""
+    """Returns the major and minor version of an image's ``python3``. Unpacks the image, because not all users can
+    mount a SIF."""
     program = "import sys; print(*sys.version_info[:2])"
     options = ["--containall", "--cleanenv", "--no-home", *([] if image.is_dir() else ["--unsquash"])]
     command = [apptainer, "-q", "exec", *options, str(image), "python3", "-c", program]

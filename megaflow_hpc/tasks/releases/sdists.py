@@ -1,7 +1,7 @@
 """Source distributions of released packages, and the difference between two of them.
 
-The archives are cached in a directory. The running interpreter's ``pip`` fetches them, with its configured indexes,
-credentials, certificates and proxies.
+Archives are cached in a directory. They are downloaded by the running interpreter's ``pip``, which uses its configured
+indexes, credentials, certificates and proxies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megaflow_hpc.tasks.releases import fetch as sdist_fetch
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 MAX_TREE = (1 << 30, 200_000)
-"""Maximum bytes and files of an unpacked source distribution, as a defence against archive bombs."""
+"""Maximum bytes and files of an unpacked source distribution, to guard against archive bombs."""
 TEST_DIRECTORIES = {"test", "tests", "testing"}
 NOT_CODE = {
     "doc",
@@ -48,7 +48,7 @@ NOT_CODE = {
     "scripts",
     "tools",
 }
-"""Top-level directories that are not installed."""
+"""Top-level directories that belong to no installed package."""
 METADATA_FILES = {
     *("setup.py", "noxfile.py", "tasks.py", "release.py", "hatch_build.py", "_version.py", "__about__.py", "_meta.py"),
     *("__meta__.py", "__version__.py"),
@@ -60,12 +60,12 @@ COMMIT_ENV = {
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_NOSYSTEM": "1",
 }  # fmt: skip
-"""Make commits reproducible, and ignore the user's hooks, signing and line-end settings."""
+"""Environment that makes commits reproducible and ignores the user's hooks, signing and line-ending settings."""
 
 
 @dataclass(frozen=True, order=True)
 class Release:
-    """A version of a package."""
+    """A package at a specific version."""
 
     package: str
     version: str
@@ -76,12 +76,12 @@ class Release:
 
 @dataclass(frozen=True)
 class ReleasePatch:
-    """The code that changed between two releases."""
+    """The code changes between two releases."""
 
     text: bytes
-    """The patch in the format of ``git apply``."""
+    """The patch, as accepted by ``git apply``."""
     lines: int
-    """Added plus removed lines."""
+    """Number of added and removed lines."""
     files: tuple[str, ...]
 
 
@@ -105,10 +105,10 @@ def run_pip(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def fetch(releases: Iterable[Release], cache: Path) -> dict[Release, Path]:
-    """Returns the archive of each release, downloading missing ones. Releases that do not exist are left out.
+    """Returns the archive of each release, downloading missing ones. Releases that do not exist are omitted.
 
     Raises:
-        SiteError: pip could not be run, or could not reach its index.
+        SiteError: pip cannot be run or cannot reach its index.
     """
     cache.mkdir(parents=True, exist_ok=True)
     wanted = sorted(set(releases))
@@ -134,7 +134,7 @@ def _cached(release: Release, cache: Path) -> Path | None:
 
 
 def _fetch_files(releases: Sequence[Release], directory: Path) -> dict[Release, str]:
-    """Downloads into ``directory``; returns the file names. Releases that do not exist are left out."""
+    """Downloads into ``directory`` and returns the file names. Releases that do not exist are omitted."""
     if importlib.util.find_spec("pip") is not None:
         command = [sys.executable, sdist_fetch.__file__, "-d", str(directory), *map(str, releases)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -166,10 +166,11 @@ def _tail(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def fetch_wheels(requirements: Sequence[str], python: str, directory: Path) -> list[str]:
-    """Downloads wheels of ``requirements`` and their dependencies for Python ``python`` (``3.11``); returns file names.
+    """Downloads wheels of ``requirements`` and their dependencies for a Python version such as ``3.11``. Returns the
+    file names.
 
     Raises:
-        ConfigError: a requirement has no such wheel.
+        ConfigError: no matching wheel exists for a requirement.
     """
     options = ["--only-binary", ":all:", "--python-version", python, "--no-input", "-d", str(directory)]
     done = run_pip(["download", *options, "--", *requirements])
@@ -184,12 +185,12 @@ def fetch_wheels(requirements: Sequence[str], python: str, directory: Path) -> l
 
 
 def unpack(archive: Path, directory: Path, budget: Budget | None = None) -> Path:
-    """Unpacks a source distribution into ``directory``; returns the tree's root.
+    """Unpacks a source distribution into ``directory`` and returns the root of its tree.
 
     Args:
         archive: the source distribution.
         directory: the target directory.
-        budget: limit of the unpacked size; default :data:`MAX_TREE`.
+        budget: limit on the unpacked size. Default: :data:`MAX_TREE`.
     """
     budget = budget or Budget(*MAX_TREE)
     try:
@@ -220,12 +221,12 @@ def _unpack_zip(archive: Path, directory: Path, budget: Budget) -> None:
 
 
 def _harmless(parts: Parts, kind: Kind) -> bool:
-    """Allows files and directories, but no links."""
+    """Accepts files and directories, and rejects links."""
     return kind in ("file", "directory") and b"__pycache__" not in parts
 
 
 def is_test(name: str) -> bool:
-    """Returns whether a file of a source tree belongs to its tests."""
+    """Returns whether a file in a source tree belongs to the tests."""
     path = PurePosixPath(name)
     in_tests = any(part in TEST_DIRECTORIES for part in path.parts[:-1])
     return (
@@ -236,7 +237,7 @@ def is_test(name: str) -> bool:
 
 
 def is_code(name: str) -> bool:
-    """Returns whether a file is the package's own Python: not a test, document, tool, metadata or version file."""
+    """Returns whether a file is the package's own Python code: not a test, document, tool, metadata or version file."""
     path = PurePosixPath(name)
     if path.suffix not in (".py", ".pyi") or is_test(name) or path.name in METADATA_FILES:
         return False
@@ -244,14 +245,14 @@ def is_code(name: str) -> bool:
 
 
 def tree_files(root: Path) -> list[str]:
-    """Returns the relative names of all files under ``root``, except version control files and build leftovers."""
+    """Returns the relative paths of all files under ``root``, except version control files and build leftovers."""
     names = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
     skipped = {".git", "__pycache__"}
     return sorted(name.as_posix() for name in names if not skipped & set(name.parts))
 
 
 def source_root(root: Path) -> str:
-    """Returns the directory of the tree that belongs on ``PYTHONPATH``."""
+    """Returns the directory in the tree that belongs on ``PYTHONPATH``."""
     return next((name for name in ("src", "lib") if any((root / name).glob("**/*.py"))), ".")
 
 
@@ -271,7 +272,7 @@ def git(tree: Path, *arguments: str) -> bytes:
 
 
 def commit(tree: Path, message: str) -> None:
-    """Makes ``tree`` a git repository with all its files in one commit."""
+    """Turns ``tree`` into a git repository with all its files in one commit."""
     git(tree, "init", "-q", "-b", "main")
     git(tree, "config", "core.autocrlf", "false")
     git(tree, "add", "-A", "-f")
@@ -281,13 +282,13 @@ def commit(tree: Path, message: str) -> None:
 
 
 def keep_version(old: bytes, new: bytes) -> bytes:
-    """Returns ``new`` with the ``__version__`` line of ``old``, because tests compare the version with the metadata."""
+    """Returns ``new`` with the ``__version__`` line of ``old``, because tests compare it with the package metadata."""
     before = VERSION_LINE.search(old)
     return VERSION_LINE.sub(lambda _: before[0], new, count=1) if before else new
 
 
 def difference(buggy: Path, fixed: Path) -> ReleasePatch:
-    """Returns the code changes from the committed tree ``buggy`` to ``fixed``; ``buggy`` is restored."""
+    """Returns the code changes from the committed tree ``buggy`` to ``fixed``. Restores ``buggy`` afterwards."""
     old, new = ({name for name in tree_files(tree) if is_code(name)} for tree in (buggy, fixed))
     for name in old - new:
         (buggy / name).unlink()

@@ -1,7 +1,7 @@
-"""Makes tasks from real bugs: from two releases of a package, the later of which fixes a known defect.
+"""Builds tasks from real bugs. Each compares two releases of a package, the later of which fixes a known defect.
 
-A bug file names the releases and the tests (:mod:`~megaflow_hpc.tasks.releases.bugs`). It contains nothing of the
-packages: building the tasks downloads both source distributions. Each bug becomes a Harbor task directory::
+A bug file names the releases and the tests (:mod:`~megaflow_hpc.tasks.releases.bugs`). It contains no package code: the
+build downloads both source distributions. Each bug becomes a Harbor task directory::
 
     OUTPUT/<id>/
       task.toml            docker_image names the shared image; workdir /testbed
@@ -42,25 +42,25 @@ from megaflow_hpc.tasks.releases.sdists import (
 )
 
 MAX_LINES = 400
-"""Maximum lines of a fix. Releases that differ more contain more than one change."""
+"""Maximum number of changed lines in a fix. Releases that differ more contain more than one change."""
 WORKDIR = "/testbed"
 BUILD_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
-"""Names that have a meaning for readers of Harbor tasks at the top of ``environment/``."""
+"""File names at the top of ``environment/`` that Harbor treats as build instructions."""
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class BuiltTask:
-    """A task directory made from a bug."""
+    """A task directory built from a bug."""
 
     id: str
     path: Path
     bug: Bug
     lines: int
-    """Added plus removed lines of the reference patch."""
+    """Number of added and removed lines in the reference patch."""
     fresh: bool
-    """False if the directory already existed."""
+    """True if the directory was built in this run, False if it was already up to date."""
 
 
 # --- task directories -----------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class BuiltTask:
 def build_tasks(
     content: BugFile, bugs: Sequence[Bug], output: Path, cache: Path, where: Callable[[str], str], say: Progress
 ) -> list[BuiltTask]:
-    """Makes the missing task directories, each published by one rename."""
+    """Builds missing and outdated task directories, and publishes each with one rename."""
     output.mkdir(parents=True, exist_ok=True)
     fingerprints = {bug.id: fingerprint(content, bug) for bug in bugs}
     stale = [bug for bug in bugs if read_stamp(output / bug.id).get("fingerprint") != fingerprints[bug.id]]
@@ -95,15 +95,15 @@ def build_tasks(
 
 
 def fingerprint(content: BugFile, bug: Bug) -> str:
-    """Returns a digest of all inputs of a task directory, including this code. If it is unchanged, the task is up to
-    date."""
+    """Returns a digest of all inputs of a task directory, including this code. A task is up to date if its digest is
+    unchanged."""
     code = [Path(file).read_text() for file in (__file__, sdists.__file__, named_tests.__file__)]
     made_from = [content.image, bug.model_dump(mode="json"), code]
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def read_stamp(task: Path) -> dict[str, Any]:
-    """Returns ``[metadata]`` of a task directory that was built from a bug; empty without one."""
+    """Returns ``[metadata]`` of a task directory that was built from a bug. Empty if there is none."""
     try:
         metadata = tomllib.loads((task / "task.toml").read_text()).get("metadata", {})
     except (OSError, ValueError):
@@ -112,7 +112,7 @@ def read_stamp(task: Path) -> dict[str, Any]:
 
 
 def strangers(content: BugFile, output: Path) -> list[Path]:
-    """Returns the task directories in ``output`` that were built from bugs that the file no longer has."""
+    """Returns the task directories in ``output`` that were built from bugs no longer in the file."""
     ids = {bug.id for bug in content.bugs}
     return sorted(path for path in output.glob("[!.]*") if path.name not in ids and "fingerprint" in read_stamp(path))
 
@@ -165,10 +165,10 @@ def emit(content: BugFile, bug: Bug, archives: tuple[Path, Path], scratch: Path,
 
 
 def check_patch(bug: Bug, patch: ReleasePatch, where: str) -> None:
-    """Checks that a fix changes code, and is small enough for an agent to write.
+    """Checks that a fix changes code and is small enough for an agent to write.
 
     Raises:
-        ConfigError: names the bug's line in the bug file, given as ``where``.
+        ConfigError: it does not; names the bug's line in the bug file, given as ``where``.
     """
     if not patch.lines:
         raise ConfigError(
@@ -204,7 +204,7 @@ def _script(path: Path, text: str) -> None:
 
 
 def instruction(bug: Bug) -> str:
-    """Returns the instruction of a task: the issue and the place of the source."""
+    """Returns a task's instruction: the issue and the location of the source."""
     run = "python3 -m pytest -o addopts="
     return f"""\
 {bug.issue.strip()}
@@ -219,8 +219,8 @@ There is no network.
 
 
 def task_toml(image: str, bug: Bug, patch: ReleasePatch, root: str, stamp: str) -> str:
-    """Returns ``task.toml`` in Harbor's schema 1.4. It has an image and no Dockerfile, so ``environment/`` is uploaded
-    to ``workdir``."""
+    """Returns ``task.toml`` in Harbor's schema 1.4. It names an image and has no Dockerfile, so ``environment/`` is
+    uploaded to ``workdir``."""
     path = WORKDIR if root == "." else f"{WORKDIR}/{root}"
     sections: dict[str, dict[str, Any]] = {
         "metadata": {
@@ -253,5 +253,5 @@ def task_toml(image: str, bug: Bug, patch: ReleasePatch, root: str, stamp: str) 
 
 
 def _toml(value: Any) -> str:
-    """Formats a value as JSON. For strings, numbers and lists of them, JSON is valid TOML."""
+    """Formats a value as JSON, which is valid TOML for strings, numbers and lists of them."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

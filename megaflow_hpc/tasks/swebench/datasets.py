@@ -1,6 +1,6 @@
-"""The data sets of the SWE-bench family: one class for each, which converts its lines to the fields of ``Instance``.
+"""Datasets of the SWE-bench family, one class each. A class converts its dataset's lines to the fields of ``Instance``.
 
-Values are checked afterwards, in the same way for all data sets.
+Values are validated afterwards, in the same way for all datasets.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import parse_json
 
 MAX_LITERAL_BYTES = 2 << 20
-"""Longest list to parse as Python. The syntax tree needs hundreds of bytes for each byte of the text."""
+"""Maximum size of a string to parse as a Python literal. The syntax tree needs hundreds of bytes per byte of input."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a file, and its position."""
+    """One line of a file and its position."""
 
     path: Path
     number: int
@@ -38,11 +38,11 @@ class Line:
 
 
 class SweBench:
-    """SWE-bench, Verified, Lite, Multilingual and SWE-Gym: the field names are those of ``Instance``."""
+    """SWE-bench, Verified, Lite, Multilingual and SWE-Gym, whose field names ``Instance`` uses."""
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        """Returns whether a line comes from this data set."""
+        """Returns whether a line belongs to this dataset."""
         return True
 
     @classmethod
@@ -53,7 +53,7 @@ class SweBench:
             ConfigError: a field has the wrong type; names file, line, field and value.
         """
         fields = dict(raw)
-        for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):  # some releases write the names in lower case
+        for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):  # some releases use lower-case field names
             if key.lower() in raw:
                 fields[key] = raw[key.lower()]
         if image := _image(raw):
@@ -69,11 +69,11 @@ class SweBench:
 
 
 class SweRebench(SweBench):
-    """SWE-rebench: ``install_config`` holds ``test_cmd``, ``log_parser`` and ``env_vars``."""
+    """SWE-rebench: ``install_config`` contains ``test_cmd``, ``log_parser`` and ``env_vars``."""
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        """Returns whether a line comes from this data set."""
+        """Returns whether a line belongs to this dataset."""
         return bool(raw.get("install_config"))
 
     @classmethod
@@ -95,7 +95,7 @@ class SweSmith(SweBench):
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        """Returns whether a line comes from this data set."""
+        """Returns whether a line belongs to this dataset."""
         names_smith = str(raw.get("repo")).startswith("swesmith/") or "swesmith" in str(_image(raw))
         return names_smith and not raw.get("test_patch")
 
@@ -109,13 +109,13 @@ class SweSmith(SweBench):
 
 
 class MultiSweBench(SweBench):
-    """Multi-SWE-bench: issues are the statement, and objects of outcomes have the tests as their keys."""
+    """Multi-SWE-bench: the issues are the problem statement, and tests are the keys of objects with outcomes."""
 
     KEPT: ClassVar = ("image", "test_cmd", "log_parser", "runner", "workdir", "test_patch", "env")
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        """Returns whether a line comes from this data set."""
+        """Returns whether a line belongs to this dataset."""
         return {"org", "number", "fix_patch"} <= raw.keys()
 
     @classmethod
@@ -144,7 +144,7 @@ class MultiSweBench(SweBench):
 
     @staticmethod
     def _statement(line: Line, raw: Mapping[str, Any]) -> str:
-        """Returns title and body of every issue, or of the pull request if there is no issue."""
+        """Returns the title and body of every issue, or of the pull request if there is no issue."""
         listed = _field(line, raw, "resolved_issues", list, "a list of issues")
         issues = [issue for issue in listed if isinstance(issue, dict)]
         return "\n\n".join(map(_title_and_body, issues)) or _title_and_body(raw)
@@ -154,18 +154,18 @@ DATASETS: tuple[type[SweBench], ...] = (MultiSweBench, SweRebench, SweSmith, Swe
 
 
 def dataset_of(raw: Mapping[str, Any]) -> type[SweBench]:
-    """Returns the data set that a line comes from."""
+    """Returns the dataset that a line belongs to."""
     return next(dataset for dataset in DATASETS if dataset.recognises(raw))
 
 
 def parser_name(name: Any) -> str:
-    """Returns the name of a log parser as the ``swebench`` package spells it."""
+    """Returns the name of a log parser in the ``swebench`` package's spelling."""
     text = str(name or "")
     return f"parse_log_{text}" if text and not text.startswith("parse_log_") else text
 
 
 def _image(raw: Mapping[str, Any]) -> Any:
-    """Returns the image of a line; the data sets name the field differently."""
+    """Returns the image of a line. The field's name differs between datasets."""
     return raw.get("image") or raw.get("docker_image") or raw.get("image_name")
 
 
@@ -190,7 +190,7 @@ def _tests(line: Line, raw: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def literal(text: str) -> Any:
-    """Returns the value of a text in JSON or in Python's notation, or ``None`` if it is neither."""
+    """Parses a JSON value or Python literal. Returns ``None`` if the text is neither."""
     try:
         return parse_json(text)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Reads SWE-bench style JSONL: each line is one instance of any data set of that family.
+"""Reads SWE-bench style JSONL: each line is one instance from any dataset of that family.
 
-:mod:`~megaflow_hpc.tasks.swebench.datasets` converts the lines of each data set. The rest of the package uses
+:mod:`~megaflow_hpc.tasks.swebench.datasets` converts each dataset's lines. The rest of the package uses
 :class:`Instance`.
 """
 
@@ -18,20 +18,20 @@ from megaflow_hpc.tasks.swebench.datasets import Line, dataset_of, literal
 from megaflow_hpc.texts import parse_json
 
 IMAGE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
-"""Default image of a line: the one that SWE-bench publishes."""
+"""Default image of an instance, as published by SWE-bench."""
 WORKDIR = "/testbed"
 RUNNERS = ("", "script", "named")
 TEXTS = ("problem_statement", "patch", "test_patch", "bug_patch", "eval_script")
-"""Fields that are only written to files."""
+"""Fields whose text is only written to files."""
 _IMAGE = re.compile(r"([a-z][a-z-]*://)?[A-Za-z0-9][A-Za-z0-9._/:@+~-]*")
-"""Pattern of an image name, optionally with a registry. Lines are untrusted, and a path in one would be used as it is.
-"""
+"""Pattern of an image name, optionally with a registry. Lines are untrusted, and an image given as a path would be
+used unchecked."""
 _PATH = re.compile(r"(/(?!\.\.?(/|$))[^/\x00-\x1f\x7f]+)+/?")
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One problem. The field names are SWE-bench's; missing fields are empty."""
+    """One problem. Field names are those of SWE-bench; missing fields are empty."""
 
     instance_id: str
     repo: str
@@ -51,24 +51,25 @@ class Instance:
     """Script that applies the test patch and runs the tests between SWE-bench's markers."""
     test_cmd: str = ""
     env: Mapping[str, str] | None = None
-    """Environment variables of the tests."""
+    """Environment variables for the tests."""
     log_parser: str = ""
     """Name of a log parser of the ``swebench`` package."""
     eval_type: str = ""
     runner: str = ""
-    """``script``: run ``eval_script`` or ``test_cmd`` and parse the log. ``named``: run the test ids by pytest."""
+    """``script``: run ``eval_script`` or ``test_cmd`` and parse the log. ``named``: run the tests by id with pytest."""
 
     def record(self) -> dict[str, Any]:
-        """Returns a line for a JSONL file without empty fields. Reading it gives the same instance."""
+        """Returns a JSONL record without empty fields. Parsing it gives an equal instance."""
         return {key: value for key, value in asdict(self).items() if value not in ("", None, ())}
 
     @property
     def task_id(self) -> str:
-        """The instance's id; characters that are invalid in a task id are replaced by ``_``."""
+        """The instance's id, with characters that are invalid in a task id replaced by ``_``."""
         return re.sub(r"[^A-Za-z0-9._-]", "_", self.instance_id)
 
     def fill_in(self, image: str = "", **defaults: str) -> Instance:
-        """Fills in ``image`` (``{id}``, ``{id_1776}``, ``{id_s}``) and other fields that the line does not state."""
+        """Returns a copy with ``image`` expanded (``{id}``, ``{id_1776}``, ``{id_s}``) and with defaults for missing
+        fields."""
         changes: dict[str, Any] = {
             key: value for key, value in defaults.items() if value and getattr(self, key) in ("", WORKDIR)
         }
@@ -81,8 +82,8 @@ TEXT_FIELDS = tuple(
 
 
 def image_name(pattern: str, instance_id: str) -> str:
-    """Returns the image name of an instance. Docker forbids double underscores, which data sets replace in their
-    images."""
+    """Returns the image name of an instance. Docker forbids double underscores, which datasets replace in image
+    names."""
     lower = instance_id.lower()
     return pattern.format(id=lower, id_1776=lower.replace("__", "_1776_"), id_s=lower.replace("__", "_s_"))
 
@@ -91,10 +92,10 @@ def image_name(pattern: str, instance_id: str) -> str:
 
 
 def read_instances(path: str | os.PathLike[str]) -> Iterator[tuple[Line, Instance]]:
-    """Yields every instance of a file in order; blank lines are skipped.
+    """Yields every instance of a file in order. Skips blank lines.
 
     Raises:
-        ConfigError: names file, line, field, value and the expected value; also for a duplicate id.
+        ConfigError: a line is invalid or an id is duplicated; names file, line, field, value and what was expected.
     """
     file = Path(path).absolute()
     seen: dict[str, int] = {}
@@ -124,10 +125,10 @@ def _lines(file: Path) -> Iterator[Line]:
 
 
 def parse(line: Line) -> Instance:
-    """Parses one line of any data set.
+    """Parses one line of any dataset.
 
     Raises:
-        ConfigError: names file, line, field, value and the expected value.
+        ConfigError: the line is invalid; names file, line, field, value and what was expected.
     """
     try:
         raw = parse_json(line.data)
@@ -160,7 +161,7 @@ def _instance(line: Line, raw: dict[str, Any]) -> Instance:
 
 
 def _check(line: Line, values: Mapping[str, str]) -> None:
-    """Refuses values that would name something outside of the instance."""
+    """Rejects values that refer to anything outside the instance."""
     runner, workdir = values.get("runner", ""), values.get("workdir") or WORKDIR
     if runner not in RUNNERS:
         raise line.error("runner", runner, "script or named")
@@ -184,7 +185,7 @@ def _text(line: Line, key: str, value: Any) -> str:
 
 
 def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
-    """Returns a text that can be written to a file and, unless ``nul``, passed on a command line."""
+    """Returns a string after checking that it can be written to a file and, unless ``nul``, passed as an argument."""
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -195,7 +196,7 @@ def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
 
 
 def _names(line: Line, key: str, value: Any) -> tuple[str, ...]:
-    """Returns test names from a list, or from a list written as JSON or Python."""
+    """Returns test names from a list, or from a list encoded as JSON or Python."""
     names = literal(value) if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise line.error(key, value, "a list of test names")

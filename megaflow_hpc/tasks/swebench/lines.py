@@ -1,7 +1,7 @@
-"""Makes tasks from lines of a JSONL file.
+"""Creates tasks from the lines of a JSONL file.
 
-A task stores the position and the hash of its line, not the line. So agents and ``run.json`` do not see patches and
-tests, and an edit of the file after planning is detected.
+A task stores its line's position and hash, not the line itself. So agents and ``run.json`` do not see patches and
+tests, and edits to the file after planning are detected.
 """
 
 from __future__ import annotations
@@ -22,35 +22,36 @@ from megaflow_hpc.types import Task
 
 AGENT_S = 1800.0
 VERIFIER_TIMEOUT_S = 1800.0
-"""Timeout in seconds of a test run in SWE-bench's own evaluation."""
+"""Default verifier timeout in seconds, as in SWE-bench's own evaluation."""
 
 
 class LineSource(Struct, frozen=True, omit_defaults=True):
-    """The position of a task's line and its runner, stored as a plain mapping in ``task.metadata["swebench"]``."""
+    """Position of a task's line, and its runner. Stored as a plain mapping in ``task.metadata["swebench"]``."""
 
     file: str
     line: int
-    """Number of the line, from 1."""
+    """Line number, from 1."""
     offset: int
-    """Bytes before the line."""
+    """Byte offset of the line."""
     bytes: int
     sha256: str
-    """Digest of the line's bytes, including the line end."""
+    """Digest of the line's bytes, including the line ending."""
     runner: str = ""
-    """``script`` or ``named``; empty before planning has decided."""
+    """``script`` or ``named``. Empty until planning has decided."""
 
     @classmethod
     def of(cls, task: Task) -> Self:
-        """Returns the source of a task."""
+        """Returns the line source of a task."""
         return msgspec.convert(task.metadata["swebench"], cls)
 
     def put(self, task: Task) -> Task:
-        """Returns the task with this source in the place of its own."""
+        """Returns a copy of the task with this source."""
         return replace(task, metadata={**task.metadata, "swebench": msgspec.to_builtins(self)})
 
 
 def to_task(line: Line, instance: Instance) -> Task:
-    """Returns the task of an instance. :func:`~megaflow_hpc.tasks.swebench.plan.settle` decides how its tests run."""
+    """Creates the task of an instance. :func:`~megaflow_hpc.tasks.swebench.plan.settle` decides later how its tests
+    run."""
     env = {}
     if "sweb.eval" in instance.image or "swesmith" in instance.image:
         env["BASH_ENV"] = "/root/.bashrc"  # these images activate the repository's environment there
@@ -80,7 +81,7 @@ def _instruction(instance: Instance) -> str:
 
 
 def load(task: Task) -> Instance:
-    """Reads the instance of a task from its line.
+    """Reads a task's instance from its line.
 
     Raises:
         SandboxError: the file is missing, or the line has changed since planning.
@@ -98,5 +99,5 @@ def load(task: Task) -> Instance:
 
 
 def read_tasks(path: str | os.PathLike[str]) -> list[Task]:
-    """Makes a task of every line of a file; ``plan.settle`` makes the chosen ones ready to run."""
+    """Creates a task for every line of a file. ``plan.settle`` makes the selected ones ready to run."""
     return [to_task(line, instance) for line, instance in read_instances(path)]

@@ -1,12 +1,12 @@
 """Runs the ``swebench`` package's own test commands, log parsers and grading in a separate process.
 
-:mod:`~megaflow_hpc.tasks.swebench.plan` runs it as a script: one JSON request on standard input, one JSON answer on
-standard output. A child process is needed, because the package's regular expressions parse the output of hostile code;
-a parser that does not end is killed. Also, a normal import of the package takes seconds, because its ``__init__`` files
-import docker, datasets and modal. This script skips those files and replaces such libraries by empty modules. The rest
-is pure Python, starts in a tenth of a second and needs only ``swebench`` and ``unidiff``.
+:mod:`~megaflow_hpc.tasks.swebench.plan` runs it as a script: one JSON request on standard input, one JSON response on
+standard output. The package's regular expressions parse untrusted output, so they run in a child process that is killed
+if it hangs. A normal import of the package takes seconds, because its ``__init__`` files import docker, datasets and
+modal. This script skips those files and replaces such libraries with empty modules. The rest is pure Python, starts in
+0.1 s and needs only ``swebench`` and ``unidiff``.
 
-Version 4 of the package knows the test commands of its repositories. Version 5 takes them from the data set
+Version 4 of the package contains the test commands of its repositories. Version 5 takes them from the dataset
 (``eval_script``, ``log_parser``, ``eval_type``). Both are supported. Requests::
 
     {"op": "plan", "instances": [{…}, …]}
@@ -14,8 +14,8 @@ Version 4 of the package knows the test commands of its repositories. Version 5 
     {"op": "grade", "instance": {…}, "plan": {…}, "log": path}
         → {"resolved": bool, "tests": {"FAIL_TO_PASS": {"success": […], "failure": […]}, …}}
 
-A plan's ``error`` says what the package does not know; ``missing`` names a package that is not installed. This module
-imports only the standard library.
+A plan's ``error`` explains why the package cannot test the instance; ``missing`` names a package that is not installed.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from typing import Any
 
 HARNESS = "swebench.harness"
 ABSENT = frozenset({"bs4", "datasets", "docker", "dotenv", "ghapi", "git", "modal", "requests", "tenacity", "tqdm"})
-"""Libraries that only the skipped parts of the package use."""
+"""Libraries used only by the skipped parts of the package."""
 PARSERS = ("python", "javascript", "c", "go", "java", "php", "ruby", "rust")
 
 
 class _Absent(types.ModuleType):
-    """A module in which every name is a class that does nothing."""
+    """A stub module in which every attribute is a class that does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -47,22 +47,23 @@ class _Absent(types.ModuleType):
 
 
 class _Finder:
-    """Finds empty modules for :data:`ABSENT`, even if the real ones are installed."""
+    """Finds stub modules for :data:`ABSENT`, even if the real ones are installed."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        """Returns the spec of an empty module if the top package of ``name`` is in :data:`ABSENT`, else ``None``."""
+        """Returns the spec of a stub module if the top-level package of ``name`` is in :data:`ABSENT`, else
+        ``None``."""
         loader: Any = _Finder
         return ModuleSpec(name, loader, is_package=True) if name.partition(".")[0] in ABSENT else None
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> types.ModuleType:
-        """Returns an empty module."""
+        """Returns a stub module."""
         return _Absent(spec.name)
 
     @staticmethod
     def exec_module(module: types.ModuleType) -> None:
-        """Does nothing: an empty module has no code."""
+        """Does nothing, because a stub module has no code."""
 
 
 def prepare_import() -> None:
@@ -79,12 +80,12 @@ def prepare_import() -> None:
 
 
 def parsers() -> tuple[dict[str, Callable[..., dict[str, str]]], dict[str, str]]:
-    """Returns every log parser by its function's name, and the parser's name by repository."""
+    """Returns the log parsers by function name, and the parser names by repository."""
     named: dict[str, Callable[..., dict[str, str]]] = {}
     by_repo: dict[str, str] = {}
     for language in PARSERS:
         module = importlib.import_module(f"{HARNESS}.log_parsers.{language}")
-        # Use the name in the module: parse_log_flask is the same function as parse_log_pytest.
+        # Use the name in the module, because parse_log_flask is an alias of parse_log_pytest.
         by_name = {name: value for name, value in vars(module).items() if name.startswith("parse_log_")}
         named |= by_name
         for attribute, mapping in vars(module).items():
@@ -96,7 +97,7 @@ def parsers() -> tuple[dict[str, Callable[..., dict[str, str]]], dict[str, str]]
 
 
 def specifications(instance: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns version 4's specification: set-up and tests of the repository at the instance's ``version``."""
+    """Returns version 4's specification: setup and test commands for the instance's repository and ``version``."""
     constants = importlib.import_module(f"{HARNESS}.constants")
     by_repo = getattr(constants, "MAP_REPO_VERSION_TO_SPECS", {})
     specification = by_repo.get(instance["repo"], {}).get(str(instance.get("version")))
@@ -104,7 +105,7 @@ def specifications(instance: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns how an instance is tested and graded. ``eval_script`` is empty if the package has no command for it."""
+    """Plans how an instance is tested and graded. ``eval_script`` is empty if the package has no command for it."""
     named, by_repo = parsers()
     constants = importlib.import_module(f"{HARNESS}.constants")
     fail_only = instance["repo"] in getattr(constants, "FAIL_ONLY_REPOS", ())
@@ -123,7 +124,8 @@ def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def try_plan(instance: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns :func:`plan`, or an error if the package cannot process this instance (such as a broken test_patch)."""
+    """Returns the :func:`plan`, or an error if the package cannot process the instance (for example, a broken
+    test_patch)."""
     try:
         return plan(instance)
     except ModuleNotFoundError:
@@ -134,7 +136,7 @@ def try_plan(instance: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Specification:
-    """The fields of the package's ``TestSpec`` that its grading reads, for both versions."""
+    """The fields of the package's ``TestSpec`` that grading reads, for both versions."""
 
     instance_id: str
     repo: str
@@ -146,7 +148,7 @@ class Specification:
 
 
 def grade(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the package's own verdict on a test log, by ``get_eval_report``."""
+    """Returns the package's own verdict on a test log, from ``get_eval_report``."""
     grading: Any = importlib.import_module(f"{HARNESS}.grading")
     instance = request["instance"]
     chosen = request["plan"]
@@ -176,9 +178,9 @@ def grade(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Answers the request on standard input: ``plan`` or ``grade``. The answer may name a ``missing`` package."""
+    """Handles the request on standard input: ``plan`` or ``grade``. The response may name a ``missing`` package."""
     request = json.load(sys.stdin)
-    answers, sys.stdout = sys.stdout, sys.stderr  # keep the package's own output out of the answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # keep the package's own output out of the response
     try:
         prepare_import()
         if request["op"] == "plan":

@@ -1,9 +1,9 @@
-"""Decides during planning, with the ``swebench`` package, how the chosen instances are tested.
+"""Decides during planning, with the ``swebench`` package, how the selected instances are tested.
 
-* Lines with ``eval_script`` or ``test_cmd``, and repositories that the package knows, use the runner ``script``.
+* Lines with ``eval_script`` or ``test_cmd``, and repositories that the package supports, use the runner ``script``.
 * Pytest ids of other repositories, and lines with ``runner: named``, use the runner ``named``, which needs no package.
 
-Instances that neither can run are refused here with their line, and not later in a thousand rollouts.
+Instances that neither runner supports are rejected here, naming the line, instead of failing in a thousand rollouts.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megaflow_hpc.types import Task
 
 INSTALL = "pip install 'megaflow-hpc[swebench]' (or only the used packages: pip install --no-deps swebench unidiff)"
 PARSER_TIMEOUT_S = 120.0
-"""Timeout in seconds of a log parser. A log that is not parsed by then counts as failed."""
+"""Timeout of a log parser in seconds. If it expires, the tests count as failed."""
 
 
 def ask(request: dict[str, Any]) -> dict[str, Any]:
-    """Sends one request to the ``swebench`` package in a child process, and returns its answer.
+    """Sends one request to the ``swebench`` package in a child process and returns its response.
 
     Raises:
         ConfigError: the package is not installed.
-        TimeoutError, RuntimeError: a parser did not end, or failed.
+        TimeoutError, RuntimeError: a parser timed out or failed.
     """
     command = [sys.executable, "-P", package.__file__]
     try:
@@ -51,15 +51,15 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_pytest_ids(instance: Instance) -> bool:
-    """Returns whether pytest could run the instance's tests by their ids."""
+    """Returns whether pytest can run the instance's tests by id."""
     return all(".py" in test for test in instance.FAIL_TO_PASS + instance.PASS_TO_PASS)
 
 
 def settle(tasks: Sequence[Task]) -> list[Task]:
-    """Returns the tasks with their runners, and checks that all of them can be tested and graded here.
+    """Returns the tasks with their runners, after checking that all of them can be tested and graded here.
 
     Raises:
-        ConfigError: names the line, what is missing and the remedies.
+        ConfigError: a task cannot be tested; names the line, what is missing and the remedies.
     """
     loaded = [(task, load(task)) for task in tasks]
     for_package = [(task, instance) for task, instance in loaded if instance.runner != "named"]
@@ -86,7 +86,7 @@ def _where(task: Task) -> str:
 
 
 def request_fields(instance: Instance) -> dict[str, Any]:
-    """Returns the fields of an instance that the package needs, without solutions and statement."""
+    """Returns the instance's fields that the package needs, without solutions and problem statement."""
     return instance.record() | {"version": instance.version, "problem_statement": "", "patch": "", "bug_patch": ""}
 
 

@@ -1,12 +1,12 @@
 """Prepares, solves and judges an instance of a SWE-bench style file in a sandbox.
 
-As in SWE-bench, an agent submits its *patch*: the difference between the checkout before and after its work. Its other
-changes are discarded. The sandbox is reset to the image, the patch and then ``test_patch`` are applied, and the tests
-run. So it does not matter how the agent tampers with its own container.
+As in SWE-bench, an agent submits a *patch*: the diff of the checkout before and after its work. Its other changes are
+discarded. The sandbox is reset to the image, the patch and then ``test_patch`` are applied, and the tests run. So
+tampering with the container does not help the agent.
 
 Planning has decided how outcomes are read (:mod:`.plan`). With ``script``, the ``swebench`` package parses and grades
-the log between SWE-bench's markers. With ``named``, pytest runs the tests by their ids, and the outcomes come from its
-own reports (:mod:`named_tests`).
+the log between SWE-bench's markers. With ``named``, pytest runs the tests by id, and the outcomes come from its own
+reports (:mod:`named_tests`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from megaflow_hpc.texts import parse_json
 from megaflow_hpc.types import ExecResult, Task, Verdict
 
 MAX_LOG_BYTES = 32 << 20
-"""Maximum bytes kept of a test run's output."""
+"""Maximum bytes of test output to keep."""
 GIT_TIMEOUT_S = 300.0
-"""Timeout in seconds of git on a checkout."""
+"""Timeout of git commands in seconds."""
 OWN_FILES = "/.megaflow-swebench"
-"""Directory of the verification's own files in the sandbox, created after the agent has ended."""
+"""Directory in the sandbox for the verifier's own files, created after the agent has ended."""
 START_REF = "refs/megaflow-hpc/start"
-"""Reference to the original checkout, for the verifier's scripts."""
+"""Git reference to the original checkout, used by the verifier's scripts."""
 GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c user.name=megaflow -c user.email=megaflow@localhost"
 MARKERS = (">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code")
-"""Markers in the log that SWE-bench's grading looks for."""
+"""Markers in the log that SWE-bench's grading searches for."""
 
 
 # --- before and instead of the agent --------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
     """Checks that the image contains the checkout, and applies a SWE-smith bug.
 
     Raises:
-        SandboxError: the image does not belong to the instance, or the file has changed.
+        SandboxError: the image does not match the instance, or the instance's file has changed.
     """
     instance = load(task)
     await _hand_out(task, instance, sandbox, for_agent=True)
@@ -63,7 +63,7 @@ async def _hand_out(task: Task, instance: Instance, sandbox: ApptainerSandbox, *
         steps += [] if for_agent else [mark]
     else:
         await _upload(sandbox, {"bug.patch": instance.bug_patch})
-        # Remove the failing tests from the agent's checkout, as in SWE-smith. The verifier's reference still has them.
+        # Remove the failing tests from the agent's checkout, as in SWE-smith. The verifier's reference keeps them.
         files = " ".join(shlex.quote(name) for name in _files_of(instance.FAIL_TO_PASS))
         insert = [
             f"{GIT} apply --whitespace=nowarn {OWN_FILES}/bug.patch",
@@ -72,7 +72,7 @@ async def _hand_out(task: Task, instance: Instance, sandbox: ApptainerSandbox, *
         ]
         commit = f"{GIT} commit -q --no-verify -m 'Initial commit'"
         if for_agent:
-            # Rewrite the history, because the parent commit would be the solution.
+            # Rewrite the history, because the parent commit is the solution.
             orphan = f"{GIT} checkout -q --orphan megaflow-start"
             others = f"{GIT} for-each-ref --format='delete %(refname)' | grep -v heads/megaflow-start"
             forget = [f"{GIT} reflog expire --expire=now --all", f"{GIT} gc -q --prune=now"]
@@ -102,7 +102,7 @@ async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
 async def _upload(sandbox: ApptainerSandbox, files: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, text in files.items():
-            # line ends belong to a patch
+            # preserve line endings, which are part of a patch
             Path(scratch, name).write_bytes(text.encode("utf-8", "surrogateescape"))
         await sandbox.upload(scratch, OWN_FILES)
 
@@ -115,9 +115,9 @@ def _files_of(tests: Sequence[str]) -> list[str]:
 
 
 async def verify(task: Task, sandbox: ApptainerSandbox, patch: checkout.Patch | None) -> Verdict:
-    """Judges the agent's patch by the tests on a clean image: reward 1 if resolved, else 0.
+    """Judges the agent's patch by running the tests on a clean image. The reward is 1 if resolved, else 0.
 
-    ``fail_to_pass`` and ``pass_to_pass`` are the shares of tests in each list with the expected outcome.
+    ``fail_to_pass`` and ``pass_to_pass`` are the fractions of tests in each list with the expected outcome.
 
     Raises:
         SandboxError: the sandbox was lost, or the instance's file has changed.
@@ -141,7 +141,7 @@ async def _judge(task: Task, instance: Instance, patch: bytes, sandbox: Apptaine
     runner = LineSource.of(task).runner
     try:
         return await (_run_named if runner == "named" else _run_script)(task, instance, sandbox)
-    except (TimeoutError, RuntimeError, LimitError) as error:  # a log that cannot be parsed counts as a failed test
+    except (TimeoutError, RuntimeError, LimitError) as error:  # an unparsable log counts as failed tests
         return _unresolved(str(error), error=str(error))
 
 
@@ -151,7 +151,7 @@ def _unresolved(output: str, error: str = "") -> Verdict:
 
 
 def _cut_off(task: Task, done: ExecResult) -> Verdict | None:
-    """Returns the verdict of tests that were cut off; ``None`` if they ended."""
+    """Returns the verdict if the tests timed out or exceeded a limit, ``None`` if they finished."""
     if not done.timed_out and not done.breach:
         return None
     why = done.breach or f"the tests ran longer than {task.verifier_timeout_s:g} s"
@@ -159,7 +159,7 @@ def _cut_off(task: Task, done: ExecResult) -> Verdict | None:
 
 
 async def _apply(instance: Instance, patch: bytes, sandbox: ApptainerSandbox) -> ExecResult:
-    """Applies a patch with the same commands in the same order as SWE-bench's harness."""
+    """Applies a patch with the same commands, in the same order, as SWE-bench's harness."""
     await _upload(sandbox, {"model.patch": patch.decode("utf-8", "surrogateescape")})
     clean = f"{{ {GIT} checkout -q -- .; {GIT} clean -fdq; }} 2>/dev/null"
     tries = [f"{GIT} apply --verbose {option}" for option in ("", "--3way ", "--reject ")]
@@ -179,7 +179,7 @@ async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox)
     if (verdict := _cut_off(task, done)) is not None:
         return verdict
     with tempfile.NamedTemporaryFile() as log:
-        # the package reads its log as strict UTF-8
+        # the package reads the log as strict UTF-8
         log.write(done.stdout_bytes.decode("utf-8", "replace").encode())
         log.flush()
         request = {"op": "grade", "instance": request_fields(instance), "plan": plan, "log": log.name}
@@ -215,12 +215,12 @@ async def _run(task: Task, instance: Instance, sandbox: ApptainerSandbox, comman
     env = dict(instance.env or {})
     if f"{home_of(sandbox.spec)}/".startswith(
         f"{instance.workdir.rstrip('/')}/"
-    ):  # the patch writes to the home directory
+    ):  # the patch can write to the home directory
         env = {"HOME": f"{OWN_FILES}/home", **env}
     if sandbox.spec.network != "host":
-        # Scripts reinstall the checkout. Without a network, pip must not try to fetch a build back end.
+        # Scripts reinstall the checkout. Without a network, pip must not try to download a build backend.
         env = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", **env}
-    # One stream, as in SWE-bench's harness. Its scripts expect no login shell.
+    # Merge both streams, as SWE-bench's harness does. Its scripts expect a non-login shell.
     return await sandbox.exec(
         f"unset BASH_ENV; rm -rf {OWN_FILES}/home; mkdir -p {OWN_FILES}/home; exec {command} 2>&1",
         cwd=instance.workdir,
@@ -244,14 +244,14 @@ def _marked(eval_script: str) -> str:
 
 
 def _place_tests(instance: Instance) -> list[str]:
-    """Returns shell lines that restore the test files, no matter how the agent's patch changed them."""
+    """Returns shell lines that restore the test files, however the agent's patch changed them."""
     lines = [
         f"cd {shlex.quote(instance.workdir)}",
         f"git config --global --add safe.directory {shlex.quote(instance.workdir)}",
     ]
     activate = "/opt/miniconda3/bin/activate"
     lines.insert(0, f"if [ -f {activate} ]; then source {activate} && conda activate testbed; fi")
-    if instance.bug_patch:  # the agent's checkout did not have them
+    if instance.bug_patch:  # the agent's checkout did not contain the failing tests
         files = [shlex.quote(name) for name in _files_of(instance.FAIL_TO_PASS)]
         return [*lines, f"git checkout {START_REF} -- {' '.join(files)}"]
     names = list(dict.fromkeys(re.findall(r"^diff --git a/.*? b/(.*)$", instance.test_patch, re.MULTILINE)))
@@ -294,7 +294,7 @@ async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) 
 
 
 def judge(instance: Instance, outcomes: dict[str, str]) -> tuple[list[str], dict[str, float]]:
-    """Returns the problems that prevent a reward, and the share of each list with the expected outcome.
+    """Returns the problems that prevent a reward, and the fraction of each list with the expected outcome.
 
     As in SWE-bench, a ``FAIL_TO_PASS`` test must pass. A ``PASS_TO_PASS`` test must pass or be skipped.
     """
