@@ -62,7 +62,7 @@ class Outcomes:
         self._ended.append(event.id)
 
     def adopt(self, summary: Summary) -> None:
-        """Adds a pod's summary, which stands for its earliest events."""
+        """Adds a pod's summary, which replaces its earliest events."""
         for policy, statuses in summary.ended_well.items():
             self._well.setdefault(policy, Counter()).update(statuses)
         self._inexact.update(summary.inexact)

@@ -101,7 +101,7 @@ class PodView:
         return self.state in ("started", "draining")
 
     def adopt(self, summary: Summary) -> None:
-        """Adds the pod's summary, which stands for its earliest events."""
+        """Adds the pod's summary, which replaces its earliest events."""
         for event in summary.events:
             if isinstance(event, (PodEvent, WorkerEvent)):  # other events only count in the summary
                 self.apply(event)

@@ -111,8 +111,8 @@ class Monitor:
         """Makes :attr:`rollouts` include successful rollouts. Call it before the first poll.
 
         Args:
-            max_bytes: Maximum total size of the event files. If they are larger, only rollouts that end from now on are
-                listed, and of these only the :data:`LISTED` latest.
+            max_bytes: Maximum total size of the event files. If they are larger, only the last :data:`LISTED` rollouts
+                that end from now on are listed.
         """
         size = 0 if max_bytes is None else sum(path.stat().st_size for path in self.run.events.glob("*.jsonl"))
         if max_bytes is None or size <= max_bytes:

@@ -1,9 +1,9 @@
 """Copies a campaign file without the names of users, hosts, jobs and home directories.
 
 Nodes, servers and jobs are replaced by numbers. In all text (errors, messages, artifacts, the configuration), these
-names, names given by the user, email addresses, and the owner in paths such as ``/home/NAME`` are replaced. Token ids
-cannot be rewritten without their tokenizer. A rollout whose messages change therefore loses its token sequences, unless
-the caller asks to keep them.
+names and names given by the user are replaced. So are email addresses, and the owner in paths such as ``/home/NAME``.
+Token ids cannot be rewritten without their tokenizer. A rollout whose messages change therefore loses its token
+sequences, unless the caller asks to keep them.
 """
 
 from __future__ import annotations

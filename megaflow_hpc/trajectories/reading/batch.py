@@ -78,7 +78,7 @@ def plan_batches(
         rows: (n), row numbers. Rows without tokens are skipped.
         budget: Maximum number of entries of each token column per batch, including padding.
         is_padded: Whether the sequences of a batch will be padded to the longest.
-        seed: Seed for shuffling rows and batches. If ``None``, the order is kept apart from the packing.
+        seed: Seed for shuffling rows and batches. If ``None``, rows keep their order as far as packing allows.
         oversize: ``error`` or ``skip`` for a row that alone exceeds the budget.
 
     Returns:
