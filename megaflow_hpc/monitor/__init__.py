@@ -1,5 +1,6 @@
 """The state of a campaign, read from its run directory: ``status``, ``evaluation`` of rewards, ``usage`` of cores.
 
-Event files, endpoint files, marks and Slurm's answers come in. Dictionaries that the CLI prints come out. Nothing here
-asks Slurm, and only ``live`` writes, to ask pods for details. The CLI and ``campaign`` call it.
+The input is event files, endpoint files, flags and answers from Slurm; the output is dictionaries that the CLI prints.
+Nothing here queries Slurm, and only ``live`` writes, to ask pods for details. The CLI and ``campaign`` use this
+package.
 """

@@ -1,4 +1,4 @@
-"""Counts the planned rollouts that no pod has stored yet. It compares ids, since a rollout may end twice."""
+"""Counts the planned rollouts that no pod has stored yet. It compares ids, because a rollout may end twice."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megaflow_hpc.rundir.pods.summary import Summary, WantedPods
 
 
 class Backlog:
-    """Follows the blocks of a run and the events of its pods."""
+    """Tracks the remaining rollouts from the blocks of a run and the events of its pods."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._policies: dict[str, str] = {}
-        """Rollout → policy, for the rollouts that are not stored."""
+        """Rollout → policy, for rollouts not yet stored."""
         self._read_blocks: set[int] = set()
         self._events: EventReader[Summary] = EventReader(run.events, only="rollout", begin=summary.begin)
         self._ended: list[str] = []
-        """Rollouts that ended at the last look. A block that was written meanwhile may hold them."""
+        """Rollouts that ended in the last poll. They may belong to a block written in the meantime."""
 
     def look(self) -> Counter[str]:
-        """Reads new blocks and events. Returns the number of remaining rollouts, by policy."""
+        """Reads new blocks and events. Returns the number of remaining rollouts per policy."""
         new = set(numbers(self._run)) - self._read_blocks
         for block in read_blocks(self._run, sorted(new)):
             self._policies.update((rollout.id, rollout.policy) for rollout in block.rollouts)

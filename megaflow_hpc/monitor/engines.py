@@ -1,4 +1,5 @@
-"""The engine servers of a run, from their files: serving, starting and failed ones, and pools that do not answer."""
+"""The engine servers of a run, read from their files: serving, starting and failed ones, and pools that do not
+respond."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ def servers(run: RunDir, over: bool) -> list[dict[str, Any]]:
     """Returns the engine servers of a run, with the cause of each failure.
 
     Args:
-        over: the campaign has ended, so nothing starts any more.
+        over: Whether the campaign has ended. If so, starting servers are omitted.
     """
     files = EndpointFiles(run)
     shown: list[dict[str, Any]] = []
@@ -51,9 +52,9 @@ def servers(run: RunDir, over: bool) -> list[dict[str, Any]]:
 
 
 def pool_warnings(run: RunDir) -> list[str]:
-    """Returns a warning for each engine pool that the campaign uses and that does not answer now."""
+    """Returns a warning for each engine pool that the campaign uses and that is not responding."""
     warnings = []
-    with suppress(OSError):  # in another user's run, memberships are secret
+    with suppress(OSError):  # memberships of another user's run are not readable
         for member in EndpointFiles(run).memberships():
             pool = EnginePool(member.pool)
             if closed := pool.closed:

@@ -1,16 +1,16 @@
 """The evaluation of a campaign: mean reward and pass@k of each policy, with 95 % confidence intervals.
 
-The samples of a task are not independent, so every figure is computed for each task first. Its interval is that of the
-mean over tasks. pass@k is the unbiased estimator of Chen et al. (2021), *Evaluating Large Language Models Trained on
-Code*: with c of n samples passed it is ``1 - C(n - c, k) / C(n, k)``. Rollouts without a reward (the infrastructure
-failed) are left out and counted.
+The samples of a task are not independent, so every figure is first computed per task. The mean and its interval are
+then taken over tasks. pass@k is the unbiased estimator of Chen et al. (2021), *Evaluating Large Language Models Trained
+on Code*: if c of n samples passed, it is ``1 - C(n - c, k) / C(n, k)``. Rollouts without a reward (infrastructure
+failures) are excluded and counted.
 
-Shares, and rewards between 0 and 1, have Wilson's interval (1927). Unlike mean ± 1.96 standard errors it stays between
-0 and 1, and does not shrink to a point if all samples pass or fail. Its number of trials accounts for the similarity of
-the samples of a task, as in cluster surveys (Korn and Graubard 1998; Franco et al. 2019). It is the number of
-independent trials that would have the standard error found over tasks. It is at most the number of samples, and at
-least the number of tasks, as if the samples of a task were all equal. Other rewards have Student's interval of the mean
-over tasks, if at least two tasks differ.
+Shares, and rewards between 0 and 1, get Wilson's interval (1927). Unlike mean ± 1.96 standard errors, it stays between
+0 and 1 and does not shrink to a point if all samples pass or fail. Its number of trials accounts for the similarity of
+a task's samples, as in cluster surveys (Korn and Graubard 1998; Franco et al. 2019). It is the number of independent
+trials that would have the standard error observed over tasks. It is at most the number of samples. It is at least the
+number of tasks, as if all samples of a task were equal. Other rewards get Student's interval of the mean over tasks, if
+at least two tasks differ.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any
 Z = 1.959964
 """97.5 % quantile of the normal distribution, for a 95 % interval."""
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""The same quantile of Student's distribution with 1 to 9 degrees of freedom."""
+"""The same quantile of Student's t-distribution with 1 to 9 degrees of freedom."""
 
 Interval = tuple[float, float]
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Estimates the chance that one of ``k`` samples passes, if ``passed`` of ``samples`` >= ``k`` did.
+    """Estimates the probability that at least one of ``k`` samples passes, given that ``passed`` of ``samples`` did.
 
     Raises:
-        ValueError: there are fewer samples than ``k``, or more passed than there are.
+        ValueError: There are fewer samples than ``k``, or ``passed`` exceeds ``samples``.
     """
     if not 0 <= passed <= samples or not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {passed} passed among {samples} samples")
@@ -41,11 +41,11 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def wilson(share: float, trials: float) -> Interval:
-    """Returns the 95 % interval of a share of independent trials (Wilson 1927, without continuity correction).
+    """Returns the 95 % Wilson interval of a proportion of independent trials (1927, without continuity correction).
 
     Args:
-        share: from 0 to 1.
-        trials: at least 1; need not be whole.
+        share: The proportion, from 0 to 1.
+        trials: At least 1; need not be an integer.
     """
     middle = (share + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
     half = Z * math.sqrt(share * (1 - share) / trials + (Z / (2 * trials)) ** 2) / (1 + Z * Z / trials)
@@ -53,11 +53,11 @@ def wilson(share: float, trials: float) -> Interval:
 
 
 def share_interval(values: Sequence[float], samples: int) -> Interval:
-    """Returns the 95 % interval of the mean of tasks' values between 0 and 1.
+    """Returns the 95 % interval of a mean over tasks, for values between 0 and 1.
 
     Args:
-        values: one value for each task, at least one.
-        samples: independent samples behind the values, over all tasks.
+        values: One value per task, at least one.
+        samples: Number of independent samples behind the values, over all tasks.
     """
     mean, error = _mean_and_error(values)
     spread = mean * (1 - mean)
@@ -65,12 +65,12 @@ def share_interval(values: Sequence[float], samples: int) -> Interval:
     if error:
         trials = min(trials, spread / error**2)
     elif not spread:
-        trials = 0.0  # every sample passed, or none: the samples of a task say no more than one
+        trials = 0.0  # all samples passed or all failed: count each task as one trial
     return wilson(min(1.0, max(0.0, mean)), max(len(values), trials))
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Returns the 95 % interval of the mean of values (Student). ``None`` if all values are equal."""
+    """Returns the 95 % interval of a mean (Student's t), or ``None`` if all values are equal."""
     mean, error = _mean_and_error(values)
     if not error:
         return None
@@ -81,12 +81,12 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 def evaluate(
     rewards: Mapping[str, Sequence[float | None]], ks: Sequence[int] = (), threshold: float = 1.0
 ) -> dict[str, Any] | None:
-    """Returns the figures of one policy.
+    """Computes the figures of one policy.
 
     Args:
-        rewards: the rewards of each task, one for each rollout. ``None`` or an infinite value counts as missing.
-        ks: k of pass@k. Default: 1 and the largest number of samples of a task.
-        threshold: reward from which a rollout has passed.
+        rewards: For each task, the rewards of its rollouts. ``None`` and infinite values count as missing.
+        ks: Values of k for pass@k. Default: 1 and the largest number of samples of a task.
+        threshold: Minimum reward for a rollout to pass.
 
     Returns:
         ``tasks``, ``samples``, ``passed`` (number of samples), ``unrated``, ``mean``, ``low`` and ``high`` (its 95 %
@@ -134,7 +134,7 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _student(freedom: int) -> float:
-    """Returns the 97.5 % quantile of Student's distribution. From 10 degrees on by Abramowitz and Stegun 26.7.5."""
+    """Returns the 97.5 % quantile of Student's t. From 10 degrees of freedom, uses Abramowitz and Stegun 26.7.5."""
     if freedom <= len(STUDENT):
         return STUDENT[freedom - 1]
     return Z + (Z**3 + Z) / (4 * freedom) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2)

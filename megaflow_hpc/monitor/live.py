@@ -1,7 +1,7 @@
-"""A run as a viewer shows it at one moment: its status, and its rollouts in order of interest.
+"""A snapshot of a run for viewers: its status, and its rollouts in order of interest.
 
-Running rollouts come first, the longest at the top. Stored rollouts follow, the latest first. Viewers ask pods for the
-progress of running rollouts and for the conversation of the opened one (:mod:`megaflow_hpc.rundir.live`).
+Running rollouts come first, longest-running at the top. Stored rollouts follow, latest first. Viewers ask pods for the
+progress of running rollouts and for the conversation of the open one (:mod:`megaflow_hpc.rundir.live`).
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from megaflow_hpc.rundir.pods.running import AttemptPlace
 from megaflow_hpc.types import VERIFIED
 
 STUCK_S = 300.0
-"""A running rollout is called stuck if it has had no answer for this long."""
+"""A running rollout counts as stuck after this many seconds without an answer."""
 PRESENT = ("started", "draining", "silent")
-"""States of pods in which rollouts may run."""
+"""Pod states in which rollouts may be running."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """One rollout, as a table shows it."""
+    """One rollout, as shown in a table."""
 
     id: str
     state: str
     """``running``, ``silent`` if its pod is silent, or the stored status."""
     place: AttemptPlace | None
-    """Place of its last attempt. ``None``: unknown."""
+    """Where its last attempt ran; ``None`` if unknown."""
     seconds: float
-    """Time since the attempt began, or duration of a stored rollout."""
+    """Seconds since the attempt started, or duration of a stored rollout."""
     live: LiveStatus | None = None
     """Progress of a running rollout, if its pod reports it."""
     stored: RolloutEvent | None = None
 
     @property
     def turns(self) -> int | None:
-        """Number of model calls. ``None``: unknown."""
+        """Number of model calls, or ``None`` if unknown."""
         if self.stored is not None:
             return self.stored.turns
         return self.live.calls if self.live else None
 
     @property
     def stuck(self) -> bool:
-        """Whether it runs and has had no answer for :data:`STUCK_S`."""
+        """True if it is running and has had no answer for :data:`STUCK_S`."""
         return self.live is not None and self.live.quiet_s > STUCK_S
 
 
 class Rollouts(Sequence[RolloutRow]):
-    """The rollouts at one moment. Rows are made on access, so tens of thousands of rollouts cost little.
+    """A snapshot of all rollouts. Rows are created on access, so tens of thousands of rollouts are cheap.
 
     Args:
-        running: running rollouts, the longest first.
-        stored: stored rollouts, the latest first.
-        last: rollout → its last attempt.
-        silent: pods that have shown no sign of life for long.
-        now: seconds UTC.
+        running: Running rollouts, longest-running first.
+        stored: Stored rollouts, latest first.
+        last: Rollout → its last attempt.
+        silent: Pods that have shown no sign of life for long.
+        now: Current time in Unix seconds.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Rollouts(Sequence[RolloutRow]):
         self._running, self._stored, self._last = running, stored, last
         self._live, self._silent, self._now = live, silent, now
         self.ids = [place.id for place in running] + [event.id for event in stored]
-        """Ids by row."""
+        """Rollout ids by row."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -92,11 +92,11 @@ class Rollouts(Sequence[RolloutRow]):
         return RolloutRow(event.id, event.status, self._last.get(event.id), event.seconds, stored=event)
 
     def of(self, rollout: str) -> RolloutRow | None:
-        """Returns the row of one rollout. ``None`` if it has not begun."""
+        """Returns the row of a rollout, or ``None`` if it has not started."""
         return self[self.ids.index(rollout)] if rollout in self.ids else None
 
     def matching(self, text: str = "", failed: bool = False) -> Rollouts:
-        """Returns the rollouts whose id, node, state or error contains ``text``. With ``failed`` only failed ones."""
+        """Returns the rollouts whose id, node, state or error contains ``text``. With ``failed``, only failed ones."""
         if not text and not failed:
             return self
         wanted = text.lower()
@@ -114,35 +114,35 @@ class Rollouts(Sequence[RolloutRow]):
 
     @property
     def stuck(self) -> int:
-        """Number of stuck rollouts among those whose progress is known."""
+        """Number of stuck rollouts, among those with known progress."""
         return sum(live.quiet_s > STUCK_S for live in self._live.values())
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """Everything that one look has shown."""
+    """State of a run as of one poll."""
 
     status: Mapping[str, Any]
     rollouts: Rollouts
     transcript: Transcript | None = None
-    """Conversation of the opened rollout, while it runs."""
+    """Conversation of the open rollout, while it is running."""
     unasked: str = ""
-    """Why pods cannot be asked for progress. Empty if they can."""
+    """Why pods could not be asked for progress; empty if they could."""
     unlisted: int = 0
-    """Number of rollouts that ended well and are not listed, because there are too many."""
+    """Number of successful rollouts that are not listed because there are too many."""
 
 
 @dataclass
 class Live:
-    """Follows a run. For one thread, but another thread may set :attr:`shown` and :attr:`opened`."""
+    """Follows a run. Not thread-safe, except that another thread may set :attr:`shown` and :attr:`opened`."""
 
     run: RunDir
     monitor: Monitor
     clock: Callable[[], float] = time.monotonic
     shown: Sequence[str] = ()
-    """Rollouts on the screen."""
+    """Rollouts currently on screen."""
     opened: str = ""
-    """The rollout whose conversation is shown. Empty without one."""
+    """The rollout whose conversation is shown, or an empty string."""
     _asked: tuple[list[str], str] = field(default_factory=lambda: ([], ""))
     _asked_at: float = 0.0
     _unasked: str = ""
@@ -154,7 +154,7 @@ class Live:
         """Returns the current snapshot.
 
         Args:
-            status: status that :attr:`monitor` has just returned.
+            status: The status that :attr:`monitor` has just returned.
         """
         pods = {pod["pod"] for pod in status["pods"] if pod["state"] in PRESENT}
         running = self.monitor.running.longest(pods)
@@ -176,7 +176,7 @@ class Live:
         return RunSnapshot(status, rollouts, transcript, self._unasked, max(0, ended_well - listed))
 
     def leave(self) -> None:
-        """Withdraws the questions to pods. Raises OSError."""
+        """Withdraws this viewer's requests to pods. May raise OSError."""
         self._files.leave()
 
     def _ask(self, rollouts: list[str], transcript: str) -> None:

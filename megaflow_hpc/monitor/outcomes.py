@@ -1,9 +1,9 @@
-"""Outcomes of a run's rollouts: counts by status and policy, the listed rollouts, and the causes of failures.
+"""Outcomes of a run's rollouts: counts by status and policy, the listed rollouts, and causes of failures.
 
-A rollout that ended badly may run again in another pod and end well there, so those are kept by id. Of rollouts that
-ended well (``completed``, ``truncated``) only counts are kept, however many there are. A rollout that ended well in two
-pods, for example because a living pod's node was taken for lost, is counted twice. :meth:`Outcomes.by_status` never
-returns more than were planned.
+An unsuccessful rollout may run again in another pod and succeed there, so these are stored by id. Successful rollouts
+(``completed``, ``truncated``) are only counted, however many there are. A rollout that succeeded in two pods is counted
+twice. This happens, for example, if a node was mistaken for lost. :meth:`Outcomes.by_status` never returns more than
+were planned.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from megaflow_hpc.types import VERIFIED, without_round
 
 
 class Outcomes:
-    """Collects every stored rollout. Each pod's events must come in their order; the order of pods does not matter.
+    """Collects all stored rollouts. Events of a pod must be applied in order; the order of pods does not matter.
 
     Args:
-        listed: number of latest rollouts that ended well to keep. ``None``: all.
+        listed: Number of latest successful rollouts to list. If ``None``, all are listed.
     """
 
     def __init__(self, listed: int | None = 0) -> None:
         self.lists_all = listed is None
         self._kept: dict[str, RolloutEvent] = {}
-        """Rollouts that ended badly, or all rollouts if all are listed."""
+        """Unsuccessful rollouts, or all rollouts if all are listed."""
         self._latest: deque[RolloutEvent] = deque(maxlen=listed or 0)
         self._well: dict[str, Counter[str]] = {}
-        """Policy → status → rollouts that ended well and are not in :attr:`_kept`."""
+        """Policy → status → number of successful rollouts that are not in :attr:`_kept`."""
         self._inexact: Counter[str] = Counter()
-        """Policy → inexact turns of these rollouts."""
+        """Policy → number of inexact turns in these rollouts."""
         self._constrained: Counter[str] = Counter()
         self._recent: Counter[int] = Counter()
-        """Second → rollouts that were stored then, for the last minutes."""
+        """Second → number of rollouts stored in that second, for the last minutes."""
         self._ended: list[str] = []
-        """Rollouts that ended well since :meth:`between_pods`."""
+        """Rollouts that succeeded since the last call of :meth:`between_pods`."""
         self._digests: list[bytes] = []
 
     def apply(self, event: RolloutEvent) -> None:
@@ -62,7 +62,7 @@ class Outcomes:
         self._ended.append(event.id)
 
     def adopt(self, summary: Summary) -> None:
-        """Adds the summary of a pod's first events."""
+        """Adds a pod's summary, which replaces its earliest events."""
         for policy, statuses in summary.ended_well.items():
             self._well.setdefault(policy, Counter()).update(statuses)
         self._inexact.update(summary.inexact)
@@ -74,18 +74,18 @@ class Outcomes:
 
     def _keep(self, event: RolloutEvent) -> None:
         before = self._kept.get(event.id)
-        # A later success replaces a failure (resume --failed). Otherwise the first stored result stays.
+        # A later success replaces a failure (resume --failed). Otherwise the first stored result is kept.
         if before is None or before.status not in VERIFIED:
             self._kept[event.id] = event
 
     def between_pods(self, running: Iterable[str]) -> list[str]:
-        """Finds rollouts that ended well in one pod although another pod failed at them or seems to run them.
+        """Finds rollouts that succeeded in one pod although another pod failed them or still appears to run them.
 
         Args:
-            running: rollouts that some pod has started and not ended.
+            running: Rollouts that a pod has started and not ended.
 
         Returns:
-            The rollouts that ended well since the last call.
+            The rollouts that succeeded since the last call.
         """
         ended, self._ended = self._ended, []
         if self._digests:
@@ -98,7 +98,7 @@ class Outcomes:
         return ended
 
     def settle(self, stored: Iterable[RolloutEvent]) -> None:
-        """Replaces the outcomes from events by the stored rollouts."""
+        """Replaces the outcomes taken from events with the stored rollouts."""
         before, self._kept = self._kept, {}
         self.lists_all, self._well = True, {}
         self._latest.clear()
@@ -109,11 +109,11 @@ class Outcomes:
 
     @property
     def listed(self) -> dict[str, RolloutEvent]:
-        """The listed rollouts by id: all that ended badly, and as many others as were asked for."""
+        """The listed rollouts by id: all unsuccessful ones, and the requested number of successful ones."""
         return {**self._kept, **{event.id: event for event in self._latest}} if self._latest else self._kept
 
     def by_status(self, planned: int) -> Counter[str]:
-        """Counts rollouts by status. If they are more than ``planned``, some have ended well twice; 0: unknown."""
+        """Counts rollouts by status. Any excess over ``planned`` (0 if unknown) was counted twice and is subtracted."""
         counts = Counter(event.status for event in self._kept.values())
         for statuses in self._well.values():
             counts.update(statuses)
@@ -123,21 +123,21 @@ class Outcomes:
 
     @property
     def failures(self) -> list[RolloutEvent]:
-        """The failed rollouts. Those from a summary have no error text."""
+        """The failed rollouts. Those from a pod's summary have no error text."""
         return [event for event in self._kept.values() if event.status == "failed"]
 
     def rate(self) -> float:
-        """Returns the rollouts stored per second, over the last minutes."""
+        """Returns the number of rollouts stored per second, averaged over the last minutes."""
         now = time.time()
         self._recent = Counter({at: count for at, count in self._recent.items() if at >= now - RECENT_S})
         stored = self._recent.total()
         return stored / max(1.0, now - min(self._recent)) if stored >= 2 else 0.0
 
     def policies(self, pass_threshold: float) -> dict[str, dict[str, Any]]:
-        """Returns the figures of each policy, over the listed rollouts: call it if all are listed.
+        """Returns the figures of each policy over the listed rollouts. Only meaningful if all rollouts are listed.
 
         Args:
-            pass_threshold: minimum reward of a passed rollout.
+            pass_threshold: Minimum reward for a rollout to pass.
         """
         by_policy: dict[str, list[RolloutEvent]] = {}
         for event in self._kept.values():
@@ -176,20 +176,20 @@ class Cause:
 
     kind: str
     count: int
-    """Number of rollouts that failed for it."""
+    """Number of rollouts that failed for this reason."""
     id: str
-    """The first of these rollouts."""
+    """Id of the first of these rollouts."""
     error: str
     log: str
-    """Log of the pod that ran it. Empty if unknown or removed."""
+    """Log of the pod that ran it, empty if unknown or removed."""
 
 
 def causes(run: RunDir, failures: Iterable[RolloutEvent], places: Mapping[str, AttemptPlace]) -> list[Cause]:
-    """Returns the causes of failures, the most frequent first.
+    """Returns the causes of failures, most frequent first.
 
     Args:
-        failures: the failed rollouts.
-        places: last place of each rollout, if known.
+        failures: The failed rollouts.
+        places: Rollout → where it last ran, if known.
     """
     by_kind: dict[str, list[RolloutEvent]] = {}
     for event in failures:
@@ -207,7 +207,7 @@ def causes(run: RunDir, failures: Iterable[RolloutEvent], places: Mapping[str, A
 
 @functools.lru_cache(256)
 def _error(events: Path, pod: str, rollout: str, t: float) -> str:
-    """Looks up an error that the pod's summary has left out. Cached, because this reads all events of the pod."""
+    """Looks up an error that the pod's summary omits. Cached, because it reads all events of the pod."""
     reader: EventReader[RolloutEvent] = EventReader(events, "rollout", rollout)
     for _, its_events in reader.read([pod]):
         for event in its_events:
@@ -219,10 +219,11 @@ def _error(events: Path, pod: str, rollout: str, t: float) -> str:
 def broken_verifiers(rollouts: Iterable[RolloutEvent]) -> list[str]:
     """Returns a warning for each task whose verifier failed for every verified rollout.
 
-    Such rollouts have reward 0. If all rollouts of a task have, the verifier is more likely to blame than the agents.
+    Such rollouts have reward 0. If this affects all rollouts of a task, the verifier is more likely at fault than the
+    agents.
 
     Args:
-        rollouts: all stored rollouts.
+        rollouts: All stored rollouts.
     """
     by_task: dict[str, list[RolloutEvent]] = {}
     for event in rollouts:

@@ -1,4 +1,4 @@
-"""The state of a run, and of each of its pods. ``status``, ``watch`` and ``list`` use the same rules."""
+"""The state of a run and of each of its pods. ``status``, ``watch`` and ``list`` use the same rules."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ def run_state(
     queued: bool | None = None,
     started: bool = False,
 ) -> str:
-    """Returns ``planned``, ``queued``, ``running``, ``waiting``, ``serving``, ``stopped``, ``cancelled``, ``finished``,
-    or ``unknown`` if Slurm, which has the run's jobs, does not answer.
+    """Returns the state of a run.
+
+    One of ``planned``, ``queued``, ``running``, ``waiting``, ``serving``, ``stopped``, ``cancelled`` and ``finished``;
+    or ``unknown`` if the run has Slurm jobs and Slurm does not respond.
 
     Args:
-        finished: the run has the finished mark.
-        cancelled: the run has the cancelled mark.
-        serves: the run is an engine pool, and a server has registered.
-        alive: a pod is alive.
-        waits: all rollouts are stored, and a trainer may add some.
-        submitted: the run has Slurm jobs.
-        queued: Slurm still has one of its jobs. ``None``: unknown.
-        started: a pod has started, or has failed to.
+        finished: The run has the finished flag.
+        cancelled: The run has the cancelled flag.
+        serves: The run is an engine pool, and a server has registered.
+        alive: A pod is alive.
+        waits: All rollouts are stored, and a trainer may add more.
+        submitted: The run has Slurm jobs.
+        queued: Slurm still has one of its jobs. ``None`` if unknown.
+        started: A pod has started, or has failed to.
     """
     if finished:
         return "finished"
@@ -51,13 +53,13 @@ def run_state(
 
 
 def lives(*, ended: bool, runs: bool | None, process: bool | None, silent_s: float) -> bool:
-    """Tells whether a pod is alive.
+    """Returns whether a pod is alive.
 
     Args:
-        ended: the pod has written its last word.
-        runs: whether Slurm runs its job. ``None`` if it has no job, or Slurm does not answer.
-        process: whether its process exists. ``None`` for a Slurm job, or on another host.
-        silent_s: seconds since its last sign of life. They decide if nothing else does.
+        ended: Whether the pod has written its final event.
+        runs: Whether Slurm is running its job. ``None`` if it has no job, or Slurm does not respond.
+        process: Whether its process exists. ``None`` for a Slurm job, or on another host.
+        silent_s: Seconds since its last sign of life. Decides if the other arguments do not.
     """
     if ended:
         return False
@@ -68,7 +70,7 @@ def lives(*, ended: bool, runs: bool | None, process: bool | None, silent_s: flo
 
 @dataclass
 class PodView:
-    """One start of one pod, as its events and its lease show it."""
+    """One start of a pod, according to its events and its lease."""
 
     name: str
     state: str = "starting"
@@ -79,29 +81,29 @@ class PodView:
     workers: int = 0
     slots: int = 0
     seen_at: float = 0.0
-    """Time of its last event or progress, by its own clock, in seconds UTC."""
+    """Time of its last event or progress by its own clock, in Unix seconds."""
     tokens_per_s: float = 0.0
     why: str = ""
     excluded: dict[str, str] = field(default_factory=dict)
-    """Node that gets no more work → reason."""
+    """Node excluded from new work → reason."""
     queued: int = 0
-    """Rollouts that it has claimed and not started."""
+    """Number of rollouts claimed but not started."""
     busy_at: float = 0.0
-    """Time at which it last started or ended a rollout, by its own clock, in seconds UTC."""
+    """Time when it last started or ended a rollout by its own clock, in Unix seconds."""
     grown_at: float = 0.0
-    """Time at which its file was last seen to grow, by this machine's monotonic clock."""
+    """Time when its event file was last seen to grow, by the local monotonic clock."""
     live: dict[int, int] = field(default_factory=dict, repr=False)
     """Worker rank → slots."""
 
     @property
     def active(self) -> bool:
-        """Whether the pod has started and not ended."""
+        """True if the pod has started and not ended."""
         return self.state in ("started", "draining")
 
     def adopt(self, summary: Summary) -> None:
-        """Adds the summary of its first events."""
+        """Adds the pod's summary, which replaces its earliest events."""
         for event in summary.events:
-            if isinstance(event, (PodEvent, WorkerEvent)):  # the others are summed up in the summary
+            if isinstance(event, (PodEvent, WorkerEvent)):  # other events only count in the summary
                 self.apply(event)
         self.grown_at = time.monotonic()
         self.seen_at, self.busy_at = summary.t, summary.busy_at
@@ -116,7 +118,7 @@ class PodView:
             self.queued, self.tokens_per_s = progress.queued, progress.tokens_per_s
 
     def apply(self, event: AnyEvent) -> None:
-        """Adds its next event."""
+        """Adds the pod's next event."""
         self.seen_at, self.grown_at = event.t, time.monotonic()
         self.busy_at = busy_at(self.busy_at, event)
         match event:

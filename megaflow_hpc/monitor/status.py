@@ -1,8 +1,8 @@
 """Computes the status of a campaign: ``status --json``, and the progress that ``run`` and ``watch`` show.
 
-A :class:`Monitor` reads each event file from where the last look stopped, and first from where the pod's summary ends.
-It reads progress from the pods' leases. If there are many pods, it reads it from the report of the pod that reads all
-leases. So the first look is quick at any age of the run, and further looks are cheap.
+A :class:`Monitor` reads each event file from where the last poll stopped. The first poll starts where the pod's summary
+ends. Progress is read from the pods' leases or, if there are many pods, from the report of the pod that reads all
+leases. So the first poll is fast however old the run is, and later polls are cheap.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from megaflow_hpc.rundir.pods.summary import Summary
 from megaflow_hpc.rundir.record import read_jobs, read_run
 
 IDLE_S = 60.0
-"""A pod that has had nothing to run for this long is shown as idle."""
+"""A pod that has had nothing to run for this many seconds is shown as idle."""
 ENGINES_INTERVAL_S = 10.0
-"""Interval at which the files of more than a few engines are read."""
+"""Seconds between reads of the engine files, if there are more than a few."""
 LISTED = 10_000
-"""Latest rollouts that ended well to list, if there are too many to list all."""
+"""Number of latest successful rollouts to list if there are too many to list all."""
 STALE_S = 60.0
-"""A pod whose last event is older than this is shown as silent."""
+"""A pod whose last event is older than this many seconds is shown as silent."""
 
 
 class Monitor:
-    """Follows one run directory."""
+    """Follows the status of a run directory."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
         planned = read_run(run)
         self.name, self._planned = planned.name, planned.total
         self._added: dict[str, int] = {}
-        """Record of a batch that was added to the plan → its rollouts."""
+        """Record of a batch added to the plan → its number of rollouts."""
         self._pass_threshold = pass_threshold_of(planned.campaign)
         self._marks = Marks(run)
         self._is_pool = planned.campaign.get("pool") is not None and not planned.packed
@@ -60,22 +60,22 @@ class Monitor:
         self._outcomes = Outcomes()
         self._pods: dict[str, PodView] = {}
         self._processes: dict[str, Identity] = {}
-        """Processes of the pods that run, or ran, on this host outside of Slurm."""
+        """Processes of pods that run, or ran, on this host outside of Slurm."""
         self._coordinator = Leader(run, COORDINATOR)
         self._ledger = Ledger(run)
         self.running = RunningRollouts()
-        """The running rollouts, and their places."""
+        """The running rollouts and where they run."""
         self._servers: list[dict[str, Any]] = []
         self._servers_at = 0.0
         self._finished = False
         self._first_look_at = math.inf
-        """End of the first look. Events that files held before may be of any age."""
+        """Time when the first poll ended. Events read before that may be of any age."""
 
     # --- reading ---
 
     def refresh(self) -> None:
-        """Reads what was appended since the last look."""
-        self._finished = self._marks.finished  # read it first: the events before the mark are visible then
+        """Reads everything appended since the last poll."""
+        self._finished = self._marks.finished  # read first, so that all events before the flag are visible
         for record in self._ledger.added() - self._added.keys():
             self._added[record] = self._ledger.rollouts_added(record)
         for name, events in self._events.read():
@@ -108,11 +108,11 @@ class Monitor:
                 yield name, progress
 
     def list_rollouts(self, max_bytes: int | None = None) -> None:
-        """Makes :attr:`rollouts` list rollouts that ended well too. Call it before the first look.
+        """Makes :attr:`rollouts` include successful rollouts. Call it before the first poll.
 
         Args:
-            max_bytes: if the event files together are larger, only rollouts that end from now on are listed, the last
-                :data:`LISTED` of them.
+            max_bytes: Maximum total size of the event files. If they are larger, only the last :data:`LISTED` rollouts
+                that end from now on are listed.
         """
         size = 0 if max_bytes is None else sum(path.stat().st_size for path in self.run.events.glob("*.jsonl"))
         if max_bytes is None or size <= max_bytes:
@@ -121,7 +121,7 @@ class Monitor:
             self._outcomes = Outcomes(LISTED)
 
     def settle(self, stored: Iterable[RolloutEvent]) -> None:
-        """Replaces the outcomes from events by the stored rollouts."""
+        """Replaces the outcomes taken from events with the stored rollouts."""
         self.refresh()
         self._outcomes.settle(stored)
 
@@ -129,20 +129,21 @@ class Monitor:
 
     @property
     def rollouts(self) -> dict[str, RolloutEvent]:
-        """The listed rollouts by id: those that ended badly, and others as :meth:`list_rollouts` says."""
+        """The listed rollouts by id: unsuccessful ones, and successful ones according to :meth:`list_rollouts`."""
         return self._outcomes.listed
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Returns the figures of each policy, over the listed rollouts: after :meth:`settle`, over all."""
+        """Returns the figures of each policy over the listed rollouts. After :meth:`settle`, these are all rollouts."""
         return self._outcomes.policies(self._pass_threshold)
 
     def at_work(self) -> list[tuple[str, float]]:
-        """Returns the job id of its pod and the start time (seconds UTC) of each running rollout."""
+        """Returns (job id of the pod, start in Unix seconds) for each running rollout."""
         active = {name: pod.job_id for name, pod in self._pods.items() if pod.active}
         return [(active[place.pod], place.began_at) for place in self.running.longest(active)]
 
     def warnings(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns :meth:`idle_warning` and, if all rollouts are listed, one for each verifier that always fails."""
+        """Returns :meth:`idle_warning` and, if all rollouts are listed, a warning for each verifier that always
+        fails."""
         warnings = self.idle_warning(pods)
         return [*warnings, *broken_verifiers(self.rollouts.values())] if self._outcomes.lists_all else warnings
 
@@ -150,7 +151,7 @@ class Monitor:
         """Returns a warning if some pods have no work while others have more than they can run.
 
         Args:
-            pods: the pods in :meth:`status`.
+            pods: The pods in :meth:`status`.
         """
         idle = [pod for pod in pods if "idle_s" in pod]
         queued = sum(pod.queued for pod in self._pods.values() if pod.active)
@@ -170,13 +171,14 @@ class Monitor:
         asked_at: float = math.inf,
         trainers: Mapping[str, TrainerJob] | None = None,
     ) -> dict[str, Any]:
-        """Returns the content of ``status --json``.
+        """Returns the contents of ``status --json``.
 
         Args:
-            live_jobs: elements that Slurm still has. They tell silent pods from dead ones. ``None``: unknown.
-            pending: those of them that wait in the queue.
-            asked_at: when Slurm was asked (monotonic). A pod that was seen to write later is alive.
-            trainers: trainers that run or wait, by policy. ``None``: unknown.
+            live_jobs: Array elements that Slurm still has, used to tell silent pods from dead ones. ``None`` if
+                unknown.
+            pending: The elements of these that are pending in the queue.
+            asked_at: When Slurm was queried (monotonic clock). A pod seen writing later is alive.
+            trainers: Policy → its running or queued trainer. ``None`` if unknown.
         """
         self.refresh()
         total = self._planned + sum(self._added.values())
@@ -227,15 +229,15 @@ class Monitor:
         }
 
     def _waits_for(self, remaining: int, pods: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns the consumers that may add rollouts, if nothing is left to run until they do."""
+        """Returns the consumers that may add rollouts, if the run cannot continue until they do."""
         if self._finished or remaining:
             return []
-        # A rollout that was counted twice may hide one that runs.
+        # A rollout that was counted twice may hide one that is still running.
         present = [pod["pod"] for pod in pods if pod["state"] in ("started", "draining")]
         return [] if self.running.longest(present) else self._marks.open
 
     def _engines(self) -> list[dict[str, Any]]:
-        """Returns the engine servers. The files of many engines, read one by one, are read less often."""
+        """Returns the engine servers. If there are many, their files are read less often."""
         now = time.monotonic()
         if len(self._servers) <= FEW or self._finished or now - self._servers_at >= ENGINES_INTERVAL_S:
             self._servers, self._servers_at = servers(self.run, self._finished), now
@@ -247,7 +249,7 @@ class Monitor:
             state = "gone"
         elif pod.active and silent_s > STALE_S:
             state = "silent"
-        works = state in ("started", "draining") and not self._finished  # its last progress may be older than the end
+        works = state in ("started", "draining") and not self._finished  # its last progress may predate the end
         idle_s = pod.seen_at - pod.busy_at if state == "started" and not (pod.running or pod.queued) else 0.0
         return {
             "pod": pod.name,
@@ -266,11 +268,11 @@ class Monitor:
         }
 
     def _lives(self, pod: PodView, jobs: Collection[str] | None, asked_at: float, silent_s: float) -> bool:
-        """Tells whether a pod is alive. ``silent_s`` decides if neither Slurm nor the process table does."""
+        """Returns whether a pod is alive. ``silent_s`` decides if neither Slurm nor the process table can tell."""
         if not pod.active:
             return False
         if pod.grown_at > max(self._first_look_at, asked_at):
-            return True  # it has written since Slurm was asked
+            return True  # written after Slurm was queried
         process = self._processes.get(pod.name)
         return lives(
             ended=False,
@@ -281,11 +283,12 @@ class Monitor:
 
     @property
     def heard_s(self) -> float:
-        """Seconds since any pod was seen to write. Infinite before the second look."""
+        """Seconds since any pod was last seen writing. Infinite before the second poll."""
         grown_at = max((pod.grown_at for pod in self._pods.values() if pod.active), default=0.0)
         return time.monotonic() - grown_at if grown_at > self._first_look_at else math.inf
 
     def _silent_s(self, pod: PodView) -> float:
-        """Returns the seconds since the pod's last sign of life, by our clock or, at the first look, by both clocks."""
+        """Returns the seconds since the pod's last sign of life, by the local clock or, on the first poll, by both
+        clocks."""
         unseen_s = time.monotonic() - pod.grown_at
         return unseen_s if pod.grown_at > self._first_look_at else max(unseen_s, time.time() - pod.seen_at)

@@ -1,4 +1,4 @@
-"""Progress of training: the section ``training`` of ``status --json``, which ``status`` and ``watch`` show too."""
+"""Training progress: the ``training`` section of ``status --json``, also shown by ``status`` and ``watch``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.training import Commit, TrainingView
 
 NOTHING_SAMPLED = "nothing sampled"
-"""Reason for dropping a rollout without a token to train on (:mod:`megaflow_hpc.training.algorithms.filters`)."""
+"""Reason for dropping a rollout without any tokens to train on (:mod:`megaflow_hpc.training.algorithms.filters`)."""
 SUSPICIOUS_Z = 6.0
-"""Warn if ``sampling_z``, averaged over the last steps, is larger than this in absolute value."""
+"""Warn if the absolute value of ``sampling_z``, averaged over the last steps, exceeds this."""
 SUSPICIOUS_SHARE = 0.03
-"""Do not warn if ``sampling_temperature`` differs from 1 by less than this: with much data, z is large for harmless
-differences too."""
+"""Do not warn if ``sampling_temperature`` differs from 1 by less than this. With much data, even harmless
+differences give a large z."""
 STEPS = 5
-"""Number of last steps to show. Their means describe the current state."""
+"""Number of most recent steps to show. Their means describe the current state."""
 SHOWN = {
     "reward": "reward",
     "pass_rate": "passed",
@@ -34,23 +34,23 @@ SHOWN = {
     "seconds": "seconds",
     "seconds/wait": "wait_s",
 }
-"""Metric of a commit → its name in the status."""
+"""Commit metric → its name in the status."""
 
 
 @dataclass(frozen=True)
 class TrainerJob:
-    """State of a trainer that runs or waits."""
+    """A running or queued trainer."""
 
     state: str
     """``running`` or ``queued``."""
     job_id: str = ""
     node: str = ""
     reason: str = ""
-    """Slurm's reason, while it is queued."""
+    """Slurm's pending reason, while it is queued."""
 
 
 class Trainings:
-    """Follows the trained policies of one run."""
+    """Follows the trained policies of a run."""
 
     def __init__(self, run: RunDir, config: TrainingConfig) -> None:
         self._config, self._marks = config, Marks(run)
@@ -60,7 +60,7 @@ class Trainings:
         """Returns the progress of each trained policy.
 
         Args:
-            jobs: trainers that run or wait, by policy. ``None``: unknown.
+            jobs: Policy → its running or queued trainer. ``None`` if unknown.
         """
         return {policy: self._policy(view, jobs) for policy, view in self._views.items()}
 
@@ -130,7 +130,7 @@ def _shown(commit: Commit) -> dict[str, float]:
 
 
 def _means(steps: list[dict[str, float]]) -> dict[str, float | None]:
-    """Returns the mean of each metric over the steps that have it, and ``wait_share`` of the time of all steps."""
+    """Returns the mean of each metric over the steps that have it, and ``wait_share`` over the time of all steps."""
     means: dict[str, float | None] = {}
     for name in SHOWN.values():
         values = [step[name] for step in steps if name in step]

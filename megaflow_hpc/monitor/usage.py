@@ -1,7 +1,8 @@
-"""Cores and GPUs that a campaign held, from the start of each allocation to its end, and how much of them was idle.
+"""Core and GPU time that a campaign held, from the start to the end of each allocation, and how much of it was idle.
 
-A pod is idle while none of its own rollouts runs: it starts, waits for an engine, or has nothing more to do. An engine
-is idle while no rollout runs at all. Times are from Slurm's accounting and the trajectories, both in seconds UTC.
+A pod is idle while none of its own rollouts is running: it is starting, waiting for an engine, or has no work left. An
+engine is idle while no rollout is running at all. Times come from Slurm's accounting and the trajectories, both in Unix
+seconds.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 Span = tuple[float, float]
 
 ROUNDED_S = 1.0
-"""Slurm's accounting counts whole seconds and leaves out a job's last one."""
+"""Slurm's accounting counts whole seconds and omits a job's last one."""
 
 
 @dataclass(frozen=True)
 class JobUse:
-    """One start of one job: what it held, and what it used if Slurm's accounting knows."""
+    """One start of a job: what it held and, according to Slurm's accounting, what it used."""
 
     span: Span
     cores: int
@@ -26,17 +27,17 @@ class JobUse:
     job: str
     """``<job>_<element>`` or ``<job>``."""
     role: str
-    """The role in the run's job records: ``pods``, ``servers``, ``trainer``, ``gather``, …"""
+    """Role in the run's job records: ``pods``, ``servers``, ``trainer``, ``gather``, …"""
     state: str = ""
     cpu_s: float | None = None
-    """CPU time of all its processes."""
+    """CPU time of all its processes, in seconds."""
     memory_asked_mb: float | None = None
     memory_peak_mb: float | None = None
-    """Largest memory usage of one of its steps."""
+    """Largest memory usage of any of its steps."""
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Returns the same time without overlaps, in order."""
+    """Merges overlapping spans and sorts them."""
     result: list[Span] = []
     for start, end in sorted(spans):
         if result and start <= result[-1][1]:
@@ -47,17 +48,18 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(span: Span, busy: Sequence[Span]) -> float:
-    """Returns the seconds of ``span`` that are in ``busy``, which must be merged."""
+    """Returns how many seconds of ``span`` lie in ``busy``, which must be merged."""
     return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in busy)
 
 
 def idled(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> Iterator[tuple[JobUse, float, float]]:
-    """Yields each job, the seconds that it held its allocation, and its idle seconds.
+    """Yields (job, held seconds, idle seconds) for each job.
 
-    A gather job is never idle. A rollout that ends in the second that the accounting leaves out keeps its job busy.
+    A gather job is never idle. A job stays busy until its last rollout ends, even within the second that accounting
+    omits.
 
     Args:
-        rollouts: as for :func:`totals`.
+        rollouts: As for :func:`totals`.
     """
     by_pod: dict[str, list[Span]] = {}
     for pod, span in rollouts:
@@ -76,10 +78,10 @@ def idled(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> Itera
 
 
 def totals(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> dict[str, float]:
-    """Returns core-seconds and GPU-seconds, in all and idle, and how long GPUs were held after the last rollout.
+    """Returns total and idle core-seconds and GPU-seconds, and how long GPUs were held after the last rollout.
 
     Args:
-        rollouts: the job id of the pod, and the time, of each attempt at a rollout.
+        rollouts: (job id of the pod, time span) of each attempt at a rollout.
     """
     held, ran = list(held), list(rollouts)
     sums = dict.fromkeys(("core_seconds", "idle_core_seconds", "gpu_seconds", "idle_gpu_seconds"), 0.0)
@@ -95,7 +97,7 @@ def totals(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> dict
 
 
 def added(usages: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Returns the sums over several runs, and the longest time that GPUs were held after the last rollout."""
+    """Sums the totals of several runs, but takes the maximum of how long GPUs were held after the last rollout."""
     sums: dict[str, float] = {}
     for usage in usages:
         for name, value in usage.items():

@@ -1,7 +1,8 @@
-"""Reports on campaigns: figures, charts and one page about rewards, durations, failures, cost and transcripts.
+"""Reports on campaigns: figures, charts and an HTML page about rewards, durations, failures, cost and transcripts.
 
-The input is run directories (trajectories, events, leases, commits of trainers) and Slurm's accounting of their jobs.
-:class:`~megaflow_hpc.report.figures.RunFigures` are computed from it, typed and bounded. Charts (``charts``), a page
-that needs no network (``page``), PNGs and Prometheus' text format (``prometheus``) are made from these figures alone.
-Only ``cli`` calls this room. All text of tasks, agents and models is hostile: a page shows it as text, never as markup.
+The input is run directories (trajectories, events, leases, trainer commits) and Slurm accounting data of their jobs.
+They are condensed into :class:`~megaflow_hpc.report.figures.RunFigures`, which is typed and bounded in size. Charts
+(``charts``), an offline page (``page``), PNGs and Prometheus metrics (``prometheus``) are built from these figures
+alone. Only ``cli`` uses this package. All text from tasks, agents and models is untrusted: a page displays it as text,
+never as markup.
 """

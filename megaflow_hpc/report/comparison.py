@@ -1,9 +1,9 @@
 """Compares campaigns with the first one, policy by policy and task by task.
 
-Policies with the same name are compared. If two runs have one policy each, these are compared whatever their names.
-A difference is the mean over the tasks that both runs have rated. Each task counts once. Its 95 % interval is that of
-paired differences (Student over tasks). If all tasks differ by the same amount, the sample does not show the spread.
-The interval then uses Wilson's upper bound for a share of which no example was seen.
+Policies are matched by name. If two runs have one policy each, these are compared even if the names differ. A
+difference is the mean over the tasks rated in both runs, and each task counts once. Its 95 % interval is that of paired
+differences (Student's t over tasks). If all tasks differ by the same amount, the sample does not show the spread. The
+interval then uses Wilson's upper bound for the share of an event that was never observed.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from megaflow_hpc.report.series import significant
 
 
 class Difference(msgspec.Struct, kw_only=True):
-    """Mean rewards of one policy compared with those of the first run, over the tasks that both have rated."""
+    """Mean reward of one policy compared with the first run, over the tasks rated in both."""
 
     run: str
     policy: str
     against_run: str
     against_policy: str
     tasks: int
-    """Number of tasks that both have rated; 0 if there is nothing to compare."""
+    """Number of tasks rated in both runs; 0 if there is nothing to compare."""
     tasks_only_here: int = 0
     tasks_only_there: int = 0
     mean: float | None = None
-    """Mean reward of this run over those tasks."""
+    """Mean reward of this run over these tasks."""
     against_mean: float | None = None
     difference: float | None = None
     low: float | None = None
     high: float | None = None
     better: int = 0
-    """Tasks whose mean reward is higher in this run."""
+    """Number of tasks with a higher mean reward in this run."""
     worse: int = 0
     changed: list[str] = []
-    """The tasks that changed most, best first: ``task +1``."""
+    """The tasks that changed most, best first, e.g. ``task +1``."""
 
 
 MAX_CHANGED = 12
 
 
 def labels_of(runs: Sequence[RunFigures]) -> list[str]:
-    """Returns a short name for each run; no two are equal."""
+    """Returns a short, unique label for each run."""
     names = [run.campaign or run.run for run in runs]
     if len(set(names)) == len(names):
         return names
@@ -54,7 +54,7 @@ def labels_of(runs: Sequence[RunFigures]) -> list[str]:
 
 
 def compare(runs: Sequence[RunFigures]) -> list[Difference]:
-    """Returns the differences of every run from the first."""
+    """Compares every run with the first."""
     first, *others = zip(labels_of(runs), runs, strict=True)
     differences = []
     for label, run in others:
@@ -103,7 +103,7 @@ def _difference(named: tuple[str, RunFigures], policy: str, first: tuple[str, Ru
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the mean of at least one paired difference, as the module describes it."""
+    """Returns the 95 % interval of the mean of one or more paired differences; see the module docstring."""
     interval = mean_interval(differences)
     if interval is not None:
         return interval

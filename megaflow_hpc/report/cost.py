@@ -1,7 +1,7 @@
-"""Cost of a campaign: hours of cores and GPUs, their price, and how much of them was used.
+"""The cost of a campaign: core-hours and GPU-hours, their price, and how much of them was used.
 
-Slurm's accounting knows every start of every job. Without accounting, the cost comes from the core-seconds in the
-leases of pods and the GPU-seconds in the files of engine servers.
+Slurm's accounting records every start of every job. Without it, the cost is computed from the core-seconds in the pods'
+leases and the GPU-seconds reported by engine servers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HOUR = 3600.0
 
 
 class Prices(msgspec.Struct, kw_only=True):
-    """Prices of an hour; ``None`` if not given."""
+    """Prices per hour, ``None`` if not given."""
 
     core_hour: float | None = None
     gpu_hour: float | None = None
@@ -28,27 +28,27 @@ class Prices(msgspec.Struct, kw_only=True):
 
 
 class HeldHours(msgspec.Struct, kw_only=True):
-    """Hours that jobs held."""
+    """Hours held by jobs."""
 
     core_hours: float = 0.0
     gpu_hours: float = 0.0
     idle_core_hours: float | None = None
-    """Idle hours among them (:mod:`megaflow_hpc.monitor.usage`); ``None`` without accounting."""
+    """Hours of these that were idle (:mod:`megaflow_hpc.monitor.usage`), ``None`` without accounting."""
     idle_gpu_hours: float | None = None
     price: float | None = None
 
 
 class RoleCost(HeldHours, kw_only=True):
-    """Hours that the jobs of one role held."""
+    """Hours held by the jobs of one role."""
 
     role: str
     """``pods``, ``servers``, ``trainer``, ``gather`` or ``build``."""
     jobs: int = 0
-    """Starts of array elements or plain jobs; 0 without accounting."""
+    """Number of job starts, counting each array element; 0 without accounting."""
 
 
 class JobFigures(msgspec.Struct, kw_only=True):
-    """One start of one job, as ``seff`` shows it."""
+    """One start of a job, with the figures that ``seff`` shows."""
 
     job: str
     role: str
@@ -57,27 +57,27 @@ class JobFigures(msgspec.Struct, kw_only=True):
     cores: int
     gpus: int
     cpu_efficiency: float | None = None
-    """CPU time divided by the core time held, 0 to 1."""
+    """CPU time divided by held core time, 0 to 1."""
     memory_asked_mb: float | None = None
     memory_peak_mb: float | None = None
     memory_efficiency: float | None = None
 
 
 class Cost(HeldHours, kw_only=True):
-    """Cost of a campaign."""
+    """The cost of a campaign."""
 
     source: str
-    """``accounting``: from Slurm; ``reports``: from pods and engine servers; ``none``."""
+    """``accounting`` (Slurm), ``reports`` (pods and engine servers) or ``none``."""
     price_per_rollout: float | None = None
     price_per_passed: float | None = None
     currency: str = ""
     cpu_efficiency: float | None = None
-    """Efficiency over all jobs whose CPU time is known."""
+    """Efficiency over all jobs with known CPU time."""
     memory_efficiency: float | None = None
     """Peak memory divided by requested memory, weighted by the request."""
     roles: list[RoleCost] = []
     jobs: list[JobFigures] = []
-    """The jobs that held the most core-seconds, largest first."""
+    """The jobs that held the most core-seconds, in descending order."""
     jobs_left_out: int = 0
 
 
@@ -92,12 +92,12 @@ def cost_of(
     stored: int,
     passed: int,
 ) -> Cost:
-    """Returns the cost of a run.
+    """Computes the cost of a run.
 
     Args:
-        uses: accounting of its jobs; empty without accounting.
-        rollouts: job id of the pod and span of each attempt, for the idle time.
-        stored, passed: numbers of rollouts that share the price.
+        uses: Accounting data of its jobs; empty without accounting.
+        rollouts: Pod job id and time span of each attempt, to compute idle time.
+        stored, passed: Numbers of rollouts, to compute the price per rollout.
     """
     if uses:
         cost = _of_accounting(uses, rollouts)
@@ -166,7 +166,7 @@ def _figures(use: JobUse) -> JobFigures:
 
 
 def _mean(weighted: Sequence[tuple[float | None, float]]) -> float | None:
-    """Returns the mean of the known values by their weights; ``None`` without one."""
+    """Returns the weighted mean of the known values, or ``None`` if there are none."""
     known = [(value, weight) for value, weight in weighted if value is not None]
     total = sum(weight for _, weight in known)
     return significant(sum(value * weight for value, weight in known) / total) if total else None

@@ -1,10 +1,11 @@
-"""The figures of one run, typed and bounded. ``report --json`` prints them; charts and tables are made from them.
+"""The figures of one run, typed and bounded. ``report --json`` prints them; charts and tables are built from them.
 
     figures = figures_of("runs/fix-bugs-…")
     figures.policies[0].evaluation["mean"], figures.phases[0].seconds.p90
 
-This module does not query Slurm; the caller passes its accounting. All tasks and pods are included. Lists that could
-grow with the rollouts (errors, stragglers, jobs, points of curves) are bounded by constants of their modules.
+This module does not query Slurm; the caller passes in the accounting data. All tasks and pods are included. Lists that
+could grow with the number of rollouts (errors, stragglers, jobs, curve points) are capped by constants in their
+modules.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ MAX_COMMITS = 1_000_000
 
 
 class TrainingCurve(msgspec.Struct, kw_only=True):
-    """One metric of one policy by step."""
+    """One metric of a policy over training steps."""
 
     policy: str
     metric: str
-    """Name of the metric in ``status --json``."""
+    """Metric name as in ``status --json``."""
     steps: list[int]
     values: list[float]
 
@@ -63,27 +64,27 @@ class RunFigures(msgspec.Struct, kw_only=True):
     """The figures of one run."""
 
     run: str
-    """Name of the run directory, or of the file."""
+    """Name of the run directory or file."""
     campaign: str
     state: str
     versions: dict[str, Any]
     total: int
-    """Rollouts of the campaign, as far as known."""
+    """Number of rollouts in the campaign, as far as known."""
     stored: int
     states: dict[str, int]
     started_at: float
-    """Start of the first rollout, seconds UTC; 0 without one."""
+    """Start of the first rollout in Unix seconds, 0 if there is none."""
     seconds: float
-    """Seconds from the start of the first rollout to the end of the last one."""
+    """Seconds from the start of the first rollout to the end of the last."""
     tail_seconds: float
-    """Seconds from the moment when 95 % of the rollouts had ended to the end of the last one."""
+    """Seconds from when 95 % of the rollouts had ended to the end of the last."""
     rollouts_per_hour: float
     policies: list[PolicyFigures]
     phases: list[RolloutPhase]
     stages: list[LatencyStage]
     """Empty if rollouts are added while the campaign runs, or if its planning time is unknown."""
     unphased: int
-    """Rollouts that were carried out and have no recorded phases."""
+    """Number of completed or truncated rollouts without recorded phases."""
     concurrency: Concurrency
     pods: list[PodFigures]
     tasks: list[TaskFigures]
@@ -91,18 +92,18 @@ class RunFigures(msgspec.Struct, kw_only=True):
     failures_by_kind: dict[str, int]
     failures_by_node: dict[str, int]
     repeated: dict[str, int]
-    """Failed attempts that were repeated, by cause."""
+    """Cause → number of failed attempts that were retried."""
     stragglers: list[Straggler]
     cost: Cost
     training: list[TrainingCurve] = []
 
 
 class LoadedRun:
-    """A run with its figures and the open store behind them. A context manager.
+    """A run with its figures and its open store. A context manager.
 
     Args:
-        path: a run directory, finished or not, or a ``trajectories.h5``.
-        uses: accounting of its jobs.
+        path: A run directory, finished or not, or a ``trajectories.h5``.
+        uses: Accounting data of its jobs.
 
     Raises:
         ConfigError: ``path`` is neither, or is damaged.
@@ -130,7 +131,7 @@ class LoadedRun:
     def _figures(self, path: Path, record: RunRecord, uses: Sequence[JobUse], prices: Prices) -> RunFigures:
         rows, events = self.rollouts, self.events
         self.threshold = threshold_of(record, self.store)
-        """Minimum reward of a rollout that has passed."""
+        """Minimum reward for a rollout to pass."""
         policies = [policy_figures(rows, name, self.threshold) for name in rows.policy.names]
         began = seconds = tail_seconds = 0.0
         if len(rows):
@@ -175,7 +176,7 @@ class LoadedRun:
         )
 
     def _submitted_at(self) -> float:
-        """Returns the time of the first submission of a job; 0 if unknown."""
+        """Returns when the first job was submitted, in Unix seconds; 0 if unknown."""
         jobs = read_jobs(self.run).values() if self.run else ()
         return min((job.submitted_at for job in jobs if job.submitted_at), default=0.0)
 
@@ -189,13 +190,13 @@ class LoadedRun:
 
 
 def figures_of(path: str | os.PathLike[str], uses: Sequence[JobUse] = (), prices: Prices | None = None) -> RunFigures:
-    """Returns the figures of a run directory or a ``trajectories.h5``; see :class:`LoadedRun`."""
+    """Returns the figures of a run directory or a ``trajectories.h5``. See :class:`LoadedRun`."""
     with LoadedRun(path, uses, prices) as loaded:
         return loaded.figures
 
 
 def threshold_of(record: RunRecord, store: TrajectoryStore) -> float:
-    """Returns the campaign's ``pass_threshold``, or the default if the file has no campaign."""
+    """Returns the campaign's ``pass_threshold``, or the default if the file does not record one."""
     campaign = record.campaign
     if not campaign and isinstance(store.source, Hdf5Source):
         campaign = attribute(store.source.file, "config") or {}
@@ -203,12 +204,12 @@ def threshold_of(record: RunRecord, store: TrajectoryStore) -> float:
 
 
 def to_builtins(figures: Any) -> Any:
-    """Returns figures as values that JSON can represent."""
-    return msgspec.to_builtins(figures, enc_hook=str, str_keys=True)  # msgspec's encoder refuses lone surrogates
+    """Converts figures to JSON-compatible values."""
+    return msgspec.to_builtins(figures, enc_hook=str, str_keys=True)  # msgspec's encoder rejects lone surrogates
 
 
 def curves_of(run: RunDir, record: RunRecord) -> list[TrainingCurve]:
-    """Returns the curves of every trained policy, from its trainer's commits. Leaves out unreadable commits."""
+    """Returns the curves of every trained policy, from its trainer's commits. Unreadable commits are skipped."""
     if not record.campaign.get("training") or not record.config.training:
         return []
     curves = []

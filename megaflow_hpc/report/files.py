@@ -1,8 +1,8 @@
-"""Writes the files of a report: ``index.html``, ``figures.json`` and a PNG of each chart; or one file of metrics.
+"""Writes the files of a report: ``index.html``, ``figures.json`` and one PNG per chart; or a single metrics file.
 
-Each file is published by a rename, the page last. A second report replaces the files that it writes and leaves all
-others, including PNGs of charts that it does not have. vl-convert draws the PNGs with its own engine, without a browser
-and without a network.
+Each file is published by rename, the page last. A second report replaces the files that it writes. It leaves all others
+alone, including PNGs of charts that it does not contain. vl-convert renders the PNGs with an embedded engine, without a
+browser or network access.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.texts import in_one_line
 
 PICTURE_WIDTH = 720
-"""Width in pixels of a chart that fills its container. PNGs have twice as many."""
+"""Width in pixels of a chart that fills its container. PNGs are twice as wide."""
 
 Say = Callable[[str], object]
 
 
 def default_folder(path: Path) -> Path:
-    """Returns the folder for the report on a run directory or a file."""
+    """Returns the default report directory for a run directory or a file."""
     return RunDir(path).report if path.is_dir() else path.absolute().parent / "report"
 
 
@@ -48,11 +48,11 @@ def write_report(
     """Writes a report and returns its files, the page last.
 
     Args:
-        wanted: the transcripts in the page.
-        say: called with each line of progress.
+        wanted: The transcripts to include in the page.
+        say: Called with each line of progress.
 
     Raises:
-        ConfigError: the folder cannot be written.
+        ConfigError: The directory is not writable.
     """
     bars = [bars_of(run.rollouts, run.events, run.threshold) for run in runs]
     figures = [run.figures for run in runs]
@@ -79,10 +79,10 @@ def write_report(
 
 
 def write_metrics(path: Path, figures: Sequence[RunFigures]) -> Path:
-    """Writes a file of metrics that every user may read, because the node exporter runs as another user.
+    """Writes a world-readable metrics file, because the node exporter runs as another user.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: The file cannot be written.
     """
     if path.suffix != ".prom":
         raise ConfigError(f"{path}: the node exporter reads files that end in .prom; name it so")
@@ -96,10 +96,10 @@ def write_metrics(path: Path, figures: Sequence[RunFigures]) -> Path:
 def charts_of(
     runs: Sequence[RunFigures], bars: Sequence[Sequence[Bar]], differences: Sequence[Difference]
 ) -> list[Chart]:
-    """Returns the charts for which these runs have data, in the order of the page.
+    """Returns the charts for which these runs have data, in page order.
 
     Args:
-        bars: the timeline of each run.
+        bars: The timeline bars of each run.
     """
     labels = labels_of(runs)
     named = list(zip(labels, runs, strict=True))
@@ -126,7 +126,7 @@ def charts_of(
 
 
 def _printable(chart: Chart) -> Chart:
-    """Returns the chart without control characters, NaN and infinities, which SVG and JSON cannot hold."""
+    """Returns the chart without control characters, NaN and infinities, which SVG and JSON cannot represent."""
     return Chart(
         name=chart.name, title=in_one_line(chart.title), note=chart.note, spec=_clean(chart.spec), wide=chart.wide
     )
@@ -145,17 +145,17 @@ def _clean(value: Any) -> Any:
 
 
 def check_installed() -> None:
-    """Imports the libraries of a report, so that a missing one is reported before any run is read.
+    """Imports the libraries needed for a report, so that a missing one is reported before any run is read.
 
     Raises:
-        ModuleNotFoundError: a library is not installed.
+        ModuleNotFoundError: A library is not installed.
     """
     import jinja2  # noqa: F401
     import vl_convert  # noqa: F401
 
 
 def pictures(charts: Sequence[Chart]) -> Iterator[tuple[str, bytes]]:
-    """Yields the file name and the bytes of each chart's PNG, in the light theme."""
+    """Yields (file name, PNG bytes) for each chart, in the light theme."""
     import vl_convert
 
     for chart in charts:
@@ -166,5 +166,5 @@ def pictures(charts: Sequence[Chart]) -> Iterator[tuple[str, bytes]]:
 
 
 def file_name(name: str) -> str:
-    """Returns a safe file name for a chart, whose name contains the campaign's."""
+    """Converts a chart name, which contains the campaign name, to a safe file name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "chart"

@@ -1,8 +1,8 @@
-"""Makes the page: one HTML file that a browser shows without a network.
+"""Renders the page: a single HTML file that works offline.
 
-Texts of tasks, agents and models are hostile. The template escapes them in the markup. The data of charts, rollouts
-and transcripts are stored as gzip in base64, which cannot contain markup, and the page's script inserts them as text.
-The Content-Security-Policy of the page allows only the two scripts whose digests it names, and no requests.
+Text from tasks, agents and models is untrusted. The template escapes it in markup. The data of charts, rollouts and
+transcripts is gzipped and base64-encoded, so it cannot contain markup, and the page's script inserts it as text. The
+Content-Security-Policy of the page allows only the two scripts whose digests it names, and no network requests.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from megaflow_hpc.version import __version__
 
 MAX_LISTED_ROLLOUTS = 20_000
 CHUNK_CHARS = 400_000
-"""Characters of transcripts that the page unpacks together."""
+"""Approximate number of transcript characters that the page unpacks at a time."""
 MAX_TASKS, MAX_PODS = 1000, 200
-"""Maximum number of rows of the tables of tasks and pods."""
+"""Maximum number of rows in the tables of tasks and pods."""
 
 
 def page(
     runs: Sequence[LoadedRun], charts: Sequence[Chart], differences: Sequence[Difference], wanted: Wanted = "some"
 ) -> str:
-    """Returns the page about some runs.
+    """Renders the page for some runs.
 
     Args:
-        wanted: the transcripts in it.
+        wanted: The transcripts to include.
     """
     import vl_convert
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -89,17 +89,17 @@ def page(
 
 
 def packed(value: Any) -> str:
-    """Returns a value as JSON, gzip and base64: only letters, digits, ``+``, ``/`` and ``=``.
+    """Encodes a value as JSON, gzip and base64: only letters, digits, ``+``, ``/`` and ``=``.
 
     Raises:
-        ValueError: it contains NaN or an infinity, which JSON lacks.
+        ValueError: The value contains NaN or an infinity, which JSON does not support.
     """
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
 def duration(seconds: float) -> str:
-    """Returns a number of seconds as ``12.3 s``, ``4:05 min`` or ``1:02:03 h``."""
+    """Formats seconds as ``12.3 s``, ``4:05 min`` or ``1:02:03 h``."""
     if abs(seconds) < 60:
         return f"{seconds:.1f} s"
     sign = "-" if seconds < 0 else ""
@@ -119,7 +119,7 @@ def _web_file(name: str) -> str:
 
 
 def _policy(*scripts: str) -> str:
-    """Returns a Content-Security-Policy that allows only these scripts, and no requests."""
+    """Returns a Content-Security-Policy that allows only these scripts and no network requests."""
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
@@ -136,18 +136,18 @@ _COLUMNS = (
     *("run", "id", "policy", "status", "kind", "node", "reward", "seconds"),
     *("turns", "tokens", "attempts", "cpu", "memory", "place"),
 )
-"""Columns of the list of rollouts."""
+"""Columns of the rollout list."""
 
 
 class _Chunks:
-    """Lists of transcripts. The page unpacks a whole list when a reader opens one of its transcripts."""
+    """Groups of transcripts. The page unpacks a whole group when the reader opens one of its transcripts."""
 
     def __init__(self) -> None:
         self.lists: list[list[Transcript]] = []
         self._size = CHUNK_CHARS
 
     def add(self, transcript: Transcript) -> tuple[int, int]:
-        """Adds a transcript. Returns the number of its list, and its index there."""
+        """Adds a transcript. Returns its group number and its index in the group."""
         if self._size >= CHUNK_CHARS:
             self.lists.append([])
             self._size = 0
@@ -159,7 +159,7 @@ class _Chunks:
 def _browser(
     runs: Sequence[LoadedRun], labels: Sequence[str], wanted: Wanted
 ) -> tuple[dict[str, Any], list[list[Transcript]], str]:
-    """Returns the columns of the list of rollouts, the chunks of transcripts, and a sentence about those left out."""
+    """Returns the columns of the rollout list, the transcript groups, and a sentence about omitted transcripts."""
     names: dict[str, dict[str, int]] = {key: {} for key in ("policies", "statuses", "kinds", "nodes")}
     columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
     errors: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Figures of each policy and each task: states, rewards, pass@k, tokens, turns and durations."""
+"""Figures per policy and per task: statuses, rewards, pass@k, tokens, turns and durations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from megaflow_hpc.report.series import Bin, Floats, Spread, edges_of, histogram,
 MAX_KS = 64
 """Maximum number of points of a pass@k curve."""
 STAGES = ("submission", "scheduling", "environment startup", "task execution")
-"""Stages of a rollout's time since the campaign was planned.
+"""The stages from planning a campaign to the end of a rollout.
 
-Submission lasts until jobs are submitted. Scheduling lasts until the attempt that counts starts: in Slurm's queue,
-while pods and engines start, behind other rollouts, and in failed attempts. Environment startup lasts until the agent
-begins. Task execution lasts until the verdict."""
+Submission lasts until jobs are submitted. Scheduling lasts until the final attempt starts: time in Slurm's queue, in
+pod and engine startup, behind other rollouts, and in failed attempts. Environment startup lasts until the agent starts.
+Task execution lasts until the verdict.
+"""
 STATES = ("completed", "truncated", "failed", "cancelled")
 
 
@@ -32,13 +33,13 @@ class RolloutPhase(msgspec.Struct, kw_only=True):
     """One of :data:`~megaflow_hpc.report.rollouts.PHASES`, or ``other``."""
     seconds: Spread
     share: float
-    """Share of the seconds of all phases."""
+    """This phase's share of the total seconds."""
 
 
 class LatencyStage(msgspec.Struct, kw_only=True):
-    """One of the four stages from the planning of a campaign to the end of a policy's rollouts.
+    """One of the four stages from planning a campaign to the end of a policy's rollouts.
 
-    The names are those of the latency breakdown in the MegaFlow paper (arXiv 2601.07526, figure 5).
+    The names match the latency breakdown in the MegaFlow paper (arXiv 2601.07526, figure 5).
     """
 
     policy: str
@@ -46,11 +47,11 @@ class LatencyStage(msgspec.Struct, kw_only=True):
     """One of :data:`STAGES`."""
     seconds: Spread
     share: float
-    """Share of the seconds of all stages."""
+    """This stage's share of the total seconds."""
 
 
 class PassAt(msgspec.Struct, kw_only=True):
-    """One point of the pass@k curve, with its 95 % interval."""
+    """One point of a pass@k curve, with its 95 % interval."""
 
     k: int
     value: float
@@ -60,7 +61,7 @@ class PassAt(msgspec.Struct, kw_only=True):
 
 
 class PolicyFigures(msgspec.Struct, kw_only=True):
-    """The rollouts of one policy."""
+    """Figures of one policy's rollouts."""
 
     policy: str
     rollouts: int
@@ -74,7 +75,7 @@ class PolicyFigures(msgspec.Struct, kw_only=True):
     turns: Spread
     seconds: Spread
     cpu_s: Spread
-    """CPU seconds of the sandboxes of each rollout; ``n`` counts the rollouts for which they are known."""
+    """CPU seconds of each rollout's sandboxes; ``n`` counts the rollouts with known values."""
     memory_peak_mb: Spread
     disk_peak_mb: Spread
     cpu_bins: list[Bin]
@@ -82,11 +83,11 @@ class PolicyFigures(msgspec.Struct, kw_only=True):
     token_bins: list[Bin]
     turn_bins: list[Bin]
     inexact: int = 0
-    """Model calls recorded without all their token ids."""
+    """Number of model calls recorded without all their token ids."""
 
 
 class TaskFigures(msgspec.Struct, kw_only=True):
-    """One task under one policy."""
+    """Figures of one task under one policy."""
 
     task: str
     policy: str
@@ -96,11 +97,11 @@ class TaskFigures(msgspec.Struct, kw_only=True):
     mean: float | None
     """Mean reward; ``None`` if no sample has a reward."""
     seconds: float
-    """Median duration."""
+    """Median duration in seconds."""
 
 
 def policy_figures(rows: RolloutColumns, policy: str, threshold: float) -> PolicyFigures:
-    """Returns the figures of one policy."""
+    """Computes the figures of one policy."""
     own = rows.policy.where(policy)
     by_task: dict[str, list[float | None]] = {}
     for task, reward in zip(rows.task.codes[own].tolist(), rows.reward[own].tolist(), strict=True):
@@ -138,7 +139,7 @@ def policy_figures(rows: RolloutColumns, policy: str, threshold: float) -> Polic
 
 
 def phases_of(rows: RolloutColumns) -> list[RolloutPhase]:
-    """Returns the phases of every policy, over rollouts that were carried out and have recorded phases."""
+    """Returns the phases of every policy, over completed or truncated rollouts with recorded phases."""
     phases = []
     has_phases = rows.carried_out & ~np.isnan(rows.phases["model"] + rows.phases["environment"])
     for policy in rows.policy.names:
@@ -146,7 +147,8 @@ def phases_of(rows: RolloutColumns) -> list[RolloutPhase]:
         if not own.any():
             continue
         parts = {name: rows.phases[name][own] for name in PHASES}
-        # A rollout that continued in another allocation has the phases of both allocations and the times of the last.
+        # A rollout that was resumed in another allocation has the phases of both allocations, but the times of the
+        # last.
         parts["other"] = np.maximum(0.0, rows.seconds[own] - sum(parts.values()))
         for name, seconds, share in _shares(parts):
             phases.append(RolloutPhase(policy=policy, phase=name, seconds=seconds, share=share))
@@ -154,18 +156,18 @@ def phases_of(rows: RolloutColumns) -> list[RolloutPhase]:
 
 
 def _shares(parts: dict[str, Floats]) -> Iterator[tuple[str, Spread, float]]:
-    """Yields the name of each part, the distribution of its seconds, and its share of the seconds of all parts."""
+    """Yields (name, distribution of seconds, share of the total seconds) for each part."""
     total = sum(float(seconds.sum()) for seconds in parts.values()) or 1.0
     for name, seconds in parts.items():
         yield name, spread(seconds), significant(float(seconds.sum()) / total)
 
 
 def stages_of(rows: RolloutColumns, planned_at: float, submitted_at: float) -> list[LatencyStage]:
-    """Returns the four stages of every policy, over rollouts that were carried out and have a known setup time.
+    """Returns the four stages of every policy, over completed or truncated rollouts with a known setup time.
 
     Args:
-        planned_at: planning time of the campaign, seconds UTC; 0 if unknown, which gives no stages.
-        submitted_at: submission of its first job; 0 if unknown, and then all time before the start is scheduling.
+        planned_at: Planning time of the campaign in Unix seconds. If 0 (unknown), no stages are returned.
+        submitted_at: Submission time of the first job. If 0 (unknown), all time before the start counts as scheduling.
     """
     stages: list[LatencyStage] = []
     if not planned_at:
@@ -176,7 +178,7 @@ def stages_of(rows: RolloutColumns, planned_at: float, submitted_at: float) -> l
         if not own.any():
             continue
         seconds = rows.seconds[own]
-        waited = np.maximum(rows.started_at[own], planned_at) - planned_at  # clocks of nodes may be wrong
+        waited = np.maximum(rows.started_at[own], planned_at) - planned_at  # node clocks may be wrong
         submission = np.minimum(max(0.0, submitted_at - planned_at), waited)
         startup = np.minimum(rows.phases["environment"][own], seconds)
         parts = dict(zip(STAGES, (submission, waited - submission, startup, seconds - startup), strict=True))
@@ -186,13 +188,13 @@ def stages_of(rows: RolloutColumns, planned_at: float, submitted_at: float) -> l
 
 
 def tasks_of(rows: RolloutColumns, threshold: float) -> list[TaskFigures]:
-    """Returns the figures of every task under every policy, in the order of their names."""
+    """Returns the figures of every task under every policy, sorted by name."""
     if not len(rows):
         return []
     seconds = rows.seconds
     key = rows.task.codes * len(rows.policy.names) + rows.policy.codes
     order = np.lexsort((seconds, key))
-    starts = np.flatnonzero(np.diff(key[order], prepend=-1))  # of each task and policy, in the sorted order
+    starts = np.flatnonzero(np.diff(key[order], prepend=-1))  # where each task and policy starts in the sorted order
     samples = np.diff(np.append(starts, len(order)))
     rewards = rows.reward[order]
     known = ~np.isnan(rewards)
@@ -216,7 +218,7 @@ def tasks_of(rows: RolloutColumns, threshold: float) -> list[TaskFigures]:
 
 
 def _ks(most: int) -> tuple[int, ...]:
-    """Returns the values of k for a curve up to ``most``: all of them, or some in growing steps."""
+    """Returns the values of k for a curve up to ``most``: all of them, or a subset with growing gaps."""
     if most <= MAX_KS:
         return tuple(range(1, most + 1))
     return tuple(np.unique(np.geomspace(1, most, MAX_KS).round().astype(np.int64)).tolist())

@@ -1,7 +1,7 @@
-"""Figures in Prometheus' text format, for the textfile collector of the node exporter.
+"""Formats figures in the Prometheus text format, for the node exporter's textfile collector.
 
 Names and units follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` for counters, ``_ratio``
-from 0 to 1. Samples carry no time, because the collector adds its own.
+for values from 0 to 1. Samples carry no timestamp, because the textfile collector rejects them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from megaflow_hpc.report.cost import HOUR
 from megaflow_hpc.report.figures import RunFigures
 
 Sample = tuple[str, str, dict[str, str], float | None]
-"""Name, help, labels, value; ``None`` if the value is unknown."""
+"""(name, help, labels, value); the value is ``None`` if unknown."""
 NAMESPACE = "megaflow"
 
 
 def text(runs: Sequence[RunFigures]) -> str:
-    """Returns the metrics of runs, grouped by name as the format requires."""
+    """Returns the metrics of all runs, grouped by name as the format requires."""
     families: dict[str, list[str]] = {}
     names = [run.run for run in runs]
     for number, run in enumerate(runs, 1):
@@ -88,6 +88,6 @@ def _samples(run: RunFigures) -> Iterator[Sample]:
 
 
 def _escaped(value: str) -> str:
-    """Escapes the value of a label; returns valid UTF-8."""
+    """Escapes a label value and makes it valid UTF-8."""
     text = value.encode("utf-8", "replace").decode()
     return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

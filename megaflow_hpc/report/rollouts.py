@@ -1,4 +1,4 @@
-"""The columns of a campaign that figures are made from, read once: numbers, and labels as codes."""
+"""The campaign columns that figures are computed from, read once: numbers, and labels as integer codes."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 from megaflow_hpc.types import VERIFIED
 
 PHASES = ("environment", "model", "agent", "evaluation")
-"""Phases of a rollout. ``environment``: the sandbox and files are prepared. ``model``: model calls, including the
-wait for an engine. ``agent``: the agent and its commands. ``evaluation``: the verifier. The rest is handover."""
+"""Phases of a rollout. ``environment``: preparing the sandbox and files. ``model``: model calls, including waits for
+an engine. ``agent``: the agent and its commands. ``evaluation``: the verifier. The rest is handover."""
 ERROR_CHARS = 300
 
 
 class Labels(NamedTuple):
-    """A column of texts that repeat."""
+    """A categorical text column."""
 
     names: list[str]
-    """The distinct texts, sorted."""
+    """The distinct values, sorted."""
     codes: Integers
-    """(n) indices into :attr:`names`."""
+    """(n), indices into :attr:`names`."""
 
     def of(self, row: int) -> str:
-        """Returns the text of a row."""
+        """Returns the value of a row."""
         return self.names[self.codes[row]]
 
     def where(self, *names: str) -> Mask:
-        """Returns a mask (n) of the rows that have one of these texts."""
+        """Returns a mask (n) of the rows with one of these values."""
         return np.isin(self.codes, [code for code, name in enumerate(self.names) if name in names])
 
 
 @dataclass(frozen=True)
 class RolloutColumns:
-    """All rollouts of one campaign; every array has n entries."""
+    """Columns of all rollouts of a campaign. Every array has n entries."""
 
     ids: NDArray[Any]
-    """Objects of ``str``."""
+    """Object array of ``str``."""
     task: Labels
     policy: Labels
     status: Labels
     error_kind: Labels
     error: NDArray[Any]
-    """Objects of ``str``, cut; mostly empty."""
+    """Object array of ``str``, truncated; mostly empty."""
     node: Labels
     job: Labels
     reward: Floats
@@ -56,7 +56,7 @@ class RolloutColumns:
     started_at: Floats
     finished_at: Floats
     phases: dict[str, Floats]
-    """Seconds by name of :data:`PHASES`; NaN if they were not recorded."""
+    """Phase from :data:`PHASES` → seconds, NaN if not recorded."""
     cpu_s: Floats
     """CPU seconds of each rollout's sandboxes. Unknown values are NaN, here and in the two columns below."""
     memory_peak_mb: Floats
@@ -72,12 +72,12 @@ class RolloutColumns:
 
     @property
     def seconds(self) -> Floats:
-        """Durations in seconds of the attempts that count."""
+        """Duration of each rollout's final attempt in seconds."""
         return np.maximum(0.0, self.finished_at - self.started_at)
 
     @property
     def carried_out(self) -> Mask:
-        """A mask of the rollouts that ran to a verdict."""
+        """True for each rollout that completed or was truncated."""
         return self.status.where(*VERIFIED)
 
 
@@ -85,7 +85,7 @@ def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
     """Reads the columns of a store.
 
     Raises:
-        ConfigError: a column is damaged.
+        ConfigError: A column is damaged.
     """
     column = store.source.column
     turns = column("trajectories/turn_offset")
@@ -132,7 +132,7 @@ def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
 
 
 def attempt_spans(store: TrajectoryStore, rows: RolloutColumns) -> Iterator[tuple[str, Span]]:
-    """Yields the pod's job id and the span of each attempt at a rollout. Attempts that count occur twice."""
+    """Yields (pod job id, time span) of each attempt at a rollout. Final attempts occur twice."""
     for row in range(len(rows)):
         yield rows.job.of(row), (float(rows.started_at[row]), float(rows.finished_at[row]))
     column = store.source.column
@@ -143,7 +143,7 @@ def attempt_spans(store: TrajectoryStore, rows: RolloutColumns) -> Iterator[tupl
 
 
 def _finite(values: NDArray[Any]) -> Floats:
-    """Returns numbers with 0 for NaN and infinities."""
+    """Converts to float64, replacing NaN and infinities with 0."""
     return np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
 
 

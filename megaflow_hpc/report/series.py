@@ -1,4 +1,4 @@
-"""Series over time and distributions. All functions are pure, and their results are bounded."""
+"""Time series and distributions. All functions are pure, and their results are bounded in size."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Integers = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Span = tuple[float, float]
 CURVE_POINTS = 240
-"""Points of a curve over time, more than a screen shows."""
+"""Number of points in a curve over time, more than a screen can show."""
 
 
 class Spread(msgspec.Struct, kw_only=True):
-    """The distribution of numbers; all fields are 0 without numbers."""
+    """The distribution of some numbers. All fields are 0 if there are none."""
 
     n: int = 0
     mean: float = 0.0
@@ -30,7 +30,7 @@ class Spread(msgspec.Struct, kw_only=True):
 
 
 class Bin(msgspec.Struct, kw_only=True):
-    """A bar of a histogram: the count of numbers from ``low`` to below ``high``. The last bar includes its high."""
+    """A histogram bar: the count of numbers in ``[low, high)``. The last bar includes ``high``."""
 
     low: float
     high: float
@@ -38,7 +38,7 @@ class Bin(msgspec.Struct, kw_only=True):
 
 
 def spread(values: Floats | Integers) -> Spread:
-    """Returns the distribution of numbers without NaN."""
+    """Summarises the distribution of numbers, ignoring NaN."""
     known = np.asarray(values, np.float64)
     known = known[np.isfinite(known)]
     if not len(known):
@@ -56,12 +56,13 @@ def spread(values: Floats | Integers) -> Spread:
 
 
 def significant(value: float) -> float:
-    """Rounds to six significant digits, so that files of figures can be read and compared."""
+    """Rounds to six significant digits, to keep files of figures readable and comparable."""
     return float(f"{value:.6g}")
 
 
 def edges_of(values: Floats, bars: int = 30) -> Floats:
-    """Returns the edges of at most ``bars`` bars over finite numbers. A few integers get one bar per value."""
+    """Returns the edges of at most ``bars`` histogram bars over finite numbers. A few integers get one bar per
+    value."""
     known = values[np.isfinite(values)]
     if not len(known):
         return np.array([0.0, 1.0])
@@ -72,7 +73,7 @@ def edges_of(values: Floats, bars: int = 30) -> Floats:
 
 
 def histogram(values: Floats, edges: Floats) -> list[Bin]:
-    """Returns the bars of a histogram that are not empty."""
+    """Returns the non-empty bars of a histogram."""
     counts, _ = np.histogram(values[np.isfinite(values)], edges)
     bins = []
     for count, (low, high) in zip(counts.tolist(), pairwise(edges.tolist()), strict=True):
@@ -87,12 +88,12 @@ def mean_level(
     edges: Floats,
     weights: Floats | None = None,
 ) -> Floats:
-    """Returns the mean number of open spans between neighbouring edges.
+    """Returns the mean number of open spans between adjacent edges.
 
     Args:
         starts, ends: (n) seconds.
-        edges: (k+1) seconds, rising.
-        weights: (n) weight of each span; 1 by default.
+        edges: (k+1) seconds, ascending.
+        weights: (n) weight of each span. Default: 1.
     """
     weights = np.ones(len(starts)) if weights is None else weights
 
@@ -108,7 +109,7 @@ def mean_level(
 
 
 def peak_level(starts: Floats, ends: Floats) -> int:
-    """Returns the maximum number of spans open at once. A span that ends when another begins is over."""
+    """Returns the maximum number of overlapping spans. Spans that only touch do not overlap."""
     times = np.concatenate([starts, ends])
     steps = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
     order = np.lexsort((steps, times))
@@ -116,7 +117,7 @@ def peak_level(starts: Floats, ends: Floats) -> int:
 
 
 def lanes(spans: Sequence[Span]) -> list[int]:
-    """Returns the lane of each span, in the order of their starts: the lowest lane without an open span."""
+    """Assigns each span, ordered by start, to the lowest lane without an open span."""
     free_at: list[float] = []
     chosen = []
     for start, end in spans:
@@ -129,7 +130,7 @@ def lanes(spans: Sequence[Span]) -> list[int]:
 
 
 def thinned(count: int, most: int) -> Integers:
-    """Returns at most ``most`` of the numbers 0 to ``count - 1``, evenly spaced, including the first and the last."""
+    """Returns at most ``most`` evenly spaced numbers from 0 to ``count - 1``, including both ends."""
     if count <= most:
         return np.arange(count)
     return np.unique(np.linspace(0, count - 1, most).round().astype(np.int64))

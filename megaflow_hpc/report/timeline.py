@@ -1,4 +1,4 @@
-"""Timelines: pods from the event files of a run, running and waiting rollouts, slots, and rollouts in lanes."""
+"""Timelines: pods from a run's event files, running and waiting rollouts, slots, and rollouts in lanes."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from megaflow_hpc.rundir.marks import Marks
 MAX_BARS = 2500
 """Maximum number of rollouts in a timeline."""
 LONGEST_BARS = 100
-"""Number of the longest rollouts that are always shown."""
+"""Number of longest rollouts that are always shown."""
 MAX_POD_ROWS = 64
-"""Maximum number of pods with rows of their own; those with the most rollouts are chosen."""
+"""Maximum number of pods that get their own row. Those with the most rollouts are shown."""
 ALIVE = ("started", "draining")
-"""States of a pod before its last event."""
+"""States of a pod that has not ended."""
 
 
 @dataclass
 class PodHistory:
-    """One start of one pod. Times are seconds UTC by its node's clock."""
+    """One start of a pod. Times are Unix seconds by its node's clock."""
 
     name: str
     node: str = ""
     job: str = ""
     state: str = "started"
-    """State in its last event; ``gone`` if it was killed."""
+    """State according to the last event, or ``gone`` if the pod was killed."""
     why: str = ""
     started_at: float = 0.0
     last_at: float = 0.0
-    """Time of its last event, which is its end if it has ended."""
+    """Time of the last event. If the pod has ended, this is its end."""
     slots: int = 0
-    """Maximum number of slots at once."""
+    """Maximum number of slots at the same time."""
     slot_spans: list[tuple[Span, int]] = field(default_factory=list)
-    """Spans of time, each with the slots that a worker had in it."""
+    """(time span, slots) of each worker."""
     stored: int = 0
 
     @property
     def element(self) -> str:
-        """The element of the array, which has several starts if it was requeued."""
+        """The pod's array element, which has several starts if it was requeued."""
         return self.name.rpartition(".")[0]
 
 
@@ -58,11 +58,11 @@ class Events:
 
     pods: list[PodHistory] = field(default_factory=list)
     pod_of: dict[str, str] = field(default_factory=dict)
-    """The pod that stored each rollout, by rollout id."""
+    """Rollout id → the pod that stored it."""
     repeated: Counter[str] = field(default_factory=Counter)
-    """Failed attempts that were repeated, by cause."""
+    """Cause → number of failed attempts that were retried."""
     repeated_on: Counter[str] = field(default_factory=Counter)
-    """Failed attempts that were repeated, by pod."""
+    """Pod → number of failed attempts that were retried."""
 
 
 def read_events(run: RunDir) -> Events:
@@ -71,7 +71,7 @@ def read_events(run: RunDir) -> Events:
     for name, events in EventReader(run.events).read():
         pod = PodHistory(name)
         workers: dict[int, tuple[float, int]] = {}
-        """Rank → the time since when it is ready, and its slots."""
+        """Rank → (time when the worker became ready, its slots)."""
         for event in events:
             pod.started_at = pod.started_at or event.t
             pod.last_at = max(pod.last_at, event.t)
@@ -104,8 +104,8 @@ def read_events(run: RunDir) -> Events:
 def _mark_gone(run: RunDir, pods: Sequence[PodHistory]) -> None:
     """Marks killed pods as gone.
 
-    A pod without a last event was killed if another pod found its lease expired, if its element has started again, or
-    if the campaign has finished.
+    A pod without a final event was killed if another pod found its lease expired, if its array element has started
+    again, or if the campaign has finished.
     """
     with suppress(OSError):
         gone = Ledger(run).gone()
@@ -126,31 +126,31 @@ def _add_span(pod: PodHistory, worker: tuple[float, int], end: float) -> None:
 
 
 class Concurrency(msgspec.Struct, kw_only=True):
-    """Means over equal stretches of time."""
+    """Means over equal time intervals."""
 
     at: list[float] = []
-    """Middle of each stretch, in seconds from the start of the first rollout."""
+    """Midpoint of each interval, in seconds since the first rollout started."""
     running: list[float] = []
     waiting: list[float] = []
-    """Rollouts that had not started; empty if rollouts are added while the campaign runs."""
+    """Rollouts that had not started. Empty if rollouts are added while the campaign runs."""
     slots: list[float] = []
-    """Slots of all workers; empty without events."""
+    """Slots of all workers. Empty without events."""
     ended: list[float] = []
-    """Rollouts that ended in a stretch, per hour."""
+    """Rollouts that ended in each interval, per hour."""
     peak: int = 0
     slot_use: float | None = None
-    """Share of the slots' time in which a rollout ran."""
+    """Share of the slot time during which a rollout was running."""
 
 
 class PodFigures(msgspec.Struct, kw_only=True):
-    """One start of one pod, or a node if there are no events."""
+    """One start of a pod, or a node if there are no events."""
 
     pod: str
     node: str
     state: str
     why: str
     start: float
-    """Seconds from the first rollout's start."""
+    """Seconds since the first rollout started."""
     end: float
     slots: int
     rollouts: int
@@ -158,30 +158,30 @@ class PodFigures(msgspec.Struct, kw_only=True):
 
 
 class Bar(msgspec.Struct, kw_only=True):
-    """A rollout of the timeline."""
+    """One rollout in a timeline."""
 
     rollout: str
     pod: str
     lane: int
     start: float
-    """Seconds from the first rollout's start."""
+    """Seconds since the first rollout started."""
     end: float
     outcome: str
 
 
 def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool) -> Concurrency:
-    """Returns the concurrency over time.
+    """Computes the concurrency over time.
 
     Args:
-        total: rollouts of the campaign.
-        grows: whether rollouts are added while it runs, so that the number of waiting ones is unknown.
+        total: Number of rollouts in the campaign.
+        grows: Whether rollouts are added while it runs, so that the number of waiting ones is unknown.
     """
     if not len(rows):
         return Concurrency()
     began, ended = float(rows.started_at.min()), float(rows.finished_at.max())
     edges = np.linspace(began, max(ended, began + 1e-3), CURVE_POINTS + 1)
     running = mean_level(rows.started_at, rows.finished_at, edges)
-    # Each rollout waits from the beginning until it starts. Rollouts that are not stored yet may wait or run.
+    # Each rollout waits from the beginning until it starts. Rollouts not stored yet are counted as waiting.
     waiting = mean_level(np.full(len(rows), began), rows.started_at, edges) + (total - len(rows))
     spans = [span for pod in events.pods for span in pod.slot_spans]
     slots = _slots(spans, edges) if spans else None
@@ -206,7 +206,7 @@ def _slots(spans: list[tuple[Span, int]], edges: Floats) -> Floats:
 
 
 def pods_of(rows: RolloutColumns, events: Events) -> list[PodFigures]:
-    """Returns the pods in the order of their starts, or the nodes of the rollouts if there are no events."""
+    """Returns the pods ordered by start, or the nodes of the rollouts if there are no events."""
     if not len(rows) and not events.pods:
         return []
     began = float(rows.started_at.min()) if len(rows) else min(pod.started_at for pod in events.pods)
@@ -245,12 +245,13 @@ def pods_of(rows: RolloutColumns, events: Events) -> list[PodFigures]:
 
 
 def pod_of(rows: RolloutColumns, events: Events, row: int) -> str:
-    """Returns the pod that carried out a row, or its node if events do not name the pod."""
+    """Returns the pod that ran a rollout, or its node if events do not name the pod."""
     return events.pod_of.get(rows.ids[row]) or rows.node.of(row) or "unknown"
 
 
 def bars_of(rows: RolloutColumns, events: Events, threshold: float) -> list[Bar]:
-    """Returns a timeline of the pods with the most rollouts: rollouts evenly spaced in time, and the longest ones."""
+    """Returns timeline bars for the pods with the most rollouts: an even sample over time, plus the longest
+    rollouts."""
     if not len(rows):
         return []
     order = np.argsort(rows.started_at, kind="stable").tolist()

@@ -1,7 +1,7 @@
-"""The transcripts in a page: all of them if they fit, otherwise those that a reader asks for first.
+"""The transcripts in a page: all of them if they fit, otherwise the most interesting ones.
 
-A message keeps its text, cut in the middle if it is long, and its tool calls. The page says how many transcripts it
-has and how many were left out.
+Messages keep their tool calls and their text, which is shortened in the middle if it is long. The page states how many
+transcripts it contains and how many were omitted.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 
 Wanted = int | Literal["all", "some", "none"]
-"""A number; all transcripts; those that fit the page; none."""
+"""A number of transcripts, all of them, as many as fit in the page, or none."""
 
 MAX_BYTES = 1_000_000
-"""Maximum size of packed transcripts in a page, unless all or a number are requested. Base64 adds a third."""
+"""Maximum size of compressed transcripts in a page, unless all or a number are requested. Base64 adds a third."""
 MAX_TRANSCRIPTS = 2000
-"""Maximum number of transcripts, since each is read separately."""
+"""Maximum number of transcripts. Each is read separately, which takes time."""
 MAX_MESSAGE_CHARS = 12_000
-"""Characters of one message; longer ones keep their beginning and end."""
+"""Maximum length of a message. Longer ones keep their beginning and end."""
 MAX_MESSAGES = 400
-"""Messages of one transcript; longer ones keep the first and the last messages."""
+"""Maximum number of messages per transcript. Longer ones keep the first and last messages."""
 
 
 def chosen(rows: RolloutColumns) -> Iterator[int]:
-    """Yields every row once, the most interesting ones first: a failure, the best, the worst, a truncated, the
-    longest and the slowest rollout, then the rest in their order."""
+    """Yields every row once, the most interesting first.
+
+    These are a failed, the best, the worst, a truncated, the longest and the slowest rollout. The rest follow in order.
+    """
     rated = np.flatnonzero(~np.isnan(rows.reward))
     groups = (
         np.flatnonzero(rows.status.where("failed", "cancelled")),
@@ -45,7 +47,7 @@ def chosen(rows: RolloutColumns) -> Iterator[int]:
         np.argsort(-rows.turns, kind="stable"),
         np.argsort(-rows.seconds, kind="stable"),
     )
-    seen: set[int | None] = {None}  # the filler of zip_longest
+    seen: set[int | None] = {None}  # fill value of zip_longest
     for one_of_each in itertools.zip_longest(*(group.tolist() for group in groups)):
         for row in one_of_each:
             if row not in seen:
@@ -60,10 +62,10 @@ Transcript = list[dict[str, str]]
 def transcripts(
     store: TrajectoryStore, rows: RolloutColumns, wanted: Wanted, sharing: int = 1
 ) -> dict[int, Transcript]:
-    """Returns the transcripts of the chosen rows, by row number.
+    """Returns the transcripts to include, by row number.
 
     Args:
-        sharing: number of runs in the page.
+        sharing: Number of runs in the page, which share its limits.
     """
     if wanted == "none":
         return {}
@@ -84,7 +86,7 @@ def transcripts(
 
 
 def transcript_of(row: Row) -> Transcript:
-    """Returns the conversations of a rollout. If there are several, each has a heading."""
+    """Returns the conversations of a rollout as one transcript. If there are several, each gets a heading."""
     conversations = row.conversations
     if len(conversations) == 1:
         return messages_of(conversations[0].messages)
@@ -96,7 +98,7 @@ def transcript_of(row: Row) -> Transcript:
 
 
 def messages_of(messages: list[dict[str, Any]]) -> Transcript:
-    """Returns the texts of a conversation in OpenAI message form. Other fields of a message become JSON."""
+    """Converts OpenAI messages to a transcript. Content other than text is shown as JSON."""
     if len(messages) > MAX_MESSAGES:
         left_out = f"{len(messages) - MAX_MESSAGES} messages are left out"
         middle = {"role": "report", "content": left_out}
@@ -133,7 +135,7 @@ def _call(call: Any) -> str:
 
 
 def cut(text: str) -> str:
-    """Returns a text without its middle if it is long."""
+    """Shortens long text by removing its middle."""
     if len(text) <= MAX_MESSAGE_CHARS:
         return text
     half = MAX_MESSAGE_CHARS // 2

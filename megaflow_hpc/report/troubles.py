@@ -1,4 +1,4 @@
-"""Failures, grouped by similarity, and the slowest rollouts."""
+"""Failures, grouped by similar error, and the slowest rollouts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MAX_FAILURES = 40
 
 
 class Failure(msgspec.Struct, kw_only=True):
-    """Rollouts that failed with the same error, apart from numbers in it."""
+    """Rollouts that failed with the same error, ignoring numbers in it."""
 
     kind: str
     error: str
-    """Error of the first of them."""
+    """Error of the first rollout."""
     rollouts: int
     example: str
-    """Id of the first of them."""
+    """Id of the first rollout."""
     nodes: int
 
 
@@ -35,14 +35,14 @@ class Straggler(msgspec.Struct, kw_only=True):
     rollout: str
     seconds: float
     usual: float
-    """Median of its task if at least three samples ran, otherwise of its policy."""
+    """Median duration of the task if at least three samples ran, otherwise of the policy."""
     phase: str
-    """Its longest phase; empty if unknown."""
+    """The longest phase, empty if unknown."""
     node: str
 
 
 def failures_of(rows: RolloutColumns) -> list[Failure]:
-    """Returns rollouts with an error, grouped by kind and text without numbers, largest group first."""
+    """Groups rollouts with an error by kind and text (ignoring numbers), largest group first."""
     groups: dict[tuple[str, str], list[int]] = {}
     for row in range(len(rows)):
         kind = rows.error_kind.of(row)
@@ -63,7 +63,7 @@ def failures_of(rows: RolloutColumns) -> list[Failure]:
 
 
 def stragglers_of(rows: RolloutColumns) -> list[Straggler]:
-    """Returns the slowest rollouts that were carried out, slowest first, with the usual duration."""
+    """Returns the slowest completed or truncated rollouts, slowest first, with the usual duration for comparison."""
     seconds = rows.seconds
     carried_out = np.flatnonzero(rows.carried_out)
     slowest = carried_out[np.argsort(-seconds[carried_out], kind="stable")][:MAX_STRAGGLERS]
@@ -86,6 +86,6 @@ def stragglers_of(rows: RolloutColumns) -> list[Straggler]:
 
 
 def counted(names: Sequence[str], codes: Integers) -> dict[str, int]:
-    """Returns the count of each name, most frequent first."""
+    """Counts each name, most frequent first."""
     counts = Counter(names[code] for code in codes.tolist())
     return dict(counts.most_common(MAX_FAILURES))

@@ -1,8 +1,8 @@
-"""The trajectories of a campaign, from durable journals to one HDF5 file, its reader, its upkeep and its exports.
+"""The trajectories of a campaign: durable journals, the HDF5 file made from them, and its reader and exports.
 
-Pods append finished rollouts to journals; a gather makes ``trajectories.h5`` of them; readers take either. The rooms
-build on one another in the order ``hdf5``, ``journal``, ``reading``, ``maintenance`` and ``exports``. These names are
-imported on first use: h5py and numpy stay out of processes that only append to a journal.
+Pods append finished rollouts to journals. ``gather`` merges the journals into ``trajectories.h5``; readers accept both.
+The packages depend on one another in the order ``hdf5``, ``journal``, ``reading``, ``maintenance`` and ``exports``. The
+names below are imported lazily, so processes that only append to a journal never load h5py or numpy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Charts of time and means: timeline, concurrency, phases, failures, slow tasks, hours held and efficiency."""
+"""Charts of time and resources: timeline, concurrency, phases, failures, slow tasks, hours held and efficiency."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TASKS_SHOWN = 40
 MAX_HEIGHT = 1000
 """Maximum height of a timeline in pixels, unless it has very many pods."""
 FACET_WIDTH = {"width": 420}
-"""Width in pixels of faceted charts, which Vega cannot fit into a place."""
+"""Width in pixels of faceted charts, which Vega cannot fit to their container."""
 UNITS = ((10_000.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""Minimum number of seconds for each unit of a time axis."""
+"""(minimum seconds, seconds per unit, name) for each unit of a time axis."""
 
 
 def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) -> Chart | None:
-    """Returns the rollouts of one run over time, one row per pod."""
+    """Charts the rollouts of one run over time, one row per pod."""
     if not bars:
         return None
     shown = {bar.pod for bar in bars}
@@ -76,7 +76,7 @@ def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) ->
         },
     ]
     killed = [pod for pod in pods if pod["state"] == "gone"]
-    if killed:  # Vega warns about a layer without data
+    if killed:  # Vega warns about layers without data
         layers.append(
             {
                 "data": {"values": killed},
@@ -100,7 +100,7 @@ def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) ->
 
 
 def _by_element(pods: Sequence[PodFigures]) -> list[str]:
-    """Returns the names of pods, with the starts of one element together, in the order of their first starts."""
+    """Returns pod names ordered by first start, with all starts of an array element next to each other."""
     first: dict[str, float] = {}
     for pod in pods:
         first.setdefault(_element(pod), pod.start)
@@ -113,7 +113,7 @@ def _element(pod: PodFigures) -> str:
 
 
 def concurrency(runs: Named) -> Chart | None:
-    """Returns the numbers of running and waiting rollouts and of slots over time."""
+    """Charts running rollouts, waiting rollouts and slots over time."""
     seconds, unit = _unit(max(run.seconds for _, run in runs))
     values = []
     for label, run in runs:
@@ -139,12 +139,12 @@ def concurrency(runs: Named) -> Chart | None:
 
 
 def _unit(seconds: float) -> tuple[float, str]:
-    """Returns the unit for a time axis of this length: its seconds and its name."""
+    """Returns (seconds per unit, unit name) for a time axis of this length."""
     return next((size, unit) for least, size, unit in UNITS if seconds >= least)
 
 
 def phases(runs: Named) -> Chart | None:
-    """Returns the mean seconds of each phase of a rollout."""
+    """Charts the mean seconds of each rollout phase."""
     note = (
         "Environment: sandbox and files made ready. Model: calls, waiting for an engine included. Agent: its own "
         "work and its commands. Evaluation: the verifier. Other: what remains until the rollout has ended."
@@ -158,7 +158,7 @@ def phases(runs: Named) -> Chart | None:
 
 
 def stages(runs: Named) -> Chart | None:
-    """Returns the mean seconds of each stage from the planning of the campaign to the end of a rollout."""
+    """Charts the mean seconds of each stage, from planning the campaign to the end of a rollout."""
     note = (
         "From the planning of the campaign to each rollout's end, in the four phases of the MegaFlow paper (arXiv "
         "2601.07526, figure 5). Scheduling: Slurm's queue, pods and engines that start, the wait for a slot."
@@ -178,7 +178,7 @@ def _stack_row(series: str, part: str, seconds: Spread, share: float, colours: M
 
 
 def _stacked(name: str, title: str, note: str, values: Data, colours: Mapping[str, str]) -> Chart | None:
-    """Returns a bar for each policy with the mean seconds of its parts."""
+    """Charts one stacked bar per policy, with the mean seconds of its parts."""
     if not values:
         return None
     scale = {"domain": list(colours), "range": list(colours.values())}
@@ -194,7 +194,7 @@ def _stacked(name: str, title: str, note: str, values: Data, colours: Mapping[st
 
 
 def failures(runs: Named) -> Chart | None:
-    """Returns failures and repeated attempts by cause."""
+    """Charts failures and retries by cause."""
     values = []
     for label, run in runs:
         for what, counts in (("failed", run.failures_by_kind), ("repeated", run.repeated)):
@@ -217,7 +217,7 @@ def failures(runs: Named) -> Chart | None:
 
 
 def tasks(runs: Named) -> Chart | None:
-    """Returns the slowest tasks by policy. Only one run is drawn, since the table compares several."""
+    """Charts the slowest tasks by policy, for a single run only. Several runs are compared in the table instead."""
     if len(runs) > 1 or not runs[0][1].tasks:
         return None
     values = []
@@ -236,7 +236,7 @@ def tasks(runs: Named) -> Chart | None:
 
 
 def cost(runs: Named) -> Chart | None:
-    """Returns hours held by role."""
+    """Charts hours held by role."""
     values: Data = []
     for label, run in runs:
         for role in run.cost.roles:
@@ -266,7 +266,7 @@ def _hours(role: str, what: str, hours: float, idle: float | None) -> Data:
 
 
 def efficiency(runs: Named) -> Chart | None:
-    """Returns how much of the held resources jobs used."""
+    """Charts the share of the held resources that jobs used."""
     values = []
     for label, run in runs:
         for job in run.cost.jobs:

@@ -23,7 +23,7 @@ from megaflow_hpc.report.comparison import Difference
 
 
 def pass_at(runs: Named) -> Chart | None:
-    """Returns pass@k over k, or pass@1 of each policy if no task has two samples."""
+    """Charts pass@k over k, or pass@1 of each policy if no task has two samples."""
     values = _of_policies(runs, "pass_at")
     if not values:
         return None
@@ -49,7 +49,7 @@ def pass_at(runs: Named) -> Chart | None:
 
 
 def differences(of_runs: Sequence[Difference]) -> Chart | None:
-    """Returns the differences of runs from the first, with their intervals."""
+    """Charts the difference of each run from the first, with its interval."""
     values = []
     for one in of_runs:
         if one.difference is not None:
@@ -67,7 +67,7 @@ def differences(of_runs: Sequence[Difference]) -> Chart | None:
 
 
 def _intervals(values: Data, x: Spec, value: str, tip: Sequence[Spec]) -> Spec:
-    """Returns a point on a line from ``low`` to ``high`` for each series."""
+    """Charts a point on a line from ``low`` to ``high`` for each series."""
     encoding = {"y": channel("series", "N", None), "color": {**by_series(), "legend": None}, "tooltip": list(tip)}
     return spec_of(
         values,
@@ -80,7 +80,7 @@ def _intervals(values: Data, x: Spec, value: str, tip: Sequence[Spec]) -> Spec:
 
 
 def _of_policies(runs: Named, name: str) -> Data:
-    """Returns the items of a field of every policy's figures as rows of data."""
+    """Flattens a list field of every policy's figures into data rows."""
     rows = []
     for label, run in runs:
         for policy in run.policies:
@@ -103,7 +103,7 @@ def _histogram(
     encoding = {
         "x": channel("low", title=name, bin={"binned": True}, axis=axis, scale=scale or {}),
         "x2": channel("high"),
-        # Bars of different runs have different edges and cannot be stacked.
+        # Bars of different runs have different edges, so they cannot be stacked.
         "y": channel("count", title="rollouts", stack=None if len(runs) > 1 else "zero"),
         "color": by_series(),
         "tooltip": [
@@ -118,17 +118,17 @@ def _histogram(
 
 
 def rewards(runs: Named) -> Chart | None:
-    """Returns the distribution of rewards."""
+    """Charts the distribution of rewards."""
     note = "Rollouts by reward, those without a verdict left out."
     values = _of_policies(runs, "rewards")
-    for low, high in ((0.0, 1.0), (-0.5, 1.5)):  # shares, or bars of only 0 and 1: show both ends even if all passed
+    for low, high in ((0.0, 1.0), (-0.5, 1.5)):  # shares, or only 0 and 1: show both ends even if all passed
         if all(low <= value["low"] and value["high"] <= high for value in values):
             return _histogram("reward", "Rewards", note, values, runs, {"domain": [low, high]})
     return _histogram("reward", "Rewards", note, values, runs)
 
 
 def tokens(runs: Named) -> Iterator[Chart | None]:
-    """Yields the distributions of tokens and model calls; nothing if no policy calls a model."""
+    """Yields charts of the distributions of tokens and model calls; none if no policy calls a model."""
     if any(policy.turns.max for _, run in runs for policy in run.policies):
         note = "Of each rollout that was carried out, prompts included."
         yield _histogram("tokens", "Tokens", note, _of_policies(runs, "token_bins"), runs)
@@ -137,7 +137,7 @@ def tokens(runs: Named) -> Iterator[Chart | None]:
 
 
 def use(runs: Named) -> Iterator[Chart | None]:
-    """Yields the distributions of CPU time and memory of rollouts."""
+    """Yields charts of the distributions of CPU time and memory of rollouts."""
     note = "CPU seconds of the sandboxes of each rollout that was carried out, the verifier's included."
     yield _histogram("CPU seconds", "CPU of rollouts", note, _of_policies(runs, "cpu_bins"), runs)
     note = "The most memory that the sandboxes of each rollout were seen to hold."
@@ -145,7 +145,7 @@ def use(runs: Named) -> Iterator[Chart | None]:
 
 
 def training(runs: Named) -> Iterator[Chart]:
-    """Yields a curve over steps for each metric."""
+    """Yields one chart per metric: its curve over training steps."""
     titles = {"reward": "Reward", "passed": "Share that passed", "staleness": "Staleness", "entropy": "Entropy"}
     titles |= {"clipped": "Share clipped", "mismatch": "Mismatch", "tokens_per_s": "Tokens per second"}
     for metric, title in titles.items():

@@ -1,8 +1,8 @@
-"""Defines the colours of charts, their two themes, and parts of Vega-Lite specifications.
+"""Defines chart colours, the two themes, and building blocks of Vega-Lite specifications.
 
-A specification holds data and no colours. Colours come from :data:`PALETTE`, which people with any colour vision can
-distinguish (Okabe and Ito 2008), and from the themes. Texts of tasks and agents appear only in the data, which Vega
-treats as plain text.
+Specifications contain data but no colours. Colours come from the themes and from :data:`PALETTE`, which is safe for
+colour-blind readers (Okabe and Ito 2008). Text from tasks and agents appears only in the data, which Vega treats as
+plain text.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megaflow_hpc.report.rollouts import PHASES
 
 Spec = dict[str, Any]
 Data = list[dict[str, Any]]
-"""Rows of data of a chart."""
+"""Data rows of a chart."""
 Named = Sequence[tuple[str, RunFigures]]
-"""Runs, each with its label in charts."""
+"""(label in charts, figures) of each run."""
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#8A8A8A")
 ON_DARK = ("#56B4E9", "#E69F00", "#2CC295", "#E08FC0", "#8FA8FF", "#FF8A4C", "#D9CB3A", "#B0B0B0")
-"""The same order of hues, light enough for a dark page."""
+"""The same hues in the same order, lightened for a dark background."""
 OUTCOMES = {
     "passed": "#009E73",
     "not passed": "#56B4E9",
@@ -40,19 +40,19 @@ _FONT = "system-ui, 'Segoe UI', 'Helvetica Neue', 'Liberation Sans', Arial, sans
 
 
 class Chart(msgspec.Struct, kw_only=True):
-    """One chart."""
+    """A chart of a report, as a Vega-Lite specification with its texts."""
 
     name: str
-    """Name of its PNG and of its place in the page."""
+    """Base name of the PNG and element id in the page."""
     title: str
     note: str
-    """Caption of one sentence."""
+    """One-sentence caption."""
     spec: Spec
     wide: bool = False
 
 
 def theme(dark: bool) -> Spec:
-    """Returns Vega's ``config`` for one of the two themes."""
+    """Returns Vega's ``config`` for the light or dark theme."""
     text, faint, line = ("#e6e8eb", "#a4acb6", "#39424d") if dark else ("#1f2328", "#59636e", "#e1e5ea")
     axis = {"labelColor": faint, "titleColor": faint, "gridColor": line, "domainColor": line, "tickColor": line}
     return {
@@ -71,17 +71,17 @@ def theme(dark: bool) -> Spec:
 
 
 def spec_of(values: Data, **more: Any) -> Spec:
-    """Returns a specification over rows of data that fills the width of its place."""
+    """Builds a specification over data rows that fills the width of its container."""
     return {"$schema": SCHEMA, "data": {"values": values}, "width": "container", "height": 240, **more}
 
 
 def height_of(values: Data, field: str, each: int) -> int:
-    """Returns the height in pixels of a chart with ``each`` pixels for every distinct value of a field."""
+    """Returns the chart height in pixels, with ``each`` pixels per distinct value of a field."""
     return each * len({value[field] for value in values})
 
 
 def channel(field: str, kind: str = "Q", title: str | None = "", **more: Any) -> Spec:
-    """Returns a channel: a field, its kind (Q quantity, N name, O ordinal) and its title, or ``None`` for no title."""
+    """Builds an encoding channel: field, type (Q quantitative, N nominal, O ordinal) and title (``None``: no title)."""
     kinds = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
     spec: Spec = {"field": field, "type": kinds[kind]}
     if title != "":
@@ -90,7 +90,7 @@ def channel(field: str, kind: str = "Q", title: str | None = "", **more: Any) ->
 
 
 def tooltip(**fields: str) -> list[Spec]:
-    """Returns the channels of a tooltip: ``N`` for a name; for a number its format, which may be empty."""
+    """Builds tooltip channels. Each field maps to ``N`` (a name) or to a number format, which may be empty."""
     channels = []
     for field, kind in fields.items():
         if kind == "N":
@@ -101,10 +101,10 @@ def tooltip(**fields: str) -> list[Spec]:
 
 
 def series_name(label: str, policy: str, runs: Named) -> str:
-    """Returns the shortest unambiguous name of a policy of a run."""
+    """Returns the shortest unambiguous label for a policy of a run."""
     return policy if len(runs) == 1 else f"{label}: {policy}"
 
 
 def by_series(title: str | None = None) -> Spec:
-    """Returns the channel that distinguishes policies and runs."""
+    """Builds the channel that distinguishes policies and runs."""
     return channel("series", "N", title)

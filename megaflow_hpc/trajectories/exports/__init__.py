@@ -1,8 +1,8 @@
 """Writes trajectories in other programs' formats, one module per format, and imports JSON lines.
 
-Every format's module offers ``HELP`` (one line) and ``write(job) -> list[Path]``. It takes rows from ``job.rows()`` in
-order, holds a bounded number of them in memory, and publishes its files by rename. The verbs ``export`` and ``import``
-call this room, and users may.
+Each format module provides ``HELP`` (one line) and ``write(job) -> list[Path]``. It reads rows from ``job.rows()`` in
+order, holds a bounded number of them in memory, and publishes its files atomically by rename. Used by the ``export``
+and ``import`` commands, and available as a Python API.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds")
 
 GROUP_TOKENS = 1 << 20
-"""Maximum number of tokens held in memory at once, some tens of MB."""
+"""Maximum number of tokens held in memory at once (tens of MB)."""
 GROUP_ROWS = 1024
 
 COMPRESSIONS = ("none", "gz", "zst")
@@ -34,7 +34,7 @@ COMPRESSIONS = ("none", "gz", "zst")
 
 @dataclass
 class ExportJob:
-    """One export: the chosen rows of a store, and the target directory."""
+    """An export job: the selected rows of a store and the target directory."""
 
     store: TrajectoryStore
     numbers: Integers
@@ -42,18 +42,18 @@ class ExportJob:
     compress: str
     """Compression of JSON lines, one of :data:`COMPRESSIONS`. Parquet is always compressed."""
     progress: Callable[[int, int], None]
-    """Called with the number of finished rows and of all rows."""
+    """Called with (finished rows, total rows)."""
     warn: Callable[[str], None]
-    """Called with the id of each trajectory that the format cannot store completely, and the reason."""
+    """Called with a message for each trajectory that the format cannot represent completely: its id and the reason."""
 
     def rows(self) -> Iterator[Row]:
-        """Yields the chosen rows in order."""
+        """Yields the selected rows in order."""
         for done, row in enumerate(self.store.rows(self.numbers)):
             yield row
             self.progress(done + 1, len(self.numbers))
 
     def groups(self) -> Iterator[Integers]:
-        """Yields groups of row numbers that fit in memory together."""
+        """Yields batches of row numbers, each small enough to hold in memory."""
         lengths = self.store.lengths()[self.numbers]
         start = tokens = 0
         for end, length in enumerate(lengths.tolist()):
@@ -76,22 +76,22 @@ def export(
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> dict[str, list[Path]]:
-    """Writes trajectories in other formats.
+    """Exports trajectories to one or more formats.
 
     Args:
         store: An open store.
-        formats: Names among :data:`FORMATS`.
-        directory: Directory to write to, created if missing. Files of the same name are replaced.
-        where: An expression that selects rows; see :mod:`~megaflow_hpc.trajectories.reading.selection`.
+        formats: Format names, from :data:`FORMATS`.
+        directory: Output directory, created if missing. Existing files of the same name are replaced.
+        where: Selection expression; see :mod:`~megaflow_hpc.trajectories.reading.selection`.
         compress: Compression of JSON lines: ``none``, ``gz`` or ``zst``.
-        progress: Called with the format, the number of finished rows and of all rows.
-        warn: Called with the id of each trajectory that a format cannot store completely, and the reason.
+        progress: Called with (format, finished rows, total rows).
+        warn: Called with a message for each trajectory that a format cannot represent completely.
 
     Returns:
-        The written paths, by format.
+        Format → paths written.
 
     Raises:
-        ConfigError: A format is unknown, a package that it needs is missing, or no row was chosen.
+        ConfigError: A format is unknown, a required package is missing, or no row matches.
     """
     modules = {name: module_of(name) for name in formats}
     if compress not in COMPRESSIONS:
@@ -115,10 +115,10 @@ def export(
 
 
 def module_of(name: str) -> Any:
-    """Imports and returns the module of a format.
+    """Imports and returns a format's module.
 
     Raises:
-        ConfigError: There is no such format.
+        ConfigError: The format is unknown.
     """
     if name not in FORMATS:
         raise ConfigError(f"format {name!r}: there are {', '.join(FORMATS)}")

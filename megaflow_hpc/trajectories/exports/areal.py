@@ -31,7 +31,7 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "versions": (np.int32, -1),
     "attention_mask": (np.bool_, False),
 }
-"""Token columns: type and padding."""
+"""Token columns: name → (dtype, padding value)."""
 
 
 def write(job: ExportJob) -> list[Path]:
@@ -63,7 +63,7 @@ def write(job: ExportJob) -> list[Path]:
 
 
 def tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
-    """Pads rows of this format to the right. Returns (rows, longest) by name, and ``rewards`` (rows)."""
+    """Right-pads rows of this format. Returns arrays (rows, longest) by name, plus ``rewards`` (rows)."""
     padded: dict[str, Array] = {}
     for name, (dtype, fill) in COLUMNS.items():
         padded[name] = padded_lines([row[name] for row in rows], dtype, fill)

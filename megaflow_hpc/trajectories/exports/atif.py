@@ -1,16 +1,17 @@
 """ATIF, Harbor's agent trajectory interchange format: one document per trajectory.
 
-Files are called ``atif/<task>/<policy>/<sample>.json``, or ``<sample>@<round>.json`` for further rounds of a task.
+Files are named ``atif/<task>/<policy>/<sample>.json``, or ``<sample>@<round>.json`` for later rounds of a task.
 
-A step is a message of the system, the user or the agent. Tool results are the observation of the preceding agent step.
-An agent step has the data of its model call: seconds, and the sampled tokens with log-probabilities if they were
-recorded. For prompts only the number of tokens is given.
+A step is a message from the system, the user or the agent. Tool results become the observation of the preceding agent
+step. An agent step carries the metrics of its model call: its duration and, if recorded, the sampled tokens with their
+log-probabilities. For prompts, only the token count is stored.
 
-The document has the main conversation. All other conversations are in its ``subagent_trajectories``. If a model call
-started a conversation, the step of that call refers to it. Steps that a conversation shares with an earlier one are
-marked as copied context, so each call has exactly one step. Calls without a linked message appear only in the totals.
+The document contains the main conversation. All other conversations are stored in its ``subagent_trajectories``. If a
+model call started a conversation, the step of that call refers to it. Steps shared with an earlier conversation are
+marked as copied context, so each call has exactly one original step. Calls without a linked message count only towards
+the totals.
 
-Schema ATIF-v1.7 (RFC 0001 of Harbor); Harbor's own models take it.
+Follows schema ATIF-v1.7 (Harbor's RFC 0001); the output validates against Harbor's models.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _SOURCES = {"system": "system", "developer": "system", "user": "user", "assistan
 
 
 def write(job: ExportJob) -> list[Path]:
-    """Writes the directory ``atif``, one document per trajectory."""
+    """Writes the ``atif`` directory, one document per trajectory."""
     directory = job.directory / "atif"
     with published_directory(directory) as temporary:
         for row in job.rows():
@@ -54,7 +55,7 @@ def write(job: ExportJob) -> list[Path]:
 
 
 def document(row: Row, campaign: str) -> dict[str, Any]:
-    """Returns one trajectory as an ATIF document."""
+    """Converts one trajectory to an ATIF document."""
     conversations = row.conversations
     order = list(range(len(conversations)))
     if conversations:
@@ -114,20 +115,20 @@ def _totals(metrics: list[dict[str, Any]]) -> dict[str, int]:
 
 
 class _Documents:
-    """Turns the conversations of a trajectory into documents."""
+    """Converts the conversations of a trajectory to ATIF documents."""
 
     def __init__(self, row: Row) -> None:
         views = row.sequences
         self._row = row
         self.metrics = [_metrics(turn, views) for turn in row.turns]
-        """Metrics of each call."""
+        """Metrics by call number."""
         self.step_of_call: dict[int | None, dict[str, Any]] = {}
-        """The step of each call in the documents so far."""
+        """Call number → its step in the documents built so far."""
         self._seen: set[int] = set()
-        """Messages of the documents so far."""
+        """Indices of messages already included in a document."""
 
     def add(self, conversation: Conversation, name: str) -> dict[str, Any]:
-        """Returns one conversation as a document.
+        """Converts one conversation to a document.
 
         Args:
             conversation: The conversation.
@@ -181,7 +182,7 @@ def _numbered(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
-    """Adds a tool's answer to the latest step of the agent that called it."""
+    """Adds a tool result to the step that made the call, or to the latest agent step if the call id is unknown."""
     result: dict[str, Any] = {"content": _text(message.get("content"))}
     wanted = _text(message.get("tool_call_id"))
     if not steps:
@@ -210,7 +211,7 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
         "arguments": _plain(arguments) if isinstance(arguments, dict) else {},
     }
     if not isinstance(arguments, dict) and given:
-        result["extra"] = {"arguments": _text(given)}  # not a JSON object: kept as it is
+        result["extra"] = {"arguments": _text(given)}  # not a JSON object: keep as is
     return result
 
 
@@ -235,7 +236,7 @@ def _metrics(turn: Turn, views: list[SequenceView]) -> dict[str, Any]:
 
 
 def _text(content: Any) -> str:
-    """Returns any content as text that is valid Unicode."""
+    """Converts any message content to valid Unicode text."""
     if isinstance(content, list):
         parts = []
         for part in content:
@@ -248,7 +249,7 @@ def _text(content: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a parsed JSON value as strict JSON in UTF-8 can hold it."""
+    """Makes a parsed JSON value encodable as strict UTF-8 JSON."""
     if isinstance(value, dict):
         return {_text(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):

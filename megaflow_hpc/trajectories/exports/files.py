@@ -1,4 +1,4 @@
-"""Publishes whole directories, compresses streams of lines, and makes names safe for paths."""
+"""Atomic directory publishing, compressed line streams, and safe file names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megaflow_hpc.host.files import open_regular, remove_tree
 
 @contextlib.contextmanager
 def published_directory(path: Path) -> Iterator[Path]:
-    """Yields a directory (mode 0700) next to ``path`` that replaces it if the block ends without an error."""
+    """Yields a temporary sibling directory (mode 0700) that replaces ``path`` if the block succeeds."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     temporary.mkdir(mode=0o700)
     try:
         yield temporary
-        if path.exists():  # one rename cannot exchange directories, so the old one is moved aside first
+        if path.exists():  # rename cannot swap two directories, so move the old one away first
             aside = path.with_name(f"{temporary.name}.old")
             os.rename(path, aside)
             try:
@@ -41,10 +41,10 @@ def published_directory(path: Path) -> Iterator[Path]:
 
 
 def zstandard() -> Any:
-    """Imports and returns the package zstandard.
+    """Imports and returns the ``zstandard`` package.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package is not installed.
     """
     try:
         import zstandard as module
@@ -57,7 +57,7 @@ def zstandard() -> Any:
 
 @contextlib.contextmanager
 def writing(path: Path, compress: str) -> Iterator[IO[bytes]]:
-    """Opens a new file for writing bytes with the compression ``none``, ``gz`` or ``zst``."""
+    """Opens a new binary file for writing, with compression ``none``, ``gz`` or ``zst``."""
     with open(path, "xb", buffering=1 << 20) as file:
         if compress == "gz":
             with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0) as packed:
@@ -71,7 +71,7 @@ def writing(path: Path, compress: str) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file for reading bytes. Its first bytes, not its name, determine the decompression."""
+    """Opens a binary file for reading. The compression is detected from its first bytes, not its name."""
     with open_regular(path) as file:
         magic = file.read(4)
         file.seek(0)
@@ -86,10 +86,10 @@ def reading(path: Path) -> Iterator[IO[bytes]]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields the number and bytes of each line of a file that may be compressed.
+    """Yields (line number, line bytes) of a plain or compressed file.
 
     Raises:
-        ConfigError: The file is damaged.
+        ConfigError: The file is corrupt.
     """
     number = 0
     try:
@@ -104,12 +104,12 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
             raise
         raise ConfigError(f"{path}: line {number + 1} cannot be unpacked ({error}); copy it again") from None
     except Exception as error:
-        if type(error).__name__ != "ZstdError":  # by name, because its package may be missing
+        if type(error).__name__ != "ZstdError":  # compared by name, because the package may be missing
             raise
         raise ConfigError(f"{path}: line {number + 1} cannot be unpacked ({error}); copy it again") from None
 
 
 def safe_name(text: str) -> str:
-    """Returns ``text`` as one component of a path. Characters other than letters, digits and ``._-`` become ``_``."""
+    """Converts ``text`` to a single path component. Characters other than letters, digits and ``._-`` become ``_``."""
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in text)
     return plain if plain.strip(".") else f"_{plain}"

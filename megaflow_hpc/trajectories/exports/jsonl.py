@@ -1,10 +1,10 @@
 """JSON lines: one line with all data of a rollout. The format is lossless: an import restores the same columns.
 
 ``messages`` is the main conversation. ``conversations`` lists all conversations, with the indices of their messages and
-the calls that answered. If there is more than the main conversation, the indices refer to ``tree``.
+the calls that produced the answers. If there are other conversations, the indices refer to ``tree``.
 
-Token columns are lists per sequence. Log-probabilities have nine significant digits, which restore the same float32.
-``null`` marks tokens that were not sampled and missing rewards. Artifacts are base64.
+Token columns are lists, one per sequence. Log-probabilities have nine significant digits, enough to restore the exact
+float32. ``null`` marks tokens that were not sampled and missing rewards. Artifacts are base64-encoded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _RAGGED = ("rewards", "messages", "parents", "sequences", "turns", "attempts", "
 
 
 def write(job: ExportJob) -> list[Path]:
-    """Writes ``trajectories.jsonl``, with the suffix of its compression."""
+    """Writes ``trajectories.jsonl``, plus the compression suffix."""
     path = job.directory / f"trajectories{_SUFFIX[job.compress]}"
     with published(path) as temporary, writing(temporary, job.compress) as file:
         for row in job.rows():
@@ -48,7 +48,7 @@ def write(job: ExportJob) -> list[Path]:
 
 
 def line(row: Row) -> bytes:
-    """Returns one trajectory as a line of strict JSON in UTF-8, newline included."""
+    """Encodes one trajectory as a line of strict UTF-8 JSON, including the newline."""
     record: dict[str, Any] = {}
     for name in Trajectory.__dataclass_fields__:
         if name not in _RAGGED:
@@ -87,14 +87,14 @@ def _floats(values: Any) -> str:
         if not math.isfinite(value):
             texts.append("null")
         elif value == 0:
-            texts.append("-0.0" if math.copysign(1, value) < 0 else "0")  # JSON's -0 would be read as an integer
+            texts.append("-0.0" if math.copysign(1, value) < 0 else "0")  # JSON parsers read -0 as an integer
         else:
             texts.append(f"{value:.9g}")
     return ",".join(texts)
 
 
 def parse(data: Mapping[str, Any]) -> Trajectory:
-    """Returns the trajectory of a parsed line.
+    """Builds a trajectory from a parsed line.
 
     Raises:
         KeyError, TypeError, ValueError: The line is not a trajectory.
@@ -123,11 +123,11 @@ def import_jsonl(
     campaign: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Writes a ``trajectories.h5`` from JSON lines, plain or compressed with gzip or Zstandard.
+    """Imports JSON lines, plain or compressed with gzip or Zstandard, into a ``trajectories.h5``.
 
     Args:
-        source: The file of lines.
-        target: The file to write. An existing file is replaced at the end.
+        source: The JSON lines file.
+        target: The file to write. An existing file is replaced once the import has succeeded.
         campaign: Name of the campaign. Default: the name of ``source`` up to its first dot.
         progress: Called with the number of finished trajectories.
 
@@ -135,7 +135,7 @@ def import_jsonl(
         The number of trajectories.
 
     Raises:
-        ConfigError: There is no line, or a line is not a trajectory or repeats an id. The message names the line, and
+        ConfigError: The file is empty, or a line is invalid or repeats an id. The message names the line, and
             ``target`` is unchanged.
     """
     if not source.is_file():

@@ -1,9 +1,9 @@
 """Parquet: one row per trajectory, for pandas, Polars, DuckDB and Hugging Face datasets.
 
-Scalar columns have the same names as in ``trajectories.h5``. ``rewards`` is a struct with one field per name.
+Scalar columns have the same names as in ``trajectories.h5``. ``rewards`` is a struct with one field per reward.
 ``sequences``, ``turns``, ``attempts`` and ``artifacts`` are lists of structs, with token columns as nested lists.
-``messages`` (the main conversation), ``conversations`` and ``tree`` are JSON text as in the JSON lines, because
-messages have no common fields. NaN stays NaN.
+``messages`` (the main conversation), ``conversations`` and ``tree`` are JSON strings as in the JSON lines export,
+because messages have no fixed schema. NaN is preserved.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _JSON = ("messages", "conversations", "tree")
 
 
 def pyarrow() -> Any:
-    """Imports and returns pyarrow, with ``pyarrow.parquet``.
+    """Imports and returns pyarrow, with ``pyarrow.parquet`` loaded.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -69,12 +69,12 @@ def write(job: ExportJob) -> list[Path]:
 
 
 def sequences(pa: Any, flat: Flat, numbers: Any) -> Any:
-    """Returns the token sequences of rows as one list of structs per row, using the flat columns without a copy.
+    """Converts token sequences to a list of structs per row, without copying the flat columns.
 
     Args:
-        pa: The module pyarrow.
+        pa: The ``pyarrow`` module.
         flat: The sequences of the rows.
-        numbers: (n), distinct row numbers in the order of ``flat``.
+        numbers: (n), unique row numbers in the order of ``flat``.
     """
     token_offsets = pa.array(flat.offsets, pa.int32())
 
@@ -88,7 +88,7 @@ def sequences(pa: Any, flat: Flat, numbers: Any) -> Any:
         "loss_mask": tokens(flat.loss_mask),
         "weight_versions": tokens(flat.weight_versions),
     }
-    # Rows are distinct and in the requested order, so the sequences of a row are adjacent.
+    # Rows are unique and in the requested order, so the sequences of a row are adjacent.
     bounds = np.searchsorted(np.searchsorted(numbers, flat.row), np.arange(len(numbers) + 1))
     items = pa.StructArray.from_arrays(list(fields.values()), list(fields))
     return pa.ListArray.from_arrays(pa.array(bounds, pa.int32()), items)

@@ -1,14 +1,14 @@
-"""SWE-bench predictions: ``preds.json``, as the evaluation harness and mini-swe-agent read it.
+"""SWE-bench predictions: ``preds.json``, as read by the evaluation harness and mini-swe-agent.
 
-The file maps an instance id to ``instance_id``, ``model_name_or_path`` and ``model_patch``. The harness takes one
-prediction per instance and file. So a campaign with several policies or samples gets several files:
-``preds-<policy>-<sample>.json``, and ``preds-<policy>-<sample>@<round>.json`` for further rounds.
+The file maps instance ids to ``instance_id``, ``model_name_or_path`` and ``model_patch``. The harness accepts one
+prediction per instance and file. A campaign with several policies or samples is therefore split into several files:
+``preds-<policy>-<sample>.json``, and ``preds-<policy>-<sample>@<round>.json`` for later rounds.
 
 The patch is the artifact ``model.patch``, ``patch.diff`` or ``patch``, else the patch of the last step, else the first
 artifact whose name ends in ``.patch`` or ``.diff``. If there is no patch, the prediction is empty.
 
-JSON cannot store bytes that are not UTF-8. Patches of this package are UTF-8. If an agent's own patch is not, the
-prediction is empty and the export warns, because replaced bytes would make it another patch.
+JSON can only store patches that are valid UTF-8. This package always writes UTF-8. If an agent wrote its patch in
+another encoding, the prediction is left empty with a warning, because substituting bytes would change the patch.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def write(job: ExportJob) -> list[Path]:
 
 
 def patch_of(row: Row) -> tuple[str, str]:
-    """Returns the patch among a rollout's artifacts, empty if there is no patch, and a warning if it is incomplete."""
+    """Returns the rollout's patch (empty if it has none) and a warning if the patch is incomplete or not UTF-8."""
     artifacts = {artifact.name: artifact.data for artifact in row.artifacts}
     candidates = [name for name in NAMES if name in artifacts]
     candidates += [name for name in reversed(artifacts) if name.rpartition("/")[2] in NAMES]

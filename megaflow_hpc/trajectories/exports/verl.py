@@ -1,14 +1,14 @@
-"""verl: one row per token sequence, as Parquet, with the columns of verl's own rollouts and prompt datasets.
+"""verl: one row per token sequence, as Parquet, with the columns of verl's rollouts and prompt datasets.
 
-verl's agent loop returns a ``DataProto`` of padded tensors. Here the reader pads, so the same names hold lists:
-``prompts`` (tokens before the first sampled one), ``responses`` (all later tokens), ``response_mask`` (1 if sampled),
-``rollout_log_probs`` (0.0 if not sampled), ``reward_score``, ``uid`` (the group, over which advantages are computed),
-``__num_turns__``, ``min_global_steps`` and ``max_global_steps`` (weight versions). :func:`proto` pads rows to the
-tensors for ``DataProto.from_single_dict``.
+verl's agent loop returns a ``DataProto`` of padded tensors. Here padding is left to the reader, so the same names hold
+lists: ``prompts`` (tokens before the first sampled one), ``responses`` (all later tokens), ``response_mask`` (1 if
+sampled), ``rollout_log_probs`` (0.0 if not sampled), ``reward_score``, ``uid`` (the group over which advantages are
+computed), ``__num_turns__``, ``min_global_steps`` and ``max_global_steps`` (weight versions). :func:`proto` pads rows
+to the tensors for ``DataProto.from_single_dict``.
 
-The columns ``data_source``, ``prompt``, ``ability``, ``reward_model`` and ``extra_info`` are those of verl's
-``RLHFDataset``, so the same file can be used to sample again. (verl 0.9:
-``verl/experimental/agent_loop/agent_loop.py``, ``verl/utils/dataset/rl_dataset.py``.)
+The columns ``data_source``, ``prompt``, ``ability``, ``reward_model`` and ``extra_info`` match verl's ``RLHFDataset``,
+so the same file also serves as a prompt dataset. (verl 0.9: ``verl/experimental/agent_loop/agent_loop.py``,
+``verl/utils/dataset/rl_dataset.py``.)
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _rows(job: ExportJob, flat: Flat) -> Iterator[dict[str, Any]]:
         tokens = slice(flat.offsets[i], flat.offsets[i + 1])
         mask = flat.loss_mask[tokens]
         if not mask.any():
-            continue  # no sampled tokens, so nothing to train on
+            continue  # no sampled tokens: nothing to train on
         begin = tokens.start + int(mask.argmax())
         response = slice(begin, tokens.stop)
         versions = flat.weight_versions[tokens][mask == 1]
@@ -92,7 +92,7 @@ def _messages_of(row: Row, sequence: int) -> list[dict[str, Any]]:
 
 
 def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Returns the messages before the first answer, with their content as text."""
+    """Returns the messages before the first assistant message, with their content as text."""
     prompt = []
     for message in messages:
         if message.get("role") == "assistant":
@@ -130,16 +130,17 @@ def _schema(pa: Any) -> Any:
 
 
 def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str, Array]:
-    """Pads rows of this format in the same way as verl's agent loop: prompts to the left, responses to the right.
+    """Pads rows of this format as verl's agent loop does: prompts on the left, responses on the right.
 
     Args:
         rows: B rows as read from the Parquet file.
         pad_token_id: The tokenizer's padding token.
 
     Returns:
-        By name, int64 ``prompts`` ``responses`` ``response_mask`` ``input_ids`` ``attention_mask`` ``position_ids``,
-        float32 ``rollout_log_probs`` and ``rm_scores`` (the reward on the last token), all (B, length); ``uid`` and
-        ``__num_turns__`` (B). The first eight are tensors of a ``DataProto``, the last two its ``non_tensor_batch``.
+        Arrays by name, all (B, length): int64 ``prompts``, ``responses``, ``response_mask``, ``input_ids``,
+        ``attention_mask`` and ``position_ids``; float32 ``rollout_log_probs`` and ``rm_scores`` (the reward on the last
+        token). Also ``uid`` and ``__num_turns__`` (B). The first eight are tensors of a ``DataProto``, the last two its
+        ``non_tensor_batch``.
     """
 
     def lines(name: str, dtype: Any, fill: Any, left: bool = False) -> Array:

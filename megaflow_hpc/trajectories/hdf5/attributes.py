@@ -1,4 +1,4 @@
-"""The root attributes that describe where a campaign file comes from: the resolved campaign and software versions."""
+"""Root attributes that record the origin of a campaign file: the resolved campaign and software versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megaflow_hpc.version import __version__
 
 
 def root_attributes(run: RunDir) -> dict[str, str]:
-    """Returns the attributes ``config`` (the resolved campaign, without its secrets) and ``versions`` as JSON."""
+    """Returns the JSON attributes ``config`` (the resolved campaign, secrets masked) and ``versions``."""
     planned = read_run(run) if run.run_json.exists() else RunRecord()
     versions = planned.versions | {
         "megaflow-hpc": __version__,
@@ -30,7 +30,7 @@ def root_attributes(run: RunDir) -> dict[str, str]:
     }
     if planned.version:
         versions["planned by megaflow-hpc"] = planned.version
-    with suppress(ConfigError):  # the file of tasks may have been purged; its images are then unknown
+    with suppress(ConfigError):  # the task file may have been purged; then the images are unknown
         images = image_files(planned_tasks(run, planned))
         if images:
             versions["images"] = images
@@ -41,7 +41,7 @@ def root_attributes(run: RunDir) -> dict[str, str]:
 
 
 def campaign_name(run: RunDir) -> str:
-    """Returns the name in ``run.json``, or the directory's name without one."""
+    """Returns the campaign name from ``run.json``, or else the directory name."""
     return (read_run(run).name if run.run_json.exists() else "") or run.path.name
 
 
@@ -57,10 +57,10 @@ _SECRET_TEXT = (
 
 
 def without_secrets(value: Any) -> Any:
-    """Returns a JSON value with ``***`` for every value that is named like a key, token, secret or password.
+    """Masks secrets in a JSON value: replaces any value named like a key, token, secret or password with ``***``.
 
-    The name may be a key of a mapping, a shell variable, an option, or part of an address. A campaign file may hold
-    secrets; results, which are given away, must not.
+    The name may be a mapping key, a shell variable, a command-line option, or part of a URL. A campaign's configuration
+    may contain secrets; results, which are shared, must not.
     """
     if isinstance(value, dict):
         return {name: "***" if _is_secret(name, item) else without_secrets(item) for name, item in value.items()}

@@ -1,8 +1,8 @@
-"""Reads columns of a campaign file, or parts of them. Everything except :func:`read_slices` is plain h5py.
+"""Reads whole columns of a campaign file, or slices of them. Everything except :func:`read_slices` is plain h5py.
 
-HDF5 holds a lock of the whole process while it decodes, and its deflate takes twice as long as isal's. Random batches
-touch most chunks of the token columns, so :func:`read_slices` decodes stored chunks itself, in threads. It decodes only
-chunks with the filters that this package writes. HDF5 reads all other chunks, and reports what is damaged.
+HDF5 holds a process-wide lock while it decodes, and its deflate is half as fast as isal's. Random batches touch most
+chunks of the token columns, so :func:`read_slices` decodes stored chunks itself, in threads. It only decodes chunks
+with the filters that this package writes. HDF5 reads all other chunks, and reports any damage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OFFSETS, OPTIONAL, ST
 
 try:
     from isal import isal_zlib
-except ImportError:  # no wheel for this processor
+except ImportError:  # no wheel for this architecture
     inflater: Callable[[], Any] = zlib.decompressobj
     InflateError: Any = zlib.error
 else:
@@ -38,19 +38,19 @@ Floats = NDArray[np.float64]
 _PIPELINE = (h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32)
 _CHECKSUM_BYTES = 4
 _OVERHEAD_BYTES = 64
-"""Upper bound of the headers and checksums of a short chunk. No deflate doubles the size of its input."""
+"""Upper bound for the header and checksum overhead of a short chunk. Deflate never doubles the size of its input."""
 _MAX_THREADS = 4
 _MIN_CHUNK = 256
-"""Entries of the smallest chunk that :func:`read_slices` decodes. No file that this package wrote has a smaller one."""
+"""Smallest chunk, in entries, that :func:`read_slices` decodes. This package never writes smaller chunks."""
 _CHUNKS_PER_TASK = 16
-"""Chunks that a thread decodes one after another, since a task for each chunk costs more than a short chunk does."""
+"""Chunks decoded per thread task. One task per chunk would cost more than decoding a short chunk."""
 
 
 def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array:
     """Returns entries ``[start, end)`` of a dataset: numbers, ``S`` bytes, or ``str`` objects.
 
     Raises:
-        OSError: a chunk is damaged.
+        OSError: A chunk is corrupt.
     """
     start, end, _ = slice(start, end).indices(len(dataset))
     end = max(start, end)
@@ -64,14 +64,14 @@ def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array
 
 def _entries(dataset: h5py.Dataset, start: int, end: int) -> Array:
     text = h5py.check_string_dtype(dataset.dtype)
-    if text is not None and text.length is None:  # of variable length, in files of versions 1 and 2
+    if text is not None and text.length is None:  # variable-length strings, in files of versions 1 and 2
         dataset = dataset.asstr("utf-8", "replace")
     values: Array = dataset[start:end]
     return values
 
 
 def _damaged_chunk(dataset: h5py.Dataset, start: int, end: int) -> tuple[int, int]:
-    """Returns the bounds of the first chunk between two entries that cannot be read."""
+    """Returns the bounds of the first unreadable chunk between two entries."""
     size = dataset.chunks[0] if dataset.chunks else end - start
     for first in range(start - start % size, end, size):
         last = min(first + size, len(dataset))
@@ -83,9 +83,9 @@ def _damaged_chunk(dataset: h5py.Dataset, start: int, end: int) -> tuple[int, in
 
 
 def read_column(file: h5py.File, path: str, start: int = 0, end: int | None = None) -> Array:
-    """Returns entries ``[start, end)`` of a column of the schema, of a file of any version, as :func:`read` does.
+    """Returns entries ``[start, end)`` of a schema column from a file of any version, with the types of :func:`read`.
 
-    Columns that a file of an earlier version lacks have their default values.
+    Columns missing from files of earlier versions are filled with their defaults.
     """
     if path not in file:
         return _defaults(file, path, start, end)
@@ -102,7 +102,7 @@ def read_column(file: h5py.File, path: str, start: int = 0, end: int | None = No
 
 
 def _defaults(file: h5py.File, path: str, start: int, end: int | None) -> Array:
-    if path == "messages/parent":  # each row's messages form one conversation
+    if path == "messages/parent":  # the messages of each row form a single conversation
         bounds = read(file["trajectories/message_offset"])
         first = np.repeat(bounds[:-1], np.diff(bounds))
         parents: Array = np.arange(len(first)) - first - 1
@@ -115,15 +115,15 @@ def _defaults(file: h5py.File, path: str, start: int, end: int | None) -> Array:
 
 
 def texts(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array:
-    """Returns entries ``[start, end)`` of a dataset of strings as objects of ``str``."""
+    """Returns entries ``[start, end)`` of a string dataset as ``str`` objects."""
     return text(read(dataset, start, end))
 
 
 def text(values: Array) -> Array:
-    """Returns a column of text as an object array of ``str``."""
+    """Converts a text column to an object array of ``str``."""
     if values.dtype.kind != "S":
         return values.astype(object, copy=False)
-    decoded: dict[bytes, str] = {}  # equal texts share one object
+    decoded: dict[bytes, str] = {}  # equal strings share one object
     result = np.empty(len(values), object)
     for row, value in enumerate(values.tolist()):
         if value not in decoded:
@@ -133,16 +133,16 @@ def text(values: Array) -> Array:
 
 
 def read_slices(dataset: h5py.Dataset, starts: Integers, ends: Integers) -> Array:
-    """Returns the slices ``[starts[i], ends[i])`` end to end, in the given order.
+    """Returns the slices ``[starts[i], ends[i])``, concatenated in the given order.
 
-    Decodes each chunk once, in file order. A few threads decode, since inflating releases Python's lock.
+    Decodes each chunk once, in file order, using a few threads (inflating releases the GIL).
 
     Args:
-        dataset: numbers.
-        starts, ends: (S), bounds of the slices, in entries.
+        dataset: A numeric dataset.
+        starts, ends: (S), slice bounds in entries.
 
     Raises:
-        OSError: a chunk is damaged.
+        OSError: A chunk is corrupt.
     """
     sizes = ends - starts
     targets = np.cumsum(sizes) - sizes
@@ -167,16 +167,16 @@ def read_slices(dataset: h5py.Dataset, starts: Integers, ends: Integers) -> Arra
     numbers = sorted(pieces)
     tasks = [numbers[i : i + _CHUNKS_PER_TASK] for i in range(0, len(numbers), _CHUNKS_PER_TASK)]
     with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
-        list(pool.map(copy_chunks, tasks))  # raises what a thread raised
+        list(pool.map(copy_chunks, tasks))  # re-raises errors from threads
     return result
 
 
 Piece = tuple[int, int, int]
-"""(start, end, target): entries ``[start, end)``, all in one chunk, go to position ``target`` of the result."""
+"""(start, end, target): copy entries ``[start, end)``, all in one chunk, to position ``target`` of the result."""
 
 
 def _pieces_by_chunk(starts: Integers, ends: Integers, targets: Integers, chunk_size: int) -> dict[int, list[Piece]]:
-    """Returns the slices, divided at the bounds of chunks, by number of the chunk."""
+    """Splits the slices at chunk boundaries and groups the pieces by chunk number."""
     pieces: dict[int, list[Piece]] = defaultdict(list)
     for start, end, target in zip(starts.tolist(), ends.tolist(), targets.tolist(), strict=True):
         first = start
@@ -189,7 +189,8 @@ def _pieces_by_chunk(starts: Integers, ends: Integers, targets: Integers, chunk_
 
 
 def offset_faults(file: h5py.File) -> Iterator[str]:
-    """Yields the offset columns that do not ascend from 0 to the end of their target. Reads all offsets."""
+    """Yields a message for each offset column that does not ascend from 0 to the length of its target. Reads all
+    offsets."""
     for path, target in OFFSETS.items():
         if path not in file:
             continue
@@ -204,22 +205,22 @@ def offset_faults(file: h5py.File) -> Iterator[str]:
 
 
 def offset_end(path: str, target_length: int) -> int:
-    """Returns the last value of an offset column, given the length of the column that it points into."""
-    is_messages = path == "trajectories/message_offset"  # points to messages, one less than entries of messages/offset
+    """Returns the expected last value of an offset column, given the column that it points into."""
+    is_messages = path == "trajectories/message_offset"  # messages/offset has one more entry than messages
     return target_length - 1 if is_messages else target_length
 
 
-# --- chunks as they are stored ----------------------------------------------------------------------------------------
+# --- raw chunks -------------------------------------------------------------------------------------------------------
 
 
 def filters_of(dataset: h5py.Dataset) -> list[int]:
-    """Returns the numbers of a dataset's filters, in the order in which they are applied."""
+    """Returns the filter ids of a dataset, in the order of application."""
     options = dataset.id.get_create_plist()
     return [options.get_filter(index)[0] for index in range(options.get_nfilters())]
 
 
 class ChunkDecoder:
-    """Decodes chunks of a one-dimensional chunked dataset of numbers. Threads may share a decoder."""
+    """Decodes the chunks of a one-dimensional, chunked numeric dataset. Thread-safe."""
 
     def __init__(self, dataset: h5py.Dataset) -> None:
         filters = filters_of(dataset)
@@ -231,7 +232,7 @@ class ChunkDecoder:
         self._is_decodable = filters == in_order and h5z.FILTER_DEFLATE in filters
 
     def decode(self, number: int) -> Array | None:
-        """Returns a whole chunk, counted from 0; ``None`` if HDF5 must read it."""
+        """Returns the chunk with this index (from 0), or ``None`` if HDF5 must read it."""
         if not self._is_decodable:
             return None
         size = self._dataset.chunks[0]
@@ -239,7 +240,7 @@ class ChunkDecoder:
         buffer = np.empty(2 * size_bytes + _OVERHEAD_BYTES, np.uint8)
         try:
             skipped_filters, stored = self._dataset.id.read_direct_chunk((number * size,), out=buffer)
-        except (OSError, RuntimeError, ValueError):  # never written, damaged, or larger than the buffer
+        except (OSError, RuntimeError, ValueError):  # never written, corrupt, or larger than the buffer
             return None
         data = bytes(stored)
         if skipped_filters:
@@ -250,7 +251,7 @@ class ChunkDecoder:
                 return None
         stream = inflater()
         try:
-            inflated = stream.decompress(data, size_bytes + 1)  # with room left it also reads deflate's own checksum
+            inflated = stream.decompress(data, size_bytes + 1)  # +1: also verifies deflate's checksum
         except InflateError:
             return None
         if not stream.eof or len(inflated) != size_bytes:
@@ -262,7 +263,7 @@ class ChunkDecoder:
 
 
 def _matches_fletcher32(data: bytes, stored: bytes) -> bool:
-    """Returns whether ``stored`` is HDF5's checksum of ``data``: two sums of 16-bit words, modulo 65535."""
+    """Returns whether ``stored`` is the fletcher32 checksum of ``data``: two sums of 16-bit words, modulo 65535."""
     padded = data + b"\0" * (len(data) % 2)
     words = np.frombuffer(padded, ">u2").astype(np.int64)
     weights = np.arange(len(words), 0, -1)
@@ -273,9 +274,9 @@ def _matches_fletcher32(data: bytes, stored: bytes) -> bool:
 
 
 def _unshuffled(data: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
-    """Returns entries of ``width`` bytes from their first bytes, their second bytes and so on."""
+    """Reverses HDF5's shuffle filter for entries of ``width`` bytes."""
     planes = data.reshape(width, -1)
     entries = np.empty((planes.shape[1], width), np.uint8)
-    for position, plane in enumerate(planes):  # several times as fast as a copy of the transposed matrix
+    for position, plane in enumerate(planes):  # several times faster than copying the transposed matrix
         entries[:, position] = plane
     return entries.reshape(-1)

@@ -1,7 +1,7 @@
-"""Encodes text so that a campaign file can hold it.
+r"""Encodes text so that HDF5 can store it.
 
-HDF5 strings can hold neither NUL nor lone surrogates (bytes of a program that were not UTF-8). String columns hold the
-escapes ``\\x00`` and ``\\udc80`` instead. Messages lose nothing, because JSON has the same escapes.
+HDF5 strings cannot contain NUL or lone surrogates (undecodable bytes from program output). String columns store the
+escapes ``\x00`` and ``\udc80`` instead. Messages are stored losslessly, because JSON has equivalent escapes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import orjson
 
 
 def escape(text: str) -> str:
-    """Returns the text with escapes for NUL and lone surrogates."""
+    """Escapes NUL and lone surrogates."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def message_json(message: Mapping[str, Any]) -> bytes:
-    """Returns a message as strict JSON in UTF-8. NaN and infinities become null; unknown types become strings."""
+    """Encodes a message as strict UTF-8 JSON. NaN and infinities become null; unsupported types become strings."""
     try:
-        return orjson.dumps(message, default=_text)  # several times as fast; refuses lone surrogates and large integers
+        return orjson.dumps(message, default=_text)  # much faster, but rejects lone surrogates and large integers
     except TypeError:
         text = json.dumps(_plain(message), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_text)
         return text.encode("utf-8", "backslashreplace")
 
 
 def reward_name(name: str) -> str:
-    """Returns a dataset name for a verifier's reward. It is never a path and never empty."""
+    """Converts a verifier's reward name to a dataset name, which is never a path and never empty."""
     plain = escape(name).replace("/", "_")
     return plain if plain.strip(".") else f"_{plain}"
 
@@ -39,7 +39,7 @@ def _text(value: Any) -> str:
 
 
 MAX_DEPTH = 200
-"""Maximum nesting of a message. Deeper values are left out, since few JSON parsers accept them."""
+"""Maximum nesting depth of a message. Deeper values are dropped, since few JSON parsers accept them."""
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

@@ -1,8 +1,8 @@
-"""Opens and makes campaign files.
+"""Opens and creates campaign files.
 
-Every reader opens files here. A file that is foreign, incomplete or of a newer version is refused. So is one that
-stores data elsewhere: HDF5 follows links, external storage and virtual datasets to other files, and it loads a library
-for an unknown filter.
+All readers open files through this module. It rejects files that are foreign, incomplete or of a newer version. It also
+rejects files that store data elsewhere: HDF5 follows links, external storage and virtual datasets to other files, and
+loads a plugin library for an unknown filter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megaflow_hpc.version import __version__
 
 _FILTERS = {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}
 _CHUNK_CACHE_BYTES = 8 << 20
-"""Inflated chunks that HDF5 keeps per dataset. Chunks of messages have 1 MiB, and rows are mostly read in order."""
+"""HDF5 chunk cache per dataset, in bytes. Message chunks are 1 MiB each, and rows are mostly read in order."""
 
 _EXTENTS = {
     "n": "trajectories/id",
@@ -50,28 +50,29 @@ _EXTENTS = {
     "f": "artifacts/name",
     "fb": "artifacts/bytes",
 }
-"""Extent → the column that has this length. ``messages/offset`` has one entry more than there are messages."""
+"""Extent → the column with this length. ``messages/offset`` has one more entry than there are messages."""
 
 Datasets = Mapping[str, h5py.Dataset]
-"""The datasets of a file by path."""
+"""Dataset path → dataset."""
 
 
 class ForeignDataError(ValueError):
-    """A file contains something that no campaign file contains. The message names it."""
+    """A file contains something that no campaign file does. The message names it."""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.File:
-    """Opens a campaign file for reading, without file locks: published files never change, and locks are often missing.
+    """Opens a campaign file for reading, without file locks: published files never change, and many file systems lack
+    locks.
 
     Args:
-        path: the file.
-        complete: whether to refuse a file whose columns are not those of the schema, in type and length.
+        path: The campaign file.
+        complete: Whether to reject a file whose columns do not match the schema in type and length.
 
     Raises:
-        ConfigError: the file is missing, unreadable, truncated, not HDF5, of another format or of a newer version, or
+        ConfigError: The file is missing, unreadable, truncated, not HDF5, of another format or of a newer version, or
             it stores data elsewhere.
     """
     path = Path(path)
@@ -92,8 +93,8 @@ def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.Fi
         return file
     except ForeignDataError as error:
         raise ConfigError(f"{path}: {error}; no campaign file contains that, do not trust it") from error
-    except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:  # h5py has one for each damage
-        if "lock file" in str(error):  # the environment overrules what we ask for
+    except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:  # h5py raises any of them for damage
+        if "lock file" in str(error):  # HDF5_USE_FILE_LOCKING overrides locking=False
             setting = os.environ.get("HDF5_USE_FILE_LOCKING")
             raise ConfigError(
                 f"{path}: cannot be locked, and HDF5_USE_FILE_LOCKING={setting} demands it; published files never "
@@ -127,8 +128,8 @@ def datasets(file: h5py.File) -> dict[str, h5py.Dataset]:
     """Returns the datasets of a file by path, after checking that each is stored in this file.
 
     Raises:
-        ForeignDataError: one is a link, stored in another file, or stored with an unknown filter.
-        OSError, RuntimeError, LookupError: the file is damaged.
+        ForeignDataError: A dataset is a link, is stored in another file, or uses an unknown filter.
+        OSError, RuntimeError, LookupError: The file is damaged.
     """
     by_path: dict[str, h5py.Dataset] = {}
     for name in file:
@@ -145,7 +146,7 @@ def datasets(file: h5py.File) -> dict[str, h5py.Dataset]:
 
 
 def _member(file: h5py.File, path: str) -> Any:
-    """Returns a group, or a dataset whose bytes are in this file."""
+    """Returns a group, or a dataset stored in this file."""
     if not isinstance(file.get(path, getlink=True), h5py.HardLink):
         raise ForeignDataError(f"/{path}: a link to another place, expected a column in this file")
     item = file[path]
@@ -163,7 +164,7 @@ def _member(file: h5py.File, path: str) -> Any:
 
 
 def schema_faults(columns: Datasets) -> list[str]:
-    """Returns how the datasets of a file differ from the schema: presence and type, or else lengths."""
+    """Lists how the datasets of a file differ from the schema. Lengths are only compared if names and types match."""
     faults: list[str] = []
     for column in COLUMNS.values():
         faults += _type_faults(column.path, column.dtype, columns)
@@ -198,7 +199,7 @@ def _length_faults(columns: Datasets) -> Iterator[str]:
             path, is_offset = text_offset(path), True
         extent = column.extent.removesuffix("+1")
         expected = len(columns[_EXTENTS[extent]])
-        if extent == "q":  # measured by the offsets of the messages
+        if extent == "q":  # counted by the offsets column of the messages
             expected -= 1
         if is_offset:
             expected += 1
@@ -211,7 +212,7 @@ def _length_faults(columns: Datasets) -> Iterator[str]:
 
 
 def recorded_sources(path: Path) -> dict[str, Any] | None:
-    """Returns the journals and seals that a file was gathered from; ``None`` without a readable file."""
+    """Returns the journals and seals that a file was gathered from, or ``None`` if the file cannot be read."""
     if not path.exists():
         return None
     try:
@@ -225,13 +226,13 @@ def recorded_sources(path: Path) -> dict[str, Any] | None:
 
 
 def attribute_text(file: h5py.File, name: str) -> str:
-    """Returns a root attribute that is a text; an empty text if it is missing."""
+    """Returns a text root attribute, or an empty string if it is missing."""
     value = file.attrs.get(name, "")
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def attribute(file: h5py.File, name: str) -> dict[str, Any]:
-    """Returns a root attribute that is a JSON object; an empty one if it is missing or invalid."""
+    """Returns a root attribute as a JSON object, empty if it is missing or invalid."""
     try:
         return parse_object(attribute_text(file, name))
     except ValueError:
@@ -245,16 +246,16 @@ def attribute(file: h5py.File, name: str) -> dict[str, Any]:
 def new_file(
     path: Path, campaign: str, sources: Mapping[str, Any] | None = None, attributes: Mapping[str, str] | None = None
 ) -> Iterator[tuple[h5py.File, BackingFile]]:
-    """Yields a new file that has the root attributes and no columns, and closes it at the end.
+    """Creates a file with the root attributes and no columns, yields it, and closes it on exit.
 
     Args:
-        path: the file, which must not exist.
-        campaign: name of the campaign.
-        sources: the journals and seals that the file is gathered from. Readers compare them with those of the run.
-        attributes: further root attributes.
+        path: The new file, which must not exist.
+        campaign: Name of the campaign.
+        sources: The journals and seals that the file is gathered from. Readers compare them with those of the run.
+        attributes: Additional root attributes.
 
     Raises:
-        OSError: not everything could be written.
+        OSError: A write failed.
     """
     backing = BackingFile(path)
     try:
@@ -273,33 +274,33 @@ def new_file(
 
 
 def set_attribute(file: h5py.File, name: str, text: str) -> None:
-    """Sets a root attribute to a text of fixed length."""
+    """Sets a root attribute to a fixed-length string."""
     data = escape(text).encode()
     file.attrs.create(name, np.array(data, h5py.string_dtype("utf-8", max(1, len(data)))))
 
 
 class BackingFile(io.FileIO):
-    """A new file that HDF5 writes to through ``h5py.File(backing, "w")``. It keeps a write error instead of raising it.
+    """File object for ``h5py.File(backing, "w")`` that records write errors instead of raising them.
 
-    After a refused write (no space, quota, a limit on file sizes) HDF5 can neither continue nor close its file, and it
-    crashes the process at exit. So after the first error a backing file keeps all further writes in memory, where HDF5
-    can read them. Its owner calls :meth:`check` regularly and stops soon.
+    After a failed write (no space, quota, file size limit) HDF5 can neither continue nor close its file, and it crashes
+    the process at exit. So after the first error, all further writes are kept in memory, where HDF5 can read them back.
+    The caller must call :meth:`check` regularly and stop on an error.
 
     Raises:
-        OSError: the file exists, or cannot be created.
+        OSError: The file exists, or cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "x+", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600))
         self._error: OSError | None = None
         self._kept: list[tuple[int, bytes]] = []
-        """Offset and bytes of each write since the error."""
+        """(offset, bytes) of each write since the error."""
 
     def check(self) -> None:
-        """Raises the first write error.
+        """Raises the first write error, if any.
 
         Raises:
-            OSError: something could not be written.
+            OSError: A write failed.
         """
         if self._error is not None:
             raise OSError(self._error.errno, self._error.strerror)
@@ -312,7 +313,7 @@ class BackingFile(io.FileIO):
         return position
 
     def write(self, data: Any) -> int:
-        """Writes all of ``data`` and returns its length. Keeps in memory what the file refuses."""
+        """Writes all of ``data`` and returns its length. If the write fails, the data is kept in memory."""
         remaining = memoryview(data).cast("B")
         size = len(remaining)
         while len(remaining) and self._error is None:
@@ -326,7 +327,7 @@ class BackingFile(io.FileIO):
         return size
 
     def readinto(self, buffer: Any) -> int:
-        """Reads from the file and from what is kept in memory; returns the number of bytes."""
+        """Reads from the file and from the writes kept in memory. Returns the number of bytes."""
         view = memoryview(buffer).cast("B")
         start = self.tell()
         size = super().readinto(view) or 0
@@ -340,7 +341,7 @@ class BackingFile(io.FileIO):
         return size
 
     def truncate(self, size: int | None = None) -> int:
-        """Sets the size of the file, unless a write has failed before, and returns it."""
+        """Sets the size of the file, unless a write has failed before. Returns the size."""
         size = self.tell() if size is None else size
         if self._error is None:
             try:

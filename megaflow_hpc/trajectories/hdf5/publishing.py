@@ -1,8 +1,8 @@
-"""Publishes large files: write under a temporary name in the same directory, make durable, rename.
+"""Publishes large files atomically: write under a temporary name in the same directory, fsync, rename.
 
 The temporary name identifies the writing process: ``.<name>.<host>~<boot>.<pid>-<start>.<4 hex>``. :func:`clean_up`
-removes a temporary file if its writer was a process of this host that no longer exists, or if its writer belongs to
-another host and the file has not changed for a day.
+removes a temporary file if its writer ran on this host and no longer exists. A temporary file from another host is
+removed once it has not changed for a day.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megaflow_hpc.host.atomic import file_mode, fsync
 from megaflow_hpc.host.process import Identity, boot_id
 
 FOREIGN_AGE_S = 86400.0
-"""Seconds without a change after which another host's temporary file is taken to be abandoned."""
+"""Seconds without a change after which another host's temporary file counts as abandoned."""
 
 
 @contextmanager
 def published(target: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to, which is renamed to ``target`` at the end, or removed after an error.
+    """Yields a temporary path, which is renamed to ``target`` on success and removed after an error.
 
     Raises:
-        OSError: the file cannot be made durable or renamed.
+        OSError: The file cannot be synced or renamed.
     """
     clean_up(target)
     identity = Identity.of(os.getpid())
@@ -44,7 +44,7 @@ def published(target: Path) -> Iterator[Path]:
 
 
 def clean_up(target: Path) -> list[Path]:
-    """Removes the temporary files that killed writers of ``target`` left, and returns their paths."""
+    """Removes temporary files left by killed writers of ``target``, and returns their paths."""
     removed = []
     for path in target.parent.glob(f".{glob.escape(target.name)}.*"):
         if _abandoned(path, target.name):
@@ -70,6 +70,6 @@ def _abandoned(path: Path, name: str) -> bool:
 
 
 def _host() -> str:
-    """Returns a name for the current boot of this host, within which a pid and its start time identify a process."""
+    """Returns a name for this host and boot, within which a pid and start time identify a process."""
     boot = boot_id().replace("-", "")[:12]
     return f"{os.uname().nodename.partition('.')[0]}~{boot}"

@@ -1,10 +1,10 @@
 """Defines the columns of ``trajectories.h5``, format ``megaflow-hpc/trajectories``.
 
-Writer, readers, validator and docs/reference/trajectory-format.md share this table. All datasets are one-dimensional.
-Ragged data are stored flat: the entries of item i are ``[offset[i], offset[i+1])`` of the flat columns, and an offset
-column has one entry more than there are items. The only filters are HDF5's shuffle, deflate and fletcher32, and no data
-has variable length, so every HDF5 library can read the file. Readers ignore unknown datasets. A new column needs no new
-version; it becomes :data:`OPTIONAL`. A changed meaning needs one.
+The writer, the readers, the validator and docs/reference/trajectory-format.md share this table. All datasets are
+one-dimensional. Ragged data is stored flat: item i has the entries ``[offset[i], offset[i+1])`` of the flat columns,
+and an offset column has one more entry than there are items. The only filters are HDF5's shuffle, deflate and
+fletcher32, and nothing has variable length, so every HDF5 library can read the file. Readers ignore unknown datasets.
+Adding a column needs no new version; the column becomes :data:`OPTIONAL`. Changing a meaning does.
 """
 
 from __future__ import annotations
@@ -17,38 +17,39 @@ FORMAT = "megaflow-hpc/trajectories"
 FORMAT_VERSION = 3
 
 STRING = "string"
-"""UTF-8 of fixed width, padded with NUL. The width of a column is a power of two. Old files have variable lengths."""
+"""Fixed-width UTF-8, padded with NUL. The width of a column is a power of two. Old files use variable-length
+strings."""
 
 TEXT = "text"
-"""UTF-8 of any length, for values that are mostly empty and sometimes long: bytes, and their :func:`text_offset`.
-Before version 3 it was a dataset of strings of variable length."""
+"""UTF-8 of any length, for values that are usually empty but sometimes long: stored as bytes plus
+:func:`text_offset`. Before version 3 it was a dataset of variable-length strings."""
 
 STATUSES = ("completed", "truncated", "failed", "cancelled")
 
 
 class Column(NamedTuple):
-    """A dataset of the file."""
+    """One dataset of a campaign file."""
 
     group: str
     name: str
     dtype: str
     extent: str
-    """Name of the number of items that gives its length, with ``+1`` for offsets."""
+    """Name of the count that determines its length, with ``+1`` for offsets."""
     doc: str
 
     @property
     def path(self) -> str:
-        """The dataset's path in the file."""
+        """Dataset path in the file."""
         return f"{self.group}/{self.name}"
 
     @property
     def is_offset(self) -> bool:
-        """Whether it is an offset column, which has one entry more than there are items."""
+        """Whether this is an offset column, which has one more entry than there are items."""
         return self.extent.endswith("+1")
 
     @property
     def chunk(self) -> int:
-        """Entries per chunk. A chunk has some ten kB, so few chunks hold a rollout's tokens."""
+        """Entries per chunk. Chunks are tens of kB, so a rollout's tokens span few chunks."""
         if self.path == "messages/json":
             return _TEXT_CHUNK
         if self.path == "artifacts/bytes":
@@ -59,21 +60,20 @@ class Column(NamedTuple):
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether it has the shuffle filter.
+        """Whether the shuffle filter applies.
 
-        The filter does not help with single bytes, with log-probabilities (mostly noise) or with weight versions
-        (mostly runs).
+        The filter does not help with single bytes, log-probabilities (mostly noise) or weight versions (mostly runs).
         """
         return self.dtype != "uint8" and self.path not in ("tokens/logprob", "tokens/weight_version")
 
 
 class ColumnGroup(NamedTuple):
-    """A group of the file."""
+    """An HDF5 group of columns."""
 
     name: str
     doc: str
     columns: tuple[tuple[str, str, str, str], ...]
-    """name, dtype, extent, doc"""
+    """(name, dtype, extent, doc) of each column."""
 
 
 GROUPS = (
@@ -270,13 +270,13 @@ def _columns() -> Iterator[Column]:
 
 
 COLUMNS = {column.path: column for column in _columns()}
-"""All columns of the schema by path, except the rewards."""
+"""Path → column, for the whole schema except the rewards."""
 ROW_COLUMNS = tuple(column for column in COLUMNS.values() if column.group == "trajectories" and column.extent == "n")
-"""The columns that have one value for each rollout."""
+"""Columns with one value per rollout."""
 
 
 def text_offset(path: str) -> str:
-    """Returns the path of the offsets of a :data:`TEXT` column."""
+    """Returns the path of a :data:`TEXT` column's offsets."""
     return f"{path}_offset"
 
 
@@ -290,16 +290,16 @@ OFFSETS = {
     "artifacts/offset": "artifacts/bytes",
     **{text_offset(column.path): column.path for column in COLUMNS.values() if column.dtype == TEXT},
 }
-"""Offset columns, and the column that each points into."""
+"""Offset column → the column that it points into."""
 
 MAX_REWARDS = 4096
-"""Maximum number of reward columns. A verifier chooses the names, and each column takes space in every row."""
+"""Maximum number of reward columns. Verifiers choose the names, and each column takes space in every row."""
 
 MEASURED = ("setup_s", "agent_s", "verify_s", "cpu_s", "memory_peak_mb", "disk_peak_mb")
-"""Measurements of a rollout, each of which may be unknown."""
+"""Measurements of a rollout; any of them may be unknown."""
 
 UNKNOWN_AS_NAN = ("reward", *MEASURED)
-"""Numbers of a row that may be unknown: NaN in a column, ``None`` in a :class:`~megaflow_hpc.trajectory.Trajectory`."""
+"""Row numbers that may be unknown: NaN in a column, ``None`` in a :class:`~megaflow_hpc.trajectory.Trajectory`."""
 
 OPTIONAL: dict[str, Any] = {
     "trajectories/rank": -1,
@@ -314,15 +314,15 @@ OPTIONAL: dict[str, Any] = {
     "turns/started_by": -1,
     "messages/parent": None,
 }
-"""Columns that files of earlier software lack, with their default values. Without ``messages/parent`` the messages of a
-row form one conversation."""
+"""Columns missing from files of earlier versions → default value. Without ``messages/parent``, the messages of a row
+form a single conversation."""
 
 TOKEN_CHUNK = 16384
-"""Entries per chunk of the token columns. Smaller chunks make files larger, and larger ones slow random batches."""
+"""Entries per chunk of the token columns. Smaller chunks make files larger; larger ones slow down random batches."""
 ROW_CHUNK = 4096
 BYTE_CHUNK = 65536
 _TEXT_CHUNK = 1 << 20
-"""Bytes of messages per chunk: deflate looks back 32 kB, and each chunk begins with nothing to look back to."""
+"""Bytes of messages per chunk. Deflate looks back 32 kB and starts each chunk with an empty window."""
 
 
 def markdown() -> str:

@@ -1,8 +1,8 @@
-"""Writes campaign files: columns that grow at their end, and trajectories row by row, in little memory.
+"""Writes campaign files row by row, in little memory.
 
-A column buffers its values and writes whole chunks, so HDF5 compresses each chunk once. Every chunk has HDF5's own
-checksum (fletcher32), which HDF5 compares whenever the chunk is read. A file is complete only after ``close``. Callers
-write it under a temporary name and then publish it.
+A column buffers its values and writes whole chunks, so HDF5 compresses each chunk once. Every chunk carries HDF5's
+fletcher32 checksum, which is verified on every read. A file is complete only after ``close``. Callers write it under a
+temporary name and then publish it.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _TURN = ("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s", "server",
 _ATTEMPT = [column.name for column in COLUMNS.values() if column.group == "attempts"]
 
 _ROW_OFFSETS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
-"""Offset columns of ``/trajectories``, by the extent of the items that they count."""
+"""Extent → the offset column of ``/trajectories`` that counts its items."""
 _BATCH_BYTES = 1 << 20
-"""A column writes its buffered values once they take this much memory."""
+"""A column flushes its buffer once it reaches this many bytes."""
 _MIN_STRING_BYTES = 16
 
 
 class ColumnWriter:
-    """Appends to a new column of numbers, or of strings of fixed width.
+    """Appends to a new column of numbers or fixed-width strings.
 
     Args:
-        file: a file open for writing.
-        path: name of the dataset, which must not exist.
-        dtype: type of the entries; ``S`` for strings.
-        chunk: entries per chunk.
-        shuffle: whether HDF5 shuffles bytes before deflate.
-        fill: value of entries that are never written.
+        file: A file open for writing.
+        path: Dataset name, which must not exist.
+        dtype: Type of the entries; ``S`` for strings.
+        chunk: Entries per chunk.
+        shuffle: Whether to apply HDF5's shuffle filter before deflate.
+        fill: Fill value for entries that are never written.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ColumnWriter:
         return self._written + self._buffered
 
     def append(self, values: Array) -> None:
-        """Appends an array (n), which must not change afterwards."""
+        """Appends an array (n). The array is not copied, so it must not be modified afterwards."""
         if not len(values):
             return
         if self._is_text:
@@ -105,7 +105,7 @@ class ColumnWriter:
             self._write(self._buffered - self._buffered % self._chunk)
 
     def finish(self) -> None:
-        """Writes what is buffered."""
+        """Flushes the buffer."""
         self._write(self._buffered)
 
     def _write(self, count: int) -> None:
@@ -122,7 +122,7 @@ class ColumnWriter:
         self._buffered = len(values) - count
 
     def _fitted(self, values: Array) -> Array:
-        """Returns strings as bytes, after widening the column if one is longer than all before."""
+        """Encodes strings as bytes, widening the column if one does not fit."""
         if values.dtype.kind != "S":
             values = np.array([text.encode("utf-8", "replace") for text in values.tolist()], "S")
         if values.dtype.itemsize > self.dtype.itemsize:
@@ -132,7 +132,7 @@ class ColumnWriter:
         return values
 
     def _widen(self, width: int) -> None:
-        """Writes the column again with wider strings. This is rare, and strings are a small part of a file."""
+        """Rewrites the column with wider strings. This is rare, and strings are a small part of a file."""
         written = self._dataset[: self._written]
         del self._file[self._path]
         self.dtype = h5py.string_dtype("utf-8", width)
@@ -143,7 +143,7 @@ class ColumnWriter:
 
 
 class TextColumnWriter:
-    """A column of texts of any length: their UTF-8 bytes, and offsets into them."""
+    """A column of strings of any length, stored as UTF-8 bytes plus offsets."""
 
     def __init__(self, file: h5py.File, path: str, chunk: int) -> None:
         self._bytes = ColumnWriter(file, path, np.uint8, BYTE_CHUNK, shuffle=False)
@@ -160,13 +160,13 @@ class TextColumnWriter:
         self._end = len(self._bytes)
 
     def finish(self) -> None:
-        """Writes what is buffered."""
+        """Flushes the buffers."""
         self._bytes.finish()
         self._offsets.finish()
 
 
 def column_writer(file: h5py.File, column: Column) -> ColumnWriter | TextColumnWriter:
-    """Creates an empty column of the schema."""
+    """Creates an empty schema column."""
     if column.dtype == TEXT:
         return TextColumnWriter(file, column.path, column.chunk)
     dtype = "S" if column.dtype == STRING else column.dtype
@@ -174,18 +174,18 @@ def column_writer(file: h5py.File, column: Column) -> ColumnWriter | TextColumnW
 
 
 def reward_writer(file: h5py.File, name: str) -> ColumnWriter:
-    """Creates an empty column of a named reward."""
+    """Creates an empty column for a named reward."""
     return ColumnWriter(file, f"rewards/{name}", np.float32, ROW_CHUNK, fill=np.float32(np.nan))
 
 
 class TrajectoryWriter:
-    """Writes a new campaign file. A context manager that closes the file, or abandons it after an error.
+    """Writes a new campaign file. A context manager that closes the file, or discards it after an error.
 
     Args:
-        path: the file, which must not exist; usually a temporary name that the caller publishes.
-        campaign: name of the campaign.
-        sources: the journals and seals that the file is gathered from. Readers compare them with those of the run.
-        attributes: further root attributes.
+        path: The new file, which must not exist; usually a temporary name that the caller publishes.
+        campaign: Name of the campaign.
+        sources: The journals and seals that the file is gathered from. Readers compare them with those of the run.
+        attributes: Additional root attributes.
     """
 
     def __init__(
@@ -199,13 +199,13 @@ class TrajectoryWriter:
         self._file, self._backing = self._open.enter_context(new_file(path, campaign, sources, attributes))
         self._columns = {name: column_writer(self._file, column) for name, column in COLUMNS.items()}
         self._held: dict[str, list[Any]] = {name: [0] if column.is_offset else [] for name, column in COLUMNS.items()}
-        """Values of the rows since the last flush, by path of the column."""
+        """Column path → values of the rows since the last flush."""
         self._rewards: dict[str, ColumnWriter] = {}
         self._held_rewards: dict[str, dict[int, float]] = {}
-        """Rewards of the rows since the last flush, by name and row."""
+        """Reward name → {row: value} since the last flush."""
         self._file.create_group("rewards")
         self._counts = dict.fromkeys(("n", "m", "t", "k", "q", "qb", "a", "f", "fb"), 0)
-        """Number of items so far, by extent."""
+        """Extent → number of items so far."""
 
     def __enter__(self) -> TrajectoryWriter:
         return self
@@ -225,10 +225,10 @@ class TrajectoryWriter:
         """Adds one row.
 
         Args:
-            trajectory: a consistent one (:func:`~megaflow_hpc.trajectories.journal.checks.checked`).
+            trajectory: A trajectory that passed :func:`~megaflow_hpc.trajectories.journal.checks.checked`.
 
         Raises:
-            OSError: not everything could be written.
+            OSError: A write failed.
         """
         held, counts = self._held, self._counts
         row = counts["n"]
@@ -260,10 +260,10 @@ class TrajectoryWriter:
             self._flush()
 
     def close(self) -> None:
-        """Writes what is still held and closes the file. The caller makes it durable.
+        """Flushes all columns and closes the file. The caller must fsync it.
 
         Raises:
-            OSError: not everything could be written.
+            OSError: A write failed.
         """
         with self._open:
             self._flush()
@@ -300,7 +300,8 @@ class TrajectoryWriter:
         self._counts["m"] += len(trajectory.sequences)
 
     def _put_turns(self, trajectory: Trajectory) -> None:
-        """Adds the turns, before the sequences: sequences and tokens of a turn are numbered from the next new ones."""
+        """Adds the turns. Call this before adding the sequences, because turns refer to the next free sequence and
+        token."""
         held = self._held
         sequence_lengths = [len(sequence.tokens) for sequence in trajectory.sequences]
         token_starts = list(accumulate(sequence_lengths, initial=self._counts["k"]))
@@ -327,7 +328,7 @@ class TrajectoryWriter:
         self._backing.check()
 
     def _flush_reward(self, name: str, given: dict[int, float]) -> None:
-        """Appends a reward of the new rows; rows without it have NaN."""
+        """Appends a reward column for the new rows, with NaN for rows without this reward."""
         if name not in self._rewards:
             self._rewards[name] = reward_writer(self._file, name)
         column = self._rewards[name]

@@ -1,8 +1,8 @@
-"""Checks trajectories before they are stored: types and ranges of all fields, and their consistency.
+"""Validates trajectories before they are stored: types and ranges of all fields, and their consistency.
 
-A record comes from a pod, from another user's run directory, or from a file of JSON lines. msgpack and JSON can hold
-any value. The columns of a campaign file hold integers of 32 bits, texts of one width for all rows, and token columns
-of equal lengths. A trajectory that passes can be stored, and the stored rows are valid.
+A record comes from a pod, from another user's run directory, or from a JSON lines file. msgpack and JSON can encode any
+value. The columns of a campaign file are stricter: 32-bit integers, fixed-width strings, and token columns of equal
+length. Any trajectory that passes can be stored, and the stored rows are valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, li
 from megaflow_hpc.types import VERIFIED, Status
 
 MAX_NAME_LENGTH = 1024
-"""Maximum length of a name in characters. Every row of a column of texts is as wide as the longest text."""
+"""Maximum length of a name in characters. Every row of a string column is as wide as its longest string."""
 MAX_REWARDS = 1000
 """Maximum number of named rewards of a trajectory. Each name becomes a column for all trajectories."""
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -39,15 +39,15 @@ _KINDS: Mapping[str, Any] = {
     STRING: Name,
     TEXT: str,
 }
-"""Kind of a column → type of its values."""
+"""Column dtype → type of its values."""
 
 
 def _row_type(group: str, record: type) -> type[msgspec.Struct]:
-    """Returns a struct of the columns that are fields of ``record``."""
+    """Defines a struct type with those columns of ``group`` that are fields of ``record``."""
     columns: list[tuple[str, Any]] = []
     for field in fields(record):
         column = COLUMNS.get(f"{group}/{field.name}")
-        if column is None or field.name == "turns":  # the column holds their number
+        if column is None or field.name == "turns":  # the column holds the number of turns, not the turns
             continue
         kind = _KINDS[column.dtype]
         may_be_unknown = group == "trajectories" and field.name in UNKNOWN_AS_NAN
@@ -61,7 +61,7 @@ _Attempt = _row_type("attempts", Attempt)
 
 
 class _HeadingFields(msgspec.Struct):
-    """The fields of a heading."""
+    """The fields of a :class:`Heading` that are validated, plus the block."""
 
     id: Name
     status: Status
@@ -71,11 +71,11 @@ class _HeadingFields(msgspec.Struct):
 
 
 def heading_of(record: Mapping[str, Any], data: Mapping[str, Any]) -> Heading:
-    """Returns the heading of a trajectory's record.
+    """Returns the heading of a trajectory record.
 
     Args:
         record: The record.
-        data: Its trajectory, of which only the deciding fields are needed.
+        data: The trajectory in the record. Only the heading's fields are required.
 
     Raises:
         KeyError, ValueError: A field is missing or invalid.
@@ -88,19 +88,19 @@ def heading_of(record: Mapping[str, Any], data: Mapping[str, Any]) -> Heading:
         "block": record.get("block", -1),
     }
     heading = Heading(*msgspec.structs.astuple(msgspec.convert(deciding, _HeadingFields)))
-    if escape(heading.id) != heading.id:  # two ids could have the same escaped form
+    if escape(heading.id) != heading.id:  # two ids could otherwise have the same escaped form
         raise ValueError(f"id {heading.id[:80]!r}, expected a text in UTF-8 without zero bytes")
     return heading
 
 
 def heading_in(payload: bytes) -> Heading | None:
-    """Returns the heading of a record; ``None`` for a record of another kind.
+    """Returns the heading of a record, or ``None`` if it is not a trajectory record.
 
     Args:
-        payload: The record, or a beginning of it that holds the fields.
+        payload: The record, or a prefix that contains the heading's fields.
 
     Raises:
-        KeyError, TypeError, ValueError: Its kind is ``trajectory``, but it is not a trajectory's record.
+        KeyError, TypeError, ValueError: The record's kind is ``trajectory``, but its contents are invalid.
     """
     record = head_of(payload)
     if record.get("kind") != "trajectory":
@@ -109,10 +109,10 @@ def heading_in(payload: bytes) -> Heading | None:
 
 
 def checked(trajectory: Trajectory) -> Trajectory:
-    """Returns the trajectory itself, after converting its numbers to the types of the columns.
+    """Validates a trajectory and returns it, with its numbers converted to the column types.
 
     Raises:
-        TypeError, ValueError: A value is not of its type or out of range, token columns contradict each other, or a
+        TypeError, ValueError: A value has the wrong type or is out of range, token columns contradict each other, or a
             turn is outside its sequence.
     """
     _check_row(trajectory, _Trajectory)
@@ -140,7 +140,7 @@ def checked(trajectory: Trajectory) -> Trajectory:
 
 
 def salvaged(data: Mapping[str, Any], heading: Heading) -> Trajectory:
-    """Returns what can be kept of a damaged trajectory: its heading, and valid scalars, rewards and messages."""
+    """Recovers what it can from a damaged trajectory: its heading, and valid scalars, rewards and messages."""
     kept: dict[str, Any] = dict.fromkeys(("task_id", "group_id", "policy", "agent"), "")
     for column in msgspec.structs.fields(_Trajectory):
         if column.name in data and _fits(data[column.name], column.type):
@@ -162,7 +162,7 @@ def salvaged(data: Mapping[str, Any], heading: Heading) -> Trajectory:
 
 
 def _check_row(record: Any, row_type: type[msgspec.Struct]) -> None:
-    """Checks the fields of a record that are columns, and converts its numbers to the types of the columns."""
+    """Validates the fields of a record that are columns, and converts its numbers to the column types."""
     row = msgspec.convert(record, row_type, from_attributes=True)
     for name in row_type.__struct_fields__:
         value = getattr(row, name)
@@ -192,7 +192,7 @@ def _check_rewards(rewards: Any) -> None:
 
 
 def _linked(parents: Any, count: int) -> list[int]:
-    """Returns the parent of every message. Raises :class:`ValueError` unless each parent precedes its child."""
+    """Returns the parent of each message. Raises :class:`ValueError` unless each parent precedes its child."""
     given = msgspec.convert(parents, Parents)
     if len(given) > count:
         raise ValueError(f"parents of {len(given)} messages, expected up to {count}")
@@ -223,7 +223,7 @@ def _check_sequence(number: int, sequence: TokenSequence) -> None:
         raise ValueError(f"sequence {number} has columns of {lengths} tokens")
     if not lengths[0]:
         return
-    import numpy as np  # imported late, because rank 0 rarely needs it
+    import numpy as np  # lazy import: rank 0 rarely needs it
 
     tokens = np.asarray(sequence.tokens)
     mask = np.asarray(sequence.loss_mask)

@@ -1,18 +1,18 @@
-"""The bytes of a journal: its header, its frames, and how readers pass torn tails and damage.
+"""The binary format of a journal: header and frames, and how readers handle torn tails and damage.
 
 All integers are little-endian::
 
-    header   8s magic "MFHPCJNL" | u32 version | 8s salt | u32 crc of the 20 bytes before
-    frame    4s marker | u32 length | u64 time, ns UTC | u32 crc of the 16 bytes before | u32 crc of the payload
+    header   8s magic "MFHPCJNL" | u32 version | 8s salt | u32 crc of the preceding 20 bytes
+    frame    4s marker | u32 length | u64 time, ns UTC | u32 crc of the preceding 16 bytes | u32 crc of the payload
              payload: `length` bytes of msgpack, a map with the key "kind"
 
 Both CRCs of a frame (CRC-32 as in zlib) are seeded with the file's salt and the frame's own offset. A frame is
 therefore valid only in its own file and at its own offset. A stale disk block, or a journal stored as an artifact in
-another journal, is never mistaken for a record. Readers find the next frame behind damage by the marker.
+another journal, is never mistaken for a record. After damage, readers search for the marker of the next frame.
 
-Reading ends at the *torn tail*: the first byte behind which no whole valid frame follows. Anything invalid before a
-valid frame is *damage*. Strict readers raise an error that names file and offset; tolerant readers log and skip it.
-A file may be read while it is written: the reader sees the frames that were whole at that time.
+Reading ends at the *torn tail*: the first byte that is not followed by a complete valid frame. Invalid bytes before a
+valid frame are *damage*. Strict readers raise an error that names file and offset; tolerant readers log and skip it.
+A file may be read while it is being written: the reader sees the frames that were complete at that time.
 
 Record kinds: ``{"kind": "trajectory", "epoch": int, "block": int, "trajectory": Trajectory.to_record()}`` and, in
 journals of earlier versions, ``{"kind": "part", "number": int, "base": int}``. Readers skip unknown kinds.
@@ -34,8 +34,8 @@ from megaflow_hpc.host.files import behind_hole, open_regular
 from megaflow_hpc.ledger.files import passing
 
 try:
-    from isal.isal_zlib import crc32  # several times as fast
-except ImportError:  # no wheel for this processor
+    from isal.isal_zlib import crc32  # several times faster
+except ImportError:  # no wheel for this architecture
     from zlib import crc32
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 MAGIC = b"MFHPCJNL"
 VERSION = 1
 MARKER = b"\xf5\xc1MJ"
-"""0xf5 is never part of UTF-8 and 0xc1 never of msgpack, so text and small integers do not look like it."""
+"""0xf5 never occurs in UTF-8 and 0xc1 never in msgpack, so text and small integers cannot be mistaken for a marker."""
 
 _HEADER = struct.Struct("<8sI8sI")
 _FRAME = struct.Struct("<4sIQII")
@@ -52,15 +52,15 @@ HEADER_SIZE = _HEADER.size
 FRAME_SIZE = _FRAME.size
 
 MAX_RECORD = 1 << 30
-"""Largest size of a record in bytes. A greater length in a frame is damage; the writer refuses a larger record."""
+"""Maximum size of a record in bytes. The writer rejects larger records; readers treat a larger length as damage."""
 _SEARCH_WINDOW = 1 << 20
 _HEADING_BYTES = 4096
-"""Bytes of a record that contain its heading if a pod wrote it."""
+"""Prefix of a record, in bytes, that contains the heading if a pod wrote it."""
 _HEADING_FIELDS = frozenset({"id", "status", "attempt", "epoch"})
 
 
 class Frame(NamedTuple):
-    """One record in its file: bytes ``[start, end)``, appended at ``time_ns`` (nanoseconds UTC)."""
+    """One record in a journal file: bytes ``[start, end)``, appended at ``time_ns`` (Unix nanoseconds)."""
 
     start: int
     end: int
@@ -69,7 +69,7 @@ class Frame(NamedTuple):
 
 
 class Heading(NamedTuple):
-    """The fields of a trajectory's record that decide which record of a rollout wins."""
+    """The fields of a trajectory record that decide which record of a rollout wins."""
 
     id: str
     status: str
@@ -83,7 +83,7 @@ class Heading(NamedTuple):
 
 
 def pack_record(record: Mapping[str, Any]) -> bytes:
-    """Packs a record by msgpack. Lone surrogates are kept; values without a msgpack type become strings."""
+    """Encodes a record as msgpack. Lone surrogates are kept; values without a msgpack type become strings."""
     packed: bytes = msgpack.packb(record, use_bin_type=True, unicode_errors="surrogatepass", default=_plain)
     return packed
 
@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
 
 
 def header(salt: bytes) -> bytes:
-    """Returns the header of a journal, its first :data:`HEADER_SIZE` bytes."""
+    """Returns the :data:`HEADER_SIZE` bytes at the start of a journal."""
     head = struct.pack("<8sI8s", MAGIC, VERSION, salt)
     return head + struct.pack("<I", crc32(head))
 
@@ -110,7 +110,7 @@ def frame_head(payload: bytes, salt: bytes, offset: int, time_ns: int) -> bytes:
 
 
 def _seed(salt: bytes, offset: int) -> int:
-    """Returns the value that both CRCs of the frame at ``offset`` start from."""
+    """Returns the initial value of both CRCs for the frame at ``offset``."""
     return crc32(_SEED.pack(salt, offset))
 
 
@@ -120,15 +120,15 @@ def _seed(salt: bytes, offset: int) -> int:
 def read_journal(
     path: str | os.PathLike[str], limit: int | None = None, *, tolerant: bool = False
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields ``(offset behind the record, record)`` in the order of appending, up to the torn tail.
+    """Yields ``(end offset, record)`` in append order, up to the torn tail.
 
     Args:
-        path: the journal; a pod may be writing it.
-        limit: number of bytes (a seal); records that end behind it are left out.
-        tolerant: log and skip damage instead of raising.
+        path: The journal; a pod may be writing it.
+        limit: Maximum offset in bytes (a seal). Records that end after it are skipped.
+        tolerant: Log and skip damage instead of raising.
 
     Raises:
-        ConfigError: the file is not a journal, has a newer version, is unreadable, or is damaged in its middle.
+        ConfigError: The file is not a journal, has a newer version, is unreadable, or is damaged before its tail.
     """
     for frame in read_frames(path, limit, tolerant=tolerant):
         try:
@@ -147,8 +147,8 @@ def read_frames(
     """Yields undecoded frames, in the order and with the errors of :func:`read_journal`.
 
     Args:
-        path, limit, tolerant: as for :func:`read_journal`.
-        start: where to begin, the end of an earlier frame.
+        path, limit, tolerant: As for :func:`read_journal`.
+        start: Offset to start at: the end of an earlier frame.
     """
     with _open_journal(path) as file:
         salt = _read_header(file, path)
@@ -156,7 +156,7 @@ def read_frames(
             return
         position = max(HEADER_SIZE, start)
         while True:
-            size = os.fstat(file.fileno()).st_size  # again for each frame, because a writer may append
+            size = os.fstat(file.fileno()).st_size  # checked again for each frame, because a writer may append
             if limit is not None:
                 size = min(size, limit)
             frame, torn = _frame_at(file, salt, position, size)
@@ -174,10 +174,10 @@ def read_frames(
 
 
 def read_frames_at(path: str | os.PathLike[str], starts: Iterable[int]) -> Iterator[Frame]:
-    """Yields the frames that start at the given offsets, which :func:`read_frames` returned before.
+    """Yields the frames at the given offsets, which must come from :func:`read_frames`.
 
     Raises:
-        ConfigError: no whole frame is there any more.
+        ConfigError: There is no longer a complete frame at an offset.
     """
     with _open_journal(path) as file:
         salt = _read_header(file, path)
@@ -192,23 +192,23 @@ def read_frames_at(path: str | os.PathLike[str], starts: Iterable[int]) -> Itera
 
 
 def read_frame(path: str | os.PathLike[str], start: int) -> Frame:
-    """Returns the frame that starts at byte ``start``. Raises as :func:`read_frames_at`."""
+    """Returns the frame that starts at byte ``start``. Raises the errors of :func:`read_frames_at`."""
     return next(read_frames_at(path, [start]))
 
 
 def unpack_record(payload: bytes) -> dict[str, Any]:
-    """Inverts :func:`pack_record`; strings packed with ``surrogateescape`` are accepted too.
+    """Decodes the output of :func:`pack_record`. Strings packed with ``surrogateescape`` are accepted too.
 
     Raises:
-        ValueError: the bytes are not the msgpack of a map.
+        ValueError: The bytes are not a msgpack map.
     """
     try:
         try:
             record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
         except UnicodeDecodeError:
             record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogateescape")
-    except (TypeError, ValueError, msgpack.exceptions.UnpackException) as error:  # TypeError: a map as a map's key
-        # The error itself refers to everything that was unpacked so far, however deep and large.
+    except (TypeError, ValueError, msgpack.exceptions.UnpackException) as error:  # TypeError: a map used as a map key
+        # The original exception would keep everything unpacked so far alive, however deep and large.
         raise ValueError(f"not msgpack ({type(error).__name__}: {error})") from None
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__}, expected a map")
@@ -216,11 +216,11 @@ def unpack_record(payload: bytes) -> dict[str, Any]:
 
 
 def head_of(payload: bytes) -> dict[str, Any]:
-    """Decodes a record without its trajectory's messages and tokens, or all of it if the heading is not at its start.
+    """Decodes a record without its messages and tokens, or the whole record if the heading is not at its start.
 
     Pods write the heading's fields first.
     """
-    # The size also bounds the memory that a forged length makes the unpacker allocate.
+    # The size also limits how much memory a forged length can make the unpacker allocate.
     unpacker = msgpack.Unpacker(
         raw=False, strict_map_key=False, unicode_errors="surrogatepass", max_buffer_size=_HEADING_BYTES
     )
@@ -248,7 +248,7 @@ def head_of(payload: bytes) -> dict[str, Any]:
 
 
 def trajectory_data(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the trajectory's map of a record; the record may contain it as a worker's packed bytes."""
+    """Returns the trajectory map of a record, decoding it first if a worker packed it."""
     data = record["trajectory"]
     if isinstance(data, bytes):
         data = unpack_record(data)
@@ -261,8 +261,8 @@ def _open_journal(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a journal for reading.
 
     Raises:
-        ConfigError: the file is missing or unreadable.
-        OSError: the run directory does not answer now.
+        ConfigError: The file is missing or unreadable.
+        OSError: The run directory is temporarily unavailable.
     """
     try:
         return open_regular(path)
@@ -273,10 +273,10 @@ def _open_journal(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def _read_header(file: BinaryIO, path: str | os.PathLike[str]) -> bytes | None:
-    """Reads the header and returns its salt; ``None`` if the file's creation never finished and it is empty.
+    """Reads the header and returns its salt, or ``None`` if the file is empty because its creation never finished.
 
     Raises:
-        ConfigError: the file is not a journal, its header is damaged, or it has another version.
+        ConfigError: The file is not a journal, its header is damaged, or it has another version.
     """
     raw = file.read(HEADER_SIZE)
     if len(raw) < HEADER_SIZE and MAGIC.startswith(raw[: len(MAGIC)]):
@@ -294,7 +294,7 @@ def _read_header(file: BinaryIO, path: str | os.PathLike[str]) -> bytes | None:
 
 
 def _frame_at(file: BinaryIO, salt: bytes, position: int, size: int) -> tuple[Frame | None, bool]:
-    """Returns the valid frame at ``position`` in the first ``size`` bytes, or else whether the bytes end too early."""
+    """Returns the valid frame at ``position``, or ``None`` and whether the frame is cut off at ``size``."""
     file.seek(position)
     head = file.read(FRAME_SIZE)
     if position + FRAME_SIZE > size or len(head) < FRAME_SIZE:
@@ -313,7 +313,7 @@ def _frame_at(file: BinaryIO, salt: bytes, position: int, size: int) -> tuple[Fr
 
 
 def _next_frame(file: BinaryIO, salt: bytes, position: int, size: int) -> Frame | None:
-    """Returns the first valid frame at or behind ``position``."""
+    """Returns the first valid frame at or after ``position``."""
     while position + FRAME_SIZE <= size:
         file.seek(position)
         window = file.read(_SEARCH_WINDOW)

@@ -1,6 +1,6 @@
-"""Finds which rollouts of a block its earlier holders have stored, from the headings in their journals.
+"""Finds which rollouts of a block were already stored by its earlier owners, from the headings in their journals.
 
-A pod that takes over a block needs this once. It reads the journal of each earlier holder once, whole, and renews its
+A pod needs this once when it takes over a block. It reads the whole journal of each earlier owner once, and renews its
 own lease meanwhile.
 """
 
@@ -16,56 +16,56 @@ from megaflow_hpc.trajectories.journal.frames import HEADER_SIZE
 from megaflow_hpc.trajectories.journal.winners import SUFFIX, base_of, headings, parts
 
 RENEW_BYTES = 8 << 20
-"""Bytes of a journal that are read between two calls of ``renew``."""
+"""Journal bytes to read between two calls of ``renew``."""
 
 
 class StoredBlock(NamedTuple):
-    """One epoch of a block that is over."""
+    """An earlier, closed epoch of a block."""
 
     epoch: int
     owner: str
     """``<pod>.<start>``."""
     sealed: int
-    """Bytes of its journal that count."""
+    """Length of the owner's journal, in bytes, up to the seal. Later records do not count."""
 
 
 class _Record(NamedTuple):
     end: int
-    """Offset of its end, over all parts of the journal."""
+    """End offset, over all parts of the journal."""
     rollout: str
 
 
 @dataclass
 class _Journal:
-    """The contents of one journal when it was read."""
+    """Snapshot of one journal as of the last read."""
 
     size: tuple[int, int]
-    """Number of parts, and bytes of the last one, before it was read."""
+    """Number of parts, and size of the last one in bytes, before the read."""
     length: int
-    """Offset behind the last whole record."""
+    """End offset of the last complete record."""
     records: dict[tuple[int, int], list[_Record]] = field(default_factory=dict)
-    """(block, epoch) → the records that did not fail."""
+    """(block, epoch) → records whose rollout did not fail."""
 
 
 class StoredRollouts:
-    """Reads the journals of earlier holders; for one thread.
+    """Reads the journals of a block's earlier owners. Not thread-safe.
 
     Args:
-        renew: called before each journal and every few megabytes, so that the caller's lease stays valid.
+        renew: Called before each journal and every few megabytes, to keep the caller's lease valid.
     """
 
     def __init__(self, run: RunDir, renew: Callable[[], object] = lambda: None) -> None:
         self._folder = run.journal
         self._renew = renew
         self._journals: dict[str, _Journal] = {}
-        """By owner."""
+        """Owner → journal."""
 
     def ids(self, block: int, held: Iterable[StoredBlock]) -> set[str]:
-        """Returns the rollouts of a block that are stored and did not fail.
+        """Returns the ids of a block's rollouts that are stored and did not fail.
 
         Raises:
-            ConfigError: a file is not a journal, or has a newer version.
-            OSError: the run directory does not answer.
+            ConfigError: A file is not a journal, or has a newer version.
+            OSError: The run directory is unavailable.
         """
         stored: set[str] = set()
         for epoch, owner, sealed in held:
@@ -77,9 +77,10 @@ class StoredRollouts:
         return stored
 
     def length(self, owner: str) -> int:
-        """Returns the bytes of whole records in a journal, where a successor seals it; 0 if it is missing.
+        """Returns the length of a journal's complete records, in bytes. A successor seals the journal there. 0 if
+        missing.
 
-        Reads the journal again only if it has grown. Raises as :meth:`ids`.
+        Reads the journal again only if it has grown. Raises the errors of :meth:`ids`.
         """
         journal = self._journals.get(owner)
         if journal is None or journal.size != _size(parts(self._path(owner))):
@@ -87,7 +88,7 @@ class StoredRollouts:
         return journal.length
 
     def _read(self, owner: str) -> _Journal:
-        """Reads a journal and caches the result. After an error nothing is cached, so the next call reads it again."""
+        """Reads a journal and caches the result. Errors are not cached, so the next call retries."""
         self._renew()
         files = parts(self._path(owner))
         journal = _Journal(_size(files), 0)

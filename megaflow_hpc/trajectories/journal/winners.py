@@ -1,23 +1,24 @@
 """Decides which record of which journal is the result of a rollout, and reads it. All readers share these rules.
 
-A seal names, for (block, epoch), the only journal that counts and up to which byte. Records of that epoch that end
-behind the seal, or are in another journal, are *void*. Without a seal, all records of an epoch are valid.
+For each (block, epoch), a seal names the only journal that counts, and its length in bytes. Records of that epoch that
+end after the seal, or are in another journal, are *void*. Without a seal, all records of an epoch are valid.
 
 The identity of a record is (rollout, epoch, attempt). Among the valid records of a rollout
 
 1. ``completed`` and ``truncated`` come before ``failed`` and ``cancelled``: ``resume --failed`` runs a rollout again
-   under a higher epoch, and its success replaces the failure, while a failure never replaces a success;
+   under a higher epoch. Its success replaces the failure, while a failure never replaces a success;
 2. then the lowest epoch wins, then the lowest attempt, then the earliest record.
 
-So a success that a reader has seen never changes. The winner also gets the attempts of the valid records that lost.
+So once a reader has seen a success, it never changes. The winner also gets the attempts of the valid records that lost.
 
-*Commit order.* Within a journal, the order of appending. Journals are merged by the time in each frame, made monotone
-within a journal. The pods' clocks decide only the order of rows of different pods, never which rows exist.
+*Commit order.* Within a journal, records are in append order. Journals are merged by the timestamp of each frame, made
+monotonic within a journal. The pods' clocks only affect the order of rows of different pods, never which rows exist.
 
 Earlier versions split a journal into *parts*, which readers still accept::
 
     journal/<pod>.<start>.journal         part 0
-    journal/<pod>.<start>+0001.journal    part 1, and so on; its first record contains the bytes of the parts before it
+    journal/<pod>.<start>+0001.journal    part 1, and so on; its first record stores the total size of the parts before
+    it
 
 Seals count bytes over all parts; an entry counts bytes within its file.
 """
@@ -53,32 +54,32 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".journal"
 BATCH_BYTES = 64 << 20
-"""Bytes of records that :meth:`Index.trajectories` reads before it decodes the first one."""
+"""Bytes of records that :meth:`Index.trajectories` reads per batch before decoding."""
 
 Seals = Mapping[tuple[int, int], tuple[str, int]]
-"""(block, epoch) → (``<pod>.<start>`` or the name of its journal file, bytes of it that count)."""
+"""(block, epoch) → (``<pod>.<start>`` or the name of its journal file, number of valid bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordEntry:
-    """One valid record: the fields that decide which record wins, and its position."""
+    """One valid record: the fields that decide which record wins, and its location."""
 
     id: str
     status: str
     epoch: int
     attempt: int
     time_ns: int
-    """Commit time, monotone within the journal."""
+    """Commit time, monotonic within the journal."""
     journal: str
     """File name within ``RUN/journal``."""
     start: int
-    """Offset of its frame in that file."""
+    """Offset of the frame in that file."""
     size: int
-    """Bytes of its frame."""
+    """Size of the frame in bytes."""
 
     @property
     def rank(self) -> tuple[bool, int, int, int, str, int]:
-        """A sort key: among the records of a rollout, the lowest wins."""
+        """Sort key: the record of a rollout with the lowest rank wins."""
         return self.status not in VERIFIED, self.epoch, self.attempt, self.time_ns, self.journal, self.start
 
 
@@ -89,24 +90,24 @@ class Index:
     root: Path
     """``RUN/journal``."""
     winners: list[RecordEntry] = field(default_factory=list)
-    """One per rollout, in commit order."""
+    """One record per rollout, in commit order."""
     losers: dict[str, list[RecordEntry]] = field(default_factory=dict)
-    """The other valid records by rollout id, for the few rollouts that have any."""
+    """Rollout id → its other valid records. Rollouts without any are omitted."""
 
     def load(self, entry: RecordEntry) -> Trajectory:
-        """Reads the trajectory of a winner, with the attempts of the records that lost.
+        """Reads a winner's trajectory, including the attempts of the records that lost.
 
         Raises:
-            ConfigError: the record is no longer where the index found it.
+            ConfigError: The record is no longer at its indexed position.
         """
         path = self.root / entry.journal
         return self._decode(entry, read_frame(path, entry.start))
 
     def trajectories(self) -> Iterator[Trajectory]:
-        """Yields the trajectory of each winner, in commit order. Raises as :meth:`load`.
+        """Yields the trajectory of each winner, in commit order. Raises the errors of :meth:`load`.
 
         Records are read in batches of about :data:`BATCH_BYTES`, so that each journal is opened once per batch and read
-        forwards.
+        sequentially.
         """
         for batch in _batches(self.winners):
             frames = self._read(batch)
@@ -140,7 +141,7 @@ class Index:
 
 
 def _batches(winners: list[RecordEntry]) -> Iterator[list[RecordEntry]]:
-    """Cuts winners into batches of about :data:`BATCH_BYTES`, at least one record each."""
+    """Splits winners into batches of about :data:`BATCH_BYTES`, with at least one record each."""
     batch: list[RecordEntry] = []
     size = 0
     for entry in winners:
@@ -165,12 +166,13 @@ def journals(run: RunDir) -> list[Path]:
 
 
 def seals_of(run: RunDir) -> Seals:
-    """Returns the ledger's seals, or none without a ledger; waits while the run directory does not answer."""
+    """Returns the ledger's seals, empty if there is no ledger. Blocks while the run directory is unavailable."""
     return Ledger(run).seals()
 
 
 def fingerprint(run: RunDir, seals: Seals) -> dict[str, Any]:
-    """Returns what a gathered file depends on: journal sizes in bytes by name, and a checksum of the seals."""
+    """Returns a fingerprint of a gathered file's inputs: journal sizes in bytes by name, and a checksum of the
+    seals."""
     sealed = json.dumps(sorted([*key, *value] for key, value in seals.items()))
     return {
         "journals": {path.name: path.stat().st_size for path in journals(run)},
@@ -181,17 +183,17 @@ def fingerprint(run: RunDir, seals: Seals) -> dict[str, Any]:
 def index(run: RunDir, seals: Seals) -> Index:
     """Reads the headings of every journal once and decides which records win.
 
-    Damage is logged and skipped: the rest stays readable.
+    Damage is logged and skipped, so the remaining records stay readable.
 
     Raises:
-        ConfigError: a file in ``RUN/journal`` is not a journal, or has a newer version.
+        ConfigError: A file in ``RUN/journal`` is not a journal, or has a newer version.
     """
     best, losers = decide(entry for path in journals(run) for entry in entries(path, seals)[0])
     return Index(run.journal, in_commit_order(best.values()), losers)
 
 
 def decide(valid: Iterable[RecordEntry]) -> tuple[dict[str, RecordEntry], dict[str, list[RecordEntry]]]:
-    """Returns the winner of each rollout by id, and the entries that lost for the rollouts that have any."""
+    """Returns the winner of each rollout by id, and the losing entries of each rollout that has any."""
     best: dict[str, RecordEntry] = {}
     losers: dict[str, list[RecordEntry]] = {}
     for entry in valid:
@@ -203,7 +205,7 @@ def decide(valid: Iterable[RecordEntry]) -> tuple[dict[str, RecordEntry], dict[s
 
 
 def in_commit_order(of_journals: Iterable[RecordEntry]) -> list[RecordEntry]:
-    """Sorts the entries of several journals."""
+    """Sorts entries from several journals."""
     return sorted(of_journals, key=lambda e: (e.time_ns, e.journal, e.start))
 
 
@@ -211,11 +213,11 @@ def in_commit_order(of_journals: Iterable[RecordEntry]) -> list[RecordEntry]:
 
 
 def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) -> tuple[list[RecordEntry], int]:
-    """Returns the valid records of one journal file in order, and the end of the last whole record (or ``start``).
+    """Returns the valid records of one journal file in order, and the end of the last complete record (or ``start``).
 
     Args:
-        path, start, limit: as for :func:`headings`.
-        seals: the ledger's seals, which make records void.
+        path, start, limit: As for :func:`headings`.
+        seals: The ledger's seals, which make records void.
     """
     valid: list[RecordEntry] = []
     base = base_of(path)
@@ -229,15 +231,15 @@ def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) 
 
 
 def headings(path: Path, start: int = 0, limit: int | None = None) -> Iterator[tuple[Frame, Heading | None]]:
-    """Yields the frames of one journal file with their headings; damage is logged and skipped.
+    """Yields the frames of one journal file with their headings. Damage is logged and skipped.
 
     Args:
-        path: the file.
-        start: where to begin, the end of an earlier frame.
-        limit: number of bytes of the file to read.
+        path: The journal file.
+        start: Offset to start at: the end of an earlier frame.
+        limit: Number of bytes of the file to read.
 
     Returns:
-        Frames in order, with monotone ``time_ns``. The heading is ``None`` for a record of another kind.
+        Frames in order, with monotonic ``time_ns``. The heading is ``None`` unless the record is a trajectory.
     """
     time_ns = 0
     for frame in read_frames(path, limit, tolerant=True, start=start):
@@ -251,13 +253,13 @@ def headings(path: Path, start: int = 0, limit: int | None = None) -> Iterator[t
 
 
 def counts(seals: Seals, block: int, epoch: int, journal: str, end: int) -> bool:
-    """Returns whether a record is valid: no seal voids it.
+    """Returns whether a record is valid, i.e. not voided by a seal.
 
     Args:
-        seals: the ledger's seals.
-        block, epoch: of the record.
-        journal: name of its file.
-        end: offset of its end, over all parts of the journal.
+        seals: The ledger's seals.
+        block, epoch: Block and epoch of the record.
+        journal: Name of its journal file.
+        end: Its end offset, over all parts of the journal.
     """
     sealed = seals.get((block, epoch))
     if sealed is None:
@@ -270,7 +272,7 @@ def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
     """Returns the trajectory of a record that has a heading.
 
     An inconsistent trajectory (:func:`~megaflow_hpc.trajectories.journal.checks.checked`) is returned without its
-    tokens. Its ``error`` then says so, and the log names the record.
+    tokens. Its ``error`` says so, and the log names the record.
     """
     record: Mapping[str, Any] = {}
     data: Mapping[str, Any] = {}
@@ -279,7 +281,7 @@ def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
         data = trajectory_data(record)
         return checked(Trajectory.from_record({**data, "epoch": epoch}))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if not data:  # the whole record cannot be unpacked, but its heading can
+        if not data:  # the record cannot be unpacked as a whole, but its heading can
             record = head_of(frame.payload)
             data = trajectory_data(record)
         heading = heading_of({**record, "epoch": epoch}, data)
@@ -290,7 +292,7 @@ def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
 
 
 def parts(path: Path) -> list[Path]:
-    """Returns the files of the journal whose part 0 is ``path``, in order; none if it is missing."""
+    """Returns the files of the journal whose part 0 is ``path``, in order. Empty if the journal is missing."""
     files: list[Path] = []
     part = path
     while part.exists():
@@ -300,7 +302,8 @@ def parts(path: Path) -> list[Path]:
 
 
 def base_of(path: Path) -> int:
-    """Returns the bytes in the parts before this one: from its first record or, if damaged, from the files' sizes."""
+    """Returns the total size of the earlier parts, from its first record or, if that is damaged, from the file
+    sizes."""
     stem, _, number = path.name.removesuffix(SUFFIX).rpartition("+")
     if not stem:
         return 0
@@ -314,5 +317,5 @@ def base_of(path: Path) -> int:
 
 
 def _owner_of(name: str) -> str:
-    """Returns ``<pod>.<start>`` from the name of a journal file."""
+    """Extracts ``<pod>.<start>`` from the name of a journal file."""
     return name.removesuffix(SUFFIX).partition("+")[0]

@@ -1,9 +1,9 @@
-"""The journal: an append-only file of records that survive SIGKILL, power loss and full disks.
+"""The journal: an append-only file whose records survive SIGKILL, power loss and full disks.
 
-Each start of a pod writes one journal, ``journal/<pod>.<start>.journal``. The file is created with ``O_EXCL`` and never
-reopened for writing, so no record is ever appended behind a crashed writer's torn tail. A record is *acknowledged* once
-:meth:`JournalWriter.commit` has returned. Committing many records at once (group commit) costs one fsync.
-:mod:`megaflow_hpc.trajectories.journal.frames` describes the bytes.
+Each pod start creates one journal, ``journal/<pod>.<start>.journal``. The file is created with ``O_EXCL`` and never
+reopened for writing, so no record is ever appended after a crashed writer's torn tail. A record is *acknowledged* once
+:meth:`JournalWriter.commit` has returned. Committing many records together (group commit) costs one fsync.
+:mod:`megaflow_hpc.trajectories.journal.frames` describes the format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaflow_hpc.trajectories.journal.frames import HEADER_SIZE, MAX_RECORD, fr
 logger = logging.getLogger(__name__)
 
 _WRITE_BUFFER = 4 << 20
-"""Appended bytes that stay in memory between commits before the kernel gets them."""
+"""Maximum bytes of appended frames to buffer between commits before they are written."""
 
 
 class _State(enum.Enum):
@@ -35,13 +35,13 @@ class _State(enum.Enum):
 
 
 class JournalWriter:
-    """Creates a journal and appends to it. For one thread of one process.
+    """Creates a journal and appends to it. Not thread-safe, and for one process only.
 
     Args:
-        path: a file that does not exist yet, in a directory that does.
+        path: The new journal. The file must not exist; its directory must.
 
     Raises:
-        ConfigError: the file exists (two pods have one name), or cannot be created.
+        ConfigError: The file exists (two pods share a name), or cannot be created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -50,31 +50,31 @@ class JournalWriter:
         self._file = _create(self.path, header(self._salt))
         self._state = _State.OPEN
         self._buffer = bytearray()
-        """Appended frames that are not in the file yet."""
+        """Appended frames that are not yet written to the file."""
         self._written = HEADER_SIZE
-        """Bytes in the file."""
+        """Bytes written to the file."""
         self._durable = HEADER_SIZE
-        """Bytes in the file that an fsync covers."""
+        """Bytes made durable by an fsync."""
 
     @property
     def length(self) -> int:
-        """The offset behind the last appended record."""
+        """End offset of the last appended record."""
         return self._written + len(self._buffer)
 
     @property
     def committed(self) -> int:
-        """The offset up to which everything is durable."""
+        """Offset up to which all records are durable."""
         return self._durable
 
     def append(self, record: bytes | Mapping[str, Any]) -> int:
-        """Adds one record, as a map or packed; it is not durable before :meth:`commit`.
+        """Appends one record, as a map or already packed. It is durable only after :meth:`commit`.
 
         Returns:
-            The offset behind it, comparable with ``committed`` and with a seal.
+            The end offset of the record, comparable with ``committed`` and with a seal.
 
         Raises:
-            ConfigError: the record is larger than ``MAX_RECORD``.
-            OSError: the file system refused; the record stays in memory, see :meth:`commit`.
+            ConfigError: The record is larger than ``MAX_RECORD``.
+            OSError: The write failed. The record stays in memory; see :meth:`commit`.
         """
         self._check_open()
         payload = pack_record(record) if isinstance(record, Mapping) else bytes(record)
@@ -90,11 +90,11 @@ class JournalWriter:
         return end
 
     def commit(self) -> int:
-        """Makes every appended record durable and returns the journal's length.
+        """Makes all appended records durable and returns the length of the journal.
 
         Raises:
-            OSError: nothing new is acknowledged. If the disk is full, the records stay in memory and ``commit`` may be
-                called again. If the fsync fails, every later call raises and the pod needs a new journal.
+            OSError: No new records are acknowledged. If the disk is full, the records stay in memory and ``commit`` may
+                be retried. If the fsync fails, every later call raises and the pod needs a new journal.
         """
         self._check_open()
         self._write()
@@ -108,7 +108,7 @@ class JournalWriter:
         return self._durable
 
     def close(self) -> None:
-        """Commits and closes. May be called twice."""
+        """Commits and closes the journal. Idempotent."""
         if self._state is _State.CLOSED:
             return
         try:
@@ -131,13 +131,13 @@ class JournalWriter:
             raise OSError(f"{self.path}: an earlier fsync failed; continue with a new journal")
 
     def _write(self) -> None:
-        """Gives the buffer to the kernel; keeps the buffer if that fails."""
+        """Writes the buffer to the file. If that fails, the buffer is kept."""
         if not self._buffer:
             return
         try:
             _write_at(self._file, bytes(self._buffer), self._written)
         except OSError:
-            with contextlib.suppress(OSError):  # leave no half record until the same bytes are written again
+            with contextlib.suppress(OSError):  # remove the partial record; the next attempt rewrites it
                 os.ftruncate(self._file, self._written)
             raise
         self._written += len(self._buffer)
@@ -145,7 +145,7 @@ class JournalWriter:
 
 
 def _create(path: Path, head: bytes) -> int:
-    """Creates a durable file that contains ``head``, and returns its descriptor."""
+    """Durably creates a file that contains ``head``, and returns its descriptor."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
@@ -167,7 +167,7 @@ def _create(path: Path, head: bytes) -> int:
 
 
 def _write_at(file: int, data: bytes, offset: int) -> None:
-    """Writes all of ``data``. After an OSError, part of it may be written."""
+    """Writes all of ``data``. After an OSError, part of it may have been written."""
     view = memoryview(data)
     done = 0
     while done < len(data):
@@ -178,7 +178,7 @@ def _fsync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some network file systems cannot, and need not: they create files synchronously
+    except OSError as error:  # some network file systems cannot fsync directories, but create files synchronously
         logger.debug("fsync of directory %s: %s", path, error)
     finally:
         os.close(descriptor)

@@ -1,5 +1,5 @@
-"""Making and keeping campaign files: gather, validate, verify, compact, anonymise, disk usage.
+"""Creates and maintains campaign files: gather, validate, verify, compact, anonymise, disk usage.
 
-A run directory or a campaign file comes in; a new file, published by rename, or a list of findings goes out. Called by
-verbs, and ``gather`` also at the end of a campaign.
+The input is a run directory or a campaign file. The output is a new file, published by rename, or a list of findings.
+CLI commands call this package; ``gather`` also runs at the end of a campaign.
 """

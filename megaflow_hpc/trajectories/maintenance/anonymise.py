@@ -1,8 +1,9 @@
 """Copies a campaign file without the names of users, hosts, jobs and home directories.
 
-Nodes, servers and jobs are numbered. All texts (errors, messages, artifacts, the configuration) lose the names found,
-the names given, mail addresses, and the owner in paths such as ``/home/NAME``. Token ids cannot be rewritten without
-their tokenizer. So a rollout whose messages change loses its token sequences, unless the caller wants to keep them.
+Nodes, servers and jobs are replaced by numbers. In all text (errors, messages, artifacts, the configuration), these
+names and names given by the user are replaced. So are email addresses, and the owner in paths such as ``/home/NAME``.
+Token ids cannot be rewritten without their tokenizer. A rollout whose messages change therefore loses its token
+sequences, unless the caller asks to keep them.
 """
 
 from __future__ import annotations
@@ -25,42 +26,42 @@ from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectory import Attempt, Trajectory
 
 _OWNED = re.compile(r"(/(?:home|users|Users|scratch|work|lustre|gpfs|nfs|projects?|data)/)([^/\s\"'\\:;,()<>\[\]]+)")
-"""A directory that contains users' directories, and the name of the user."""
+"""Matches a parent of users' directories, and the user name after it."""
 _MAIL = re.compile(r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]++@[A-Za-z0-9-]++(?:\.[A-Za-z0-9-]++)++")
 """Possessive quantifiers prevent backtracking, which would take quadratic time on a long word."""
 _COMMON = frozenset({"", "user", "root", "localhost", "agent", "main", "default"})
 _WITH_IDS = "engine.jsonl"
-"""The artifact in which older software kept the sampled ids a second time."""
+"""Artifact in which earlier versions stored a second copy of the sampled token ids."""
 _MIN_NAME_LENGTH = 3
-"""Shorter names also occur as ordinary words."""
+"""Shorter names are ignored, because they also occur as ordinary words."""
 
 
 @dataclass
 class Scrubber:
-    """Replaces names in texts: users by ``user``, hosts by ``host``, nodes, servers and jobs by their numbers."""
+    """Replaces names in text: users by ``user``, hosts by ``host``, and nodes, servers and jobs by numbers."""
 
     users: set[str] = field(default_factory=set)
     hosts: set[str] = field(default_factory=set)
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Numbers by name, for each kind of name."""
+    """Kind of name → name → number."""
     _pattern: re.Pattern[str] | None = None
 
     def learn(self, users: Iterable[str] = (), hosts: Iterable[str] = ()) -> None:
-        """Adds names to replace, and hosts also without their domain. Ignores short and common words."""
+        """Adds names to replace. Hosts are also added without their domain. Short and common words are ignored."""
         self.users.update(filter(_is_distinctive, users))
         for name in hosts:
             self.hosts.update(filter(_is_distinctive, (name, name.partition(".")[0])))
         self._pattern = None
 
     def number(self, kind: str, name: str) -> str:
-        """Returns for example ``node-3`` for the fourth node seen; an empty name stays empty."""
+        """Returns a numbered name, such as ``node-3`` for the fourth node seen. An empty name stays empty."""
         if not name:
             return ""
         numbers = self.numbers.setdefault(kind, {})
         return f"{kind}-{numbers.setdefault(name, len(numbers))}"
 
     def text(self, text: str) -> str:
-        """Returns the text with every known name, owner of a directory and mail address replaced."""
+        """Replaces every known name, directory owner and email address in a text."""
         text = _OWNED.sub(r"\1user", text)
         text = _MAIL.sub("user@example.org", text)
         if self._pattern is None:
@@ -70,7 +71,7 @@ class Scrubber:
         return self._pattern.sub(lambda match: "user" if match[0] in self.users else "host", text)
 
     def value(self, value: Any, depth: int = 0) -> Any:
-        """Returns a JSON value with every text replaced. Leaves out values that are nested too deeply."""
+        """Scrubs every string in a JSON value. Values that are nested too deeply are dropped."""
         if isinstance(value, str):
             return self.text(value)
         if depth > MAX_DEPTH and isinstance(value, dict | list):
@@ -95,17 +96,18 @@ def anonymise(
     """Writes a copy of a campaign file without names.
 
     Args:
-        path: the campaign file.
-        output: the copy, which must not be the file itself.
-        names: further words to replace: users, projects, machines.
-        keep_tokens: keep the token sequences of rollouts with changed messages. Their ids still spell the old text.
+        path: The campaign file.
+        output: The copy, which must not be the file itself.
+        names: Additional words to replace, such as users, projects and machines.
+        keep_tokens: Keep the token sequences of rollouts with changed messages. Their ids still encode the original
+            text.
 
     Returns:
-        Counts: ``trajectories``; ``changed``, those with changed messages; ``without_tokens``, those that lost tokens.
+        Counts: ``trajectories``; ``changed`` (messages changed); ``without_tokens`` (token sequences dropped).
 
     Raises:
         ConfigError: ``path`` is not a campaign file, or ``output`` is the same file.
-        OSError: no space left, or a read-only directory.
+        OSError: There is no space left, or the directory is read-only.
     """
     from megaflow_hpc.trajectories.reading.store import open_trajectories
 
@@ -144,7 +146,7 @@ def _described(source: Any, scrub: Scrubber) -> dict[str, str]:
 
 
 def _scrub(trajectory: Trajectory, scrub: Scrubber) -> bool:
-    """Replaces names in place. Returns whether messages changed, so that the tokens no longer match them."""
+    """Scrubs a trajectory in place. Returns whether its messages changed, so that its tokens no longer match."""
     records: list[Trajectory | Attempt] = [trajectory, *trajectory.attempts]
     for record in records:
         record.node = scrub.number("node", record.node)

@@ -1,7 +1,7 @@
-"""Makes campaigns smaller: drops superseded attempts and artifacts, and the journals of a finished run.
+"""Makes campaigns smaller: drops superseded attempts, selected artifacts, and the journals of a finished run.
 
-A file is written under a temporary name and replaced by rename. Journals are removed only if the campaign is
-finished, the file contains all that they do, and every column of the file can be read.
+The new file is written under a temporary name and renamed. Journals are removed only if the campaign is finished, the
+file contains all their records, and every column of the file can be read.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from megaflow_hpc.trajectories.journal.winners import fingerprint, journals, sea
 from megaflow_hpc.trajectories.maintenance.validate import verify
 
 _WINDOW = 1 << 20
-"""Entries that are copied at a time, which bounds memory."""
+"""Entries copied at a time, to bound memory."""
 
 Mask = NDArray[np.bool_]
-"""Whether each item is kept."""
+"""True for each item to keep."""
 
 
 def compact(
     path: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, drop: Sequence[str] = ()
 ) -> dict[str, int]:
-    """Writes a campaign file without its superseded attempts.
+    """Rewrites a campaign file without superseded attempts.
 
     Args:
-        path: the file.
-        output: the file to write; by default ``path`` is replaced.
-        drop: shell patterns of the names of artifacts to leave out.
+        path: The campaign file.
+        output: The file to write. Default: replace ``path``.
+        drop: Shell patterns of artifact names to drop.
 
     Returns:
         Counts: ``bytes_before``, ``bytes_after``, ``attempts_dropped`` and ``artifacts_dropped``.
 
     Raises:
         ConfigError: ``path`` is not a campaign file.
-        OSError: no space left, a read-only directory, or a damaged chunk; the file stays as it was.
+        OSError: There is no space left, the directory is read-only, or a chunk is damaged. ``path`` is unchanged.
     """
     path = Path(path)
     target = Path(output) if output else path
@@ -85,7 +85,7 @@ def compact(
 
 
 def _kept_values(source: h5py.File, path: str, attempts: Mask, artifacts: Mask) -> Iterator[Array]:
-    """Yields the values of a column of the new file, in windows that bound memory."""
+    """Yields the values of a column for the new file, in windows to bound memory."""
     if path == "trajectories/attempt_offset":
         kept_before = np.concatenate([[0], np.cumsum(attempts)])
         yield kept_before[read(source[path])]
@@ -111,7 +111,8 @@ def _kept_values(source: h5py.File, path: str, attempts: Mask, artifacts: Mask) 
 
 
 def _final_attempts(source: h5py.File) -> Mask:
-    """Returns a mask over the attempts: each trajectory's last attempt that has the trajectory's number and status."""
+    """Returns a mask of the attempts to keep: per trajectory, the last one with the trajectory's attempt number and
+    status."""
     offsets = read(source["trajectories/attempt_offset"])
     owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     same = read(source["attempts/attempt"]) == read(source["trajectories/attempt"])[owner]
@@ -130,16 +131,16 @@ def _kept_artifacts(source: h5py.File, drop: Sequence[str]) -> Mask:
 
 
 def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
-    """Removes the journals of a finished run for good, if its file contains all of their trajectories.
+    """Permanently removes the journals of a finished run, if its campaign file contains all their trajectories.
 
     Args:
-        dry_run: check everything and remove nothing.
+        dry_run: Check everything but remove nothing.
 
     Returns:
-        Counts: ``journals``, files, and ``journal_bytes``.
+        Counts: ``journals`` (files) and ``journal_bytes``.
 
     Raises:
-        ConfigError: the campaign is not finished, the file does not hold everything, or it is damaged.
+        ConfigError: The campaign is not finished, or its file is incomplete or damaged.
     """
     if not Ledger(run).finished:
         raise ConfigError(f"{run}: the campaign is not finished; its journals are still needed")

@@ -14,7 +14,7 @@ from megaflow_hpc.trajectories.hdf5.file import datasets, open_file
 class DiskShare:
     """The disk usage of a directory, file or column.
 
-    ``stored`` counts bytes on disk, ``raw`` bytes of values (0 if unknown).
+    ``stored`` counts bytes on disk, ``raw`` uncompressed bytes (0 if unknown).
     """
 
     name: str
@@ -24,22 +24,23 @@ class DiskShare:
 
 
 def of_run(path: Path) -> list[DiskShare]:
-    """Returns the usage of each directory and file at the top of a run directory, largest first."""
+    """Returns the usage of each top-level directory and file of a run directory, largest first."""
     sizes: dict[str, list[int]] = {}
     for directory, _, names in os.walk(path):
         for name in names:
             file = Path(directory, name)
             parts = file.relative_to(path).parts
             top = f"{parts[0]}/" if len(parts) > 1 else name
-            with suppress(FileNotFoundError):  # replaced meanwhile
+            with suppress(FileNotFoundError):  # replaced in the meantime
                 sizes.setdefault(top, []).append(file.lstat().st_size)
     shares = [DiskShare(name, len(own), sum(own)) for name, own in sizes.items()]
     return sorted(shares, key=lambda share: -share.stored)
 
 
 def of_file(path: Path) -> list[DiskShare]:
-    """Returns the usage of each column, largest first; last ``(structure)``: attributes, indices and, in files of
-    versions 1 and 2, texts.
+    """Returns the usage of each column, largest first.
+
+    The last entry, ``(structure)``, covers attributes, indices and, in files of versions 1 and 2, strings.
 
     Raises:
         ConfigError: ``path`` is not a campaign file.

@@ -1,10 +1,10 @@
 """Gathers the journals of a run into one self-contained ``RUN/trajectories.h5``.
 
-Gather first reads the headings of all records and decides which ones win. It then reads the winners in commit order and
-appends them, with one batch of records in memory at a time.
+A gather first reads the headings of all records and decides which ones win. It then appends the winners in commit
+order, with one batch of records in memory at a time.
 
-The file is published by rename, so a reader sees the old file or the new one, and a killed gather is simply run again.
-Gather may run while the campaign does.
+The file is published by rename, so readers see either the old or the new file. If a gather is killed, run it again. It
+may run while the campaign is running.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
     """Writes ``RUN/trajectories.h5`` unless it is up to date with the journals.
 
     Args:
-        run: the run directory.
-        seals: (block, epoch) → (``<pod>.<start>``, bytes that count); by default those of the ledger.
-        rebuild: write the file again even if it is up to date.
+        run: The run directory.
+        seals: (block, epoch) → (``<pod>.<start>``, valid bytes). Default: the ledger's seals.
+        rebuild: Write the file even if it is up to date.
 
     Returns:
         The path of the file.
 
     Raises:
-        ConfigError: a journal is foreign or has a newer version, or journals that the present file was made from are
-            gone.
-        OSError: no space left, or a read-only directory; the present file stays as it was.
+        ConfigError: A journal is foreign or has a newer version, or journals that the existing file was gathered from
+            are missing.
+        OSError: There is no space left, or the directory is read-only. The existing file is unchanged.
     """
     run = run if isinstance(run, RunDir) else RunDir(run)
     seals = seals_of(run) if seals is None else seals
-    now = fingerprint(run, seals)  # taken first: records that are appended meanwhile make the file stale
+    now = fingerprint(run, seals)  # taken first, so records appended in the meantime make the file stale
     before = recorded_sources(run.trajectories)
     if before is not None and _is_up_to_date(run, before, now, rebuild):
         return run.trajectories
@@ -59,10 +59,10 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
 def gathered(path: str | os.PathLike[str]) -> Path:
     """Returns the campaign file for ``path``: ``path`` itself, or the ``trajectories.h5`` of a run directory.
 
-    Warns if the journals of the run contain more than the file.
+    Warns if the journals of the run contain records that the file lacks.
 
     Raises:
-        ConfigError: the directory is not a run directory, or was not gathered.
+        ConfigError: The directory is not a run directory, or was not gathered.
     """
     if not Path(path).is_dir():
         return Path(path)
@@ -79,10 +79,10 @@ def gathered(path: str | os.PathLike[str]) -> Path:
 
 
 def _is_up_to_date(run: RunDir, before: dict[str, Any], now: dict[str, Any], rebuild: bool) -> bool:
-    """Returns whether the present file stays, given the fingerprints of the file and of the journals.
+    """Returns whether the existing file is up to date, given its fingerprint and that of the journals.
 
     Raises:
-        ConfigError: the file would have to be written again, but journals that it was made from are missing.
+        ConfigError: The file is stale, but journals that it was gathered from are missing.
     """
     gone = sorted(before["journals"].keys() - now["journals"].keys())
     if not gone:

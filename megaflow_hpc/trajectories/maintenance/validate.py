@@ -1,7 +1,7 @@
-"""Checks a campaign file: against the schema and its invariants (``validate``), and byte by byte (``verify``).
+"""Checks a campaign file against the schema and its invariants (``validate``) and byte by byte (``verify``).
 
-Large columns are read in windows, so memory stays bounded. ``validate`` reports each kind of fault once, at its first
-row. ``verify`` reads every byte, so HDF5 compares each chunk with its checksum.
+Large columns are read in windows to bound memory. ``validate`` reports each kind of fault once, at the first row
+affected. ``verify`` reads every byte, so HDF5 verifies the checksum of each chunk.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megaflow_hpc.types import VERIFIED
 _WINDOW = 1 << 20
 _WINDOW_BYTES = 16 << 20
 _TEXT_BYTES = 64
-"""Assumed size of a text of variable length."""
+"""Assumed size of a variable-length string."""
 
 
 # --- validate ---------------------------------------------------------------------------------------------------------
 
 
 def validate(path: str | os.PathLike[str]) -> list[str]:
-    """Returns the faults of a campaign file as texts that name dataset and row; an empty list if it is valid.
+    """Returns the faults of a campaign file as messages that name dataset and row. Empty if the file is valid.
 
     Raises:
-        ConfigError: the file cannot be opened as a campaign file.
+        ConfigError: The file cannot be opened as a campaign file.
     """
     with open_file(path, complete=False) as file:
         columns = datasets(file)
@@ -47,7 +47,7 @@ def validate(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _unreadable(columns: Datasets) -> Iterator[str]:
-    """Yields the columns that cannot be read to their end."""
+    """Yields a message for each column that cannot be read completely."""
     for dataset in columns.values():
         if dataset.ndim != 1:
             continue
@@ -78,7 +78,7 @@ def _trajectories(file: h5py.File) -> Iterator[str]:
 
 
 def _owners(file: h5py.File, path: str) -> Array:
-    """Returns the row of the trajectory that each item belongs to, by the offsets."""
+    """Returns the row number of each item's trajectory, computed from an offset column."""
     counts = np.diff(read(file[path]))
     return np.repeat(np.arange(len(counts)), counts)
 
@@ -110,7 +110,7 @@ def _turns(file: h5py.File) -> Iterator[str]:
 
 
 def _links(file: h5py.File) -> Iterator[str]:
-    """Checks the links of version 2: parents of messages, and the answer and the starting call of each call."""
+    """Checks the links added in version 2: parents of messages, and the answer and starting call of each turn."""
     message_offset = read(file["trajectories/message_offset"])
     turn_offset = read(file["trajectories/turn_offset"])
     if "messages/parent" in file:
@@ -184,7 +184,7 @@ def _artifacts(file: h5py.File) -> Iterator[str]:
 
 
 def _first(mask: Array) -> list[int]:
-    """Returns the index of the first true entry; an empty list if there is none."""
+    """Returns the index of the first true entry as a list, empty if there is none."""
     indices: list[int] = np.flatnonzero(mask)[:1].tolist()
     return indices
 
@@ -196,34 +196,34 @@ def _first(mask: Array) -> list[int]:
 class ColumnCheck:
     """The result of reading one column.
 
-    Its digest depends on the values alone, not on chunks and compression: files with equal digests have equal data.
+    The digest depends only on the values, not on chunking or compression: files with equal digests have equal data.
     """
 
     path: str
     entries: int
     sha256: str
-    """Hexadecimal digest of the values as they are in memory. A NUL follows each text of variable length."""
+    """Hexadecimal digest of the decoded values. Each variable-length string is followed by a NUL."""
     state: str
-    """``ok``, or the fault."""
+    """``ok``, or a description of the fault."""
 
     @property
     def good(self) -> bool:
-        """Whether the column was read without a fault."""
+        """True if the column was read without a fault."""
         return self.state == "ok"
 
 
 def verify(path: str | os.PathLike[str]) -> list[ColumnCheck]:
-    """Reads every column and returns their checks, by path.
+    """Reads every column and returns the checks by path.
 
     Raises:
-        ConfigError: the file cannot be opened as a campaign file.
+        ConfigError: The file cannot be opened as a campaign file.
     """
     with open_file(path, complete=False) as file:
         return [_check(name, dataset) for name, dataset in sorted(datasets(file).items())]
 
 
 def _check(name: str, dataset: h5py.Dataset) -> ColumnCheck:
-    has_texts = dataset.dtype.kind == "O"  # of variable length
+    has_texts = dataset.dtype.kind == "O"  # variable length
     if dataset.ndim != 1 or (has_texts and h5py.check_string_dtype(dataset.dtype) is None):
         return ColumnCheck(name, 0, "", "cannot be read: it is no column of numbers or texts")
     digest = hashlib.sha256()

@@ -1,7 +1,7 @@
-"""Read a campaign's trajectories, while it runs or from its file: rows, selections, batches, advantages.
+"""Reads a campaign's trajectories, while it runs or from its file: rows, selections, batches, advantages.
 
 The input is a run directory or a ``trajectories.h5``.
 :func:`~megaflow_hpc.trajectories.reading.store.open_trajectories` returns a store with lazy rows, numpy columns and
-packed batches. ``follow`` yields rollouts as they become durable. Journals and files implement one ``Source``. Users,
-exports, trainers and verbs call this room. It writes nothing.
+packed batches. ``follow`` yields rollouts as they become durable. Journals and files implement the same ``Source``
+interface. Users, exports, trainers and CLI commands use this package. It never writes.
 """

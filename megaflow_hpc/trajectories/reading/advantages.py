@@ -1,7 +1,7 @@
 """Group-relative advantages: how much better a rollout did than the other samples of its task.
 
-All kinds use the reward and the group of each row. Rows without a reward (NaN, not verified) belong to no group, and
-their advantage is NaN. A row that is alone in its group has the advantage 0.
+All estimators use the reward and the group of each row. Rows without a reward (NaN, not verified) belong to no group
+and get the advantage NaN. The only row of a group gets the advantage 0.
 
 =========  ==========================================  =============================================================
 ``grpo``   (r - mean) / (std + epsilon)                Shao et al. 2024, DeepSeekMath, arXiv 2402.03300, section 4.1
@@ -33,16 +33,15 @@ def advantages(
     Args:
         rewards: (n), NaN for rows without a reward.
         groups: (n), the group of each row, of any hashable type.
-        kind: One of the kinds in the table above.
+        kind: An estimator from the table above.
         epsilon: Added to the divisor of ``grpo``.
-        ddof: Degrees of freedom subtracted in ``grpo``'s standard deviation: 1 as in verl and TRL, 0 for the
-            population's.
+        ddof: Delta degrees of freedom of ``grpo``'s standard deviation: 1 as in verl and TRL, 0 for the population's.
 
     Returns:
         (n), NaN for rows without a reward.
 
     Raises:
-        ConfigError: There is no such kind.
+        ConfigError: ``kind`` is unknown.
     """
     if kind not in KINDS:
         raise ConfigError(f"advantage {kind!r}: there are {', '.join(KINDS)}")
@@ -57,7 +56,7 @@ def advantages(
     centred = r - mean[group]
     if kind == "grpo":
         spread = np.sqrt(np.bincount(group, centred**2) / np.maximum(size - ddof, 1))
-        divisor = spread[group] + epsilon  # without epsilon, a group with equal rewards gets 0 (no signal) and not NaN
+        divisor = spread[group] + epsilon  # if 0 (equal rewards, no epsilon), the advantage is 0, not NaN
         value = np.divide(centred, divisor, out=np.zeros_like(centred), where=divisor > 0)
     elif kind == "drgrpo":
         value = centred
@@ -70,7 +69,8 @@ def advantages(
 
 
 def codes(values: NDArray[Any]) -> NDArray[np.int64]:
-    """Numbers distinct values from 0 in order of appearance: (n) → (n). Sorting a million strings would be slower."""
+    """Numbers the distinct values from 0 in order of first appearance: (n) → (n). Sorting a million strings would be
+    slower."""
     numbers: dict[Any, int] = {}
     return np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()], np.int64)
 

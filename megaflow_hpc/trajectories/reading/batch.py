@@ -14,7 +14,7 @@ from megaflow_hpc.trajectories.reading.sources import Source, items_of, offsets_
 Oversize = Literal["error", "skip"]
 
 POOL = 4096
-"""Number of rows packed together. More rows make fuller batches, fewer keep more of the order."""
+"""Number of rows packed together. More rows fill batches better; fewer preserve more of the order."""
 
 
 def make_batch(source: Source, rows: Integers, pad: int | None) -> dict[str, Array]:
@@ -38,16 +38,16 @@ def make_batch(source: Source, rows: Integers, pad: int | None) -> dict[str, Arr
 
 
 def padded(values: Array, offsets: Integers, fill: Any, *, left: bool = False) -> Array:
-    """Returns ragged values as a matrix. Each line is filled at its end.
+    """Converts ragged values to a padded matrix.
 
     Args:
         values: (T), the concatenated lines.
         offsets: (S+1), the start of each of S lines in ``values``.
-        fill: Value of the padding.
-        left: Pad at the start of each line instead.
+        fill: Padding value.
+        left: Pad at the start of each line instead of the end.
 
     Returns:
-        (S, longest), of the type of ``values``.
+        (S, longest), with the dtype of ``values``.
     """
     lengths = np.diff(offsets)
     width = int(lengths.max(initial=0))
@@ -59,7 +59,7 @@ def padded(values: Array, offsets: Integers, fill: Any, *, left: bool = False) -
 
 
 def padded_lines(lines: Sequence[Any], dtype: Any, fill: Any, *, left: bool = False) -> Array:
-    """Returns sequences of numbers as a matrix (lines, longest), padded in the same way as by :func:`padded`."""
+    """Pads sequences of numbers to a matrix (lines, longest), as :func:`padded` does."""
     parts = [np.asarray(line, dtype) for line in lines]
     values = np.concatenate([np.empty(0, dtype), *parts])
     return padded(values, offsets_of([len(part) for part in parts]), fill, left=left)
@@ -68,17 +68,17 @@ def padded_lines(lines: Sequence[Any], dtype: Any, fill: Any, *, left: bool = Fa
 def plan_batches(
     source: Source, rows: Integers, budget: int, is_padded: bool, seed: int | None, oversize: Oversize
 ) -> list[Integers]:
-    """Divides rows into batches, each row once. Equal arguments give equal plans.
+    """Divides rows into batches. Each row is used once, and equal arguments give equal plans.
 
-    Some thousands of rows are packed at a time, best fit, longest first. The result has a few per cent more batches
-    than the minimum. The cost of a padded batch is its number of sequences times the length of the longest.
+    Packs a few thousand rows at a time: longest first, best fit. The result has a few per cent more batches than the
+    minimum. The cost of a padded batch is its number of sequences times the length of the longest.
 
     Args:
-        source: Source of the rows' lengths.
-        rows: (n), row numbers. Rows without tokens are left out.
+        source: Source of the row lengths.
+        rows: (n), row numbers. Rows without tokens are skipped.
         budget: Maximum number of entries of each token column per batch, including padding.
         is_padded: Whether the sequences of a batch will be padded to the longest.
-        seed: Shuffles rows and batches. ``None`` keeps the order, except for the packing.
+        seed: Seed for shuffling rows and batches. If ``None``, rows keep their order as far as packing allows.
         oversize: ``error`` or ``skip`` for a row that alone exceeds the budget.
 
     Returns:
@@ -117,7 +117,7 @@ def plan_batches(
 
 
 def _pack(pool: Integers, tokens: Integers, budget: int) -> list[Integers]:
-    """Packs by best fit decreasing: each row goes to the batch where it leaves the least space."""
+    """Packs by best-fit decreasing: each row goes to the batch with the least remaining space that still fits it."""
     bins: list[list[int]] = []
     space = np.empty(len(pool), np.int64)
     for item in _longest_first(pool, tokens):
@@ -135,14 +135,14 @@ def _pack(pool: Integers, tokens: Integers, budget: int) -> list[Integers]:
 
 
 def _pack_padded(pool: Integers, longest: Integers, counts: Integers, budget: int) -> list[Integers]:
-    """Groups rows of similar length, so that there is little padding."""
+    """Groups rows of similar length to minimise padding."""
     bins: list[list[int]] = []
     width = lines = 0
     for item in _longest_first(pool, longest):
         lines += int(counts[item])
         if not bins or width * lines > budget:
             bins.append([])
-            width = int(longest[item])  # the longest row of the batch, since rows come longest first
+            width = int(longest[item])  # the longest row of the batch, because rows are sorted longest first
             lines = int(counts[item])
         bins[-1].append(item)
     return [np.array(items, np.int64) for items in bins]

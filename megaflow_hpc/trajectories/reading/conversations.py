@@ -1,9 +1,9 @@
-"""Splits a trajectory into conversations, by its tree of messages and the links of its calls.
+"""Splits a trajectory into conversations, using its message tree and the links of its calls.
 
 A conversation is a chain of calls; each continues from the answer of the previous call. If two calls continue from the
-same answer, or several answers were sampled at once, the first keeps the conversation and the others branch off. A
-conversation that shares at most a system prompt with earlier ones has no parent. It belongs to a sub-agent, and then
-names the call that started it, or to the same agent after a compaction or with a sliding window.
+same answer, or one call sampled several answers, the first keeps the conversation and the others branch off. A
+conversation that shares at most a system prompt with earlier ones has no parent message. It belongs either to a
+sub-agent, and records the call that started it, or to the same agent after compaction or with a sliding window.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ class Conversation:
     """One conversation, from its first message to its last answer."""
 
     policy: str
-    """The policy that answered its last call; empty if there is no call."""
+    """Policy that answered the last call; empty if there are no calls."""
     nodes: list[int]
-    """Indices of its messages among those of the trajectory."""
+    """Indices of its messages in the trajectory."""
     messages: list[dict[str, Any]]
     turns: list[int | None]
-    """Per message, the call that it answers; ``None`` for messages of the agent, or if unknown."""
+    """For each message, the call that produced it; ``None`` if the agent wrote it, or if unknown."""
     parent: int | None = None
-    """Index of the conversation that it branches off, or whose call started it; otherwise ``None``."""
+    """Index of the conversation that it branches off from, or whose call started it, if any."""
     shared: int = 0
-    """Number of leading messages that it shares with the conversation that it branches off."""
+    """Number of leading messages shared with the conversation that it branches off from."""
     started_by: int | None = None
-    """The call that started this conversation, such as a sub-agent's; it waited for tool results at that time."""
+    """The call that started this conversation (e.g. of a sub-agent), which was then waiting for tool results."""
 
     @property
     def calls(self) -> int:
-        """Calls whose answers are in this conversation."""
+        """Calls answered in this conversation."""
         return sum(turn is not None for turn in self.turns)
 
 
@@ -43,7 +43,7 @@ class ConversationCall(NamedTuple):
     """One model call."""
 
     messages: list[dict[str, Any]]
-    """The conversation as it was sent to the engine."""
+    """The messages sent to the engine."""
     answer: dict[str, Any] | None
     turn: Turn
 
@@ -51,17 +51,17 @@ class ConversationCall(NamedTuple):
 def conversations(
     messages: Sequence[dict[str, Any]], parents: Sequence[int], turns: Sequence[Turn]
 ) -> list[Conversation]:
-    """Returns the conversations in the order in which they began.
+    """Returns the conversations, ordered by their start.
 
     Args:
         messages: Messages of a :class:`~megaflow_hpc.trajectory.Trajectory`.
-        parents: Its parents.
+        parents: Parents of its messages.
         turns: Its calls.
     """
     call_of = {turn.message: number for number, turn in enumerate(turns) if turn.message >= 0}
-    """Message → the call that it answers."""
+    """Message → the call that produced it."""
     answer_before = [-1] * len(messages)
-    """Message → the nearest answer before it."""
+    """Message → the nearest preceding answer."""
     for node, parent in enumerate(parents):
         if parent >= 0:
             answer_before[node] = parent if parent in call_of else answer_before[parent]
@@ -127,7 +127,7 @@ def main(candidates: Sequence[Conversation], policy: str) -> int:
         one = candidates[number]
         return one.policy == policy, one.calls, len(one.nodes)
 
-    return max(range(len(candidates)), key=rank)  # the first of several maxima
+    return max(range(len(candidates)), key=rank)  # ties: the first
 
 
 def heading(number: int, conversation: Conversation) -> str:

@@ -1,4 +1,4 @@
-"""Reads durations of rollouts from the trajectories.h5 of earlier campaigns, for estimates in plans and pods."""
+"""Reads rollout durations from the ``trajectories.h5`` of earlier campaigns, for the estimates of plans and pods."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megaflow_hpc.types import VERIFIED, Rollout
 
 
 def durations(path: Path) -> list[tuple[str, str, float]]:
-    """Returns (task, policy, seconds) of every rollout that was carried out.
+    """Returns (task, policy, seconds) of every rollout that ran to verification.
 
     Args:
-        path: A gathered run directory, or a trajectories.h5.
+        path: A gathered run directory, or a ``trajectories.h5``.
 
     Raises:
-        ConfigError: There is no such file, or it is not a campaign file.
+        ConfigError: The file is missing or not a campaign file.
     """
-    # These modules import h5py, which no other part of planning needs.
+    # Lazy imports: these modules load h5py, which planning does not need otherwise.
     from megaflow_hpc.trajectories.hdf5.columns import read, texts
     from megaflow_hpc.trajectories.hdf5.file import open_file
 
@@ -43,13 +43,13 @@ def durations(path: Path) -> list[tuple[str, str, float]]:
 
 
 class Durations:
-    """Durations of earlier campaigns, by task and policy.
+    """Rollout durations from earlier campaigns, by task and policy.
 
     Args:
         paths: Gathered run directories, or campaign files.
 
     Raises:
-        ConfigError: A file cannot be read, or none of them has a rollout that was carried out.
+        ConfigError: A file cannot be read, or no file has a rollout that ran to verification.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -64,16 +64,16 @@ class Durations:
         self._means = {key: mean(seconds) for key, seconds in self._seconds.items()}
 
     def expected_s(self, rollout: Rollout) -> float:
-        """Returns a mean duration: of the rollout's task and policy, else of its task, of its policy, or of all
-        rollouts."""
+        """Returns the mean duration in seconds for the rollout's task and policy, or else its task, its policy, or
+        all rollouts."""
         return next(self._means[key] for key in _keys(rollout.task_id, rollout.policy) if key in self._means)
 
     def learned(self, rollouts: Iterable[Rollout]) -> list[tuple[str, str, int, float, float]]:
-        """Returns the known durations for these rollouts, with which pods start their estimates.
+        """Returns the known durations of these rollouts, used as the pods' initial estimates.
 
         Returns:
-            (task, policy, number, mean, variance) of the logarithm of seconds, per task and policy. If a task is
-            unknown for its policy, durations with other policies are used. Unknown tasks are left out.
+            (task, policy, count, mean, variance) per task and policy; mean and variance are of the log of seconds. If a
+            task has no durations with its policy, those with other policies are used. Tasks without any are omitted.
         """
         estimates = []
         for task, policy in dict.fromkeys((rollout.task_id, rollout.policy) for rollout in rollouts):
@@ -86,5 +86,5 @@ class Durations:
 
 
 def _keys(task: str, policy: str) -> tuple[tuple[str, ...], ...]:
-    """Returns the keys of a duration, from the most to the least specific."""
+    """Returns the lookup keys of a duration, from most to least specific."""
     return (task, policy), ("task", task, ""), ("policy", policy, ""), ()

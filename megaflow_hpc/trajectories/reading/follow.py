@@ -1,17 +1,17 @@
-"""Follows a campaign: yields each rollout of all pods as it becomes durable, and continues in a later process.
+"""Follows a campaign: yields the rollouts of all pods as they become durable, and can resume in a later process.
 
-Each poll reads the bytes that were appended to the journals since the last poll. It costs one listing of
-``RUN/journal``, one stat per journal and the new bytes. A rollout is yielded at its first record that counts. If it was
-yielded as failed or cancelled and a later attempt succeeds, it is yielded a second time, and never again.
+Each poll reads only the bytes appended to the journals since the last poll. It costs one listing of ``RUN/journal``,
+one stat per journal, and reading the new bytes. A rollout is yielded at its first valid record. If that record failed
+or was cancelled and a later attempt succeeds, the rollout is yielded a second time, and never again.
 
 A follower's *cursor* contains everything that a follower in a later process needs to continue: the bytes read of each
-journal, and the ids that were yielded without success. The cursor omits ids of successes, because the ledger lets only
+journal, and the ids yielded without success. The cursor omits the ids of successes, because the ledger only lets
 rollouts without a success run again. So it stays small in a long campaign. ::
 
     {"journals": {"pod-0.17.journal": 52100, …}, "failed": ["fix-humanize-3/default/1", …]}
 
-At every poll, seals are read after the sizes of the journals and before their bytes. So records that a delayed writer
-appends behind a seal are never yielded, not even after a cursor.
+Each poll first gets the journal sizes, then reads the seals, then the new bytes. So records that a delayed writer
+appends after a seal are never yielded, even when resuming from a cursor.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from megaflow_hpc.types import VERIFIED
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
-"""Seconds between two polls without new records."""
+"""Seconds between polls if there are no new records."""
 MAX_CACHE_AGE_S = 60.0
-"""Seconds for which a network file system may show an earlier state of a journal."""
+"""Seconds for which a network file system may return stale data for a journal."""
 
 
 class Follower:
-    """Finds the rollouts of a run that became durable since the last poll.
+    """Finds the rollouts of a run that have become durable since the last poll.
 
     Args:
         run: The run directory. Its campaign may not have started yet.
-        after: Ids to leave out for good, such as those that an earlier process has seen succeed.
-        seals: Called at every poll for the seals. Default: those of the ledger.
-        cursor: The :attr:`cursor` of another follower of this run, to continue after its last result.
+        after: Ids never to yield, such as those that an earlier process has seen succeed.
+        seals: Called on each poll to get the seals. Default: the ledger's seals.
+        cursor: The :attr:`cursor` of an earlier follower of this run, to continue after its last result.
 
     Raises:
         ConfigError: ``cursor`` is invalid.
@@ -73,32 +73,32 @@ class Follower:
         self._run = run if isinstance(run, RunDir) else RunDir(run)
         self._seals = seals or (lambda: seals_of(self._run))
         self._read: dict[str, int] = {}
-        """Bytes read of each journal, by file name."""
+        """Journal file name → bytes read."""
         self._failed: set[str] = set()
-        """Ids that were yielded without success."""
+        """Ids yielded without success."""
         if cursor is not None:
             self._read, self._failed = _read_cursor(cursor)
         self._seen = {*after, *self._failed}
         self._tails: dict[str, tuple[int, float, float]] = {}
-        """By name of a journal that ends in an incomplete record: its size, and when it was first and last read."""
+        """Name of a journal with an incomplete record at its end → (size, first read, last read)."""
 
     @property
     def cursor(self) -> dict[str, Any]:
-        """The position so far as JSON: ``journals``, the bytes read by file name, and ``failed``, ids."""
+        """The current position as JSON: ``journals`` (file name → bytes read) and ``failed`` (ids)."""
         return {"journals": dict(self._read), "failed": sorted(self._failed)}
 
     def poll(self) -> list[Row]:
-        """Returns the new rows, in commit order as far as it is known. Rows are lazy and stay valid.
+        """Returns the new rows, in commit order as far as known. Rows are lazy and stay valid.
 
         Raises:
-            OSError: The run directory cannot be read now. The next call returns the same rows.
+            OSError: The run directory is unavailable. No rows are lost: the next call returns them.
         """
         new = self.entries()
         source = JournalSource(Index(self._run.journal, new))
         return [Row(source, row) for row in range(len(new))]
 
     def entries(self) -> list[RecordEntry]:
-        """Returns the same results as :meth:`poll`, as positions in journals with the fields that decide the winner.
+        """Returns the same results as :meth:`poll`, as index entries instead of rows.
 
         Raises:
             OSError: As for :meth:`poll`.
@@ -120,22 +120,23 @@ class Follower:
         return [entry for entry in in_commit_order(best.values()) if self._take(entry)]
 
     def load(self, entry: RecordEntry) -> Trajectory:
-        """Reads the trajectory of an entry, from this follower or from an earlier one of the run.
+        """Reads the trajectory of an entry, returned by this or an earlier follower of the run.
 
         Raises:
-            ConfigError: Its record no longer exists.
-            OSError: The run directory cannot be read now.
+            ConfigError: The record no longer exists.
+            OSError: The run directory is unavailable.
         """
         return Index(self._run.journal).load(entry)
 
     def _is_new(self, name: str, size: int) -> bool:
-        """Returns whether a journal may have new records. The torn tail of a killed writer is read for a while only."""
+        """Returns whether a journal may have new records. The torn tail of a killed writer is only retried for a
+        while."""
         if size <= self._read.get(name, 0):
             return False
         if name not in self._tails:
             return True
         size_of_tail, first, last = self._tails[name]
-        return size != size_of_tail or last - first <= MAX_CACHE_AGE_S  # a cache may show a size before the bytes
+        return size != size_of_tail or last - first <= MAX_CACHE_AGE_S  # caches may show the size before the bytes
 
     def _note_tail(self, name: str, size: int) -> None:
         now = time.monotonic()
@@ -144,7 +145,7 @@ class Follower:
             self._tails[name] = size, first if size_before == size else now, now
 
     def _take(self, entry: RecordEntry) -> bool:
-        """Returns whether to yield an entry, and records that it was yielded."""
+        """Returns whether to yield an entry, and marks it as yielded."""
         succeeded = entry.status in VERIFIED
         if entry.id in self._seen and not (succeeded and entry.id in self._failed):
             return False
@@ -156,9 +157,10 @@ class Follower:
         return True
 
     def lacking(self) -> bool:
-        """Returns whether the campaign is finished but a cache still hides the end of a journal.
+        """Returns whether the campaign is finished but some rollouts have not been seen yet, because a cache hides
+        them.
 
-        It only works for a follower without a cursor, since a cursor does not contain earlier successes.
+        Only valid for a follower without a cursor, because a cursor omits earlier successes.
         """
         ledger = Ledger(self._run)
         if not ledger.finished:
@@ -172,21 +174,21 @@ def follow(
     after: Iterable[str] = (),
     poll_s: float = POLL_INTERVAL_S,
 ) -> Iterator[Row]:
-    """Yields each rollout once, existing ones first, and polls once more after ``over`` has returned true.
+    """Yields each rollout once, starting with existing ones, and polls a last time after ``over`` has returned true.
 
-    It waits while the run directory does not answer, and logs that.
+    While the run directory is unavailable, it waits and logs the outage.
 
     Args:
         run: The run directory.
-        over: Returns whether the campaign has ended. It is called once per poll.
-        after: Ids to leave out.
-        poll_s: Seconds between two polls without new records.
+        over: Returns whether the campaign has ended. Called once per poll.
+        after: Ids to skip.
+        poll_s: Seconds between polls if there are no new records.
 
     Raises:
-        OSError: The run directory did not answer for too long.
+        OSError: The run directory was unavailable for too long.
     """
     run = run if isinstance(run, RunDir) else RunDir(run)
-    if not journals(run) and run.trajectories.exists():  # the journals of this result were removed
+    if not journals(run) and run.trajectories.exists():  # the journals of this result have been removed
         seen = set(after)
         with open_trajectories(run.trajectories) as store:
             yield from (row for row in store if row.id not in seen)
@@ -214,7 +216,7 @@ def follow(
 
 
 class _Outage:
-    """Times while a run directory does not answer."""
+    """Tracks how long a run directory has been unavailable."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -222,10 +224,10 @@ class _Outage:
         self._is_logged = False
 
     def note(self, error: OSError) -> None:
-        """Takes note of a failed poll. Raises the error if it is permanent or the outage has lasted too long."""
+        """Records a failed poll. Raises the error if it is permanent or the outage has lasted too long."""
         if not passing(error):
             raise error
-        if self._began is None:  # a single stale handle is not worth a message
+        if self._began is None:  # a single stale handle is not worth logging
             self._began = time.monotonic()
             return
         if time.monotonic() - self._began > GIVE_UP_S:
@@ -235,14 +237,14 @@ class _Outage:
             self._is_logged = True
 
     def end(self) -> None:
-        """Takes note of a successful poll."""
+        """Records a successful poll."""
         if self._began is not None and self._is_logged:
             logger.warning("%s is back after %.0f s", self._run, time.monotonic() - self._began)
         self._began, self._is_logged = None, False
 
 
 def _read_cursor(cursor: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    """Returns the bytes read by journal and the failed ids from a follower's cursor."""
+    """Parses a cursor. Returns the bytes read of each journal, and the failed ids."""
     read, failed = cursor.get("journals"), cursor.get("failed")
     if (
         isinstance(read, dict)

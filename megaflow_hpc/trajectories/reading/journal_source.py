@@ -1,7 +1,7 @@
-"""Reads rows from the journals of a run. They equal the rows of the campaign file that is gathered from them.
+"""Reads rows from the journals of a run. They are identical to the rows of the file gathered from the journals.
 
-A journal has no columns. The first request for a column decodes all rows once and keeps the small columns of rows,
-sequences and turns. Tokens and messages are read again when they are needed.
+Journals have no columns. The first request for a column decodes all rows once and keeps the small columns of rows,
+sequences and turns. Tokens and messages are read again on demand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaflow_hpc.trajectory import Attempt, Trajectory, Turn
 from megaflow_hpc.types import Artifact
 
 _CACHED = 8
-"""Number of decoded trajectories in memory, since the parts of one row are usually read together."""
+"""Number of decoded trajectories to cache, because the parts of a row are usually read together."""
 _SCALARS = tuple(column.name for column in ROW_COLUMNS if column.name != "turns")
 _TIMES = ("model_s", "sandbox_s", "agent_s", "wait_s")
 _COLUMNS = (
@@ -166,7 +166,7 @@ class JournalSource:
         return columns | rewards
 
     def _add_sequences_and_turns(self, values: dict[str, list[Any]], row: int) -> None:
-        """Adds a row's sequences and turns to the lists of column values, numbered within the whole run."""
+        """Appends a row's sequences and turns to the column lists, renumbered for the whole run."""
         first_sequence = len(values["sequences/trajectory"])
         token_offsets = values["sequences/token_offset"]
         for view in self.sequences(row):

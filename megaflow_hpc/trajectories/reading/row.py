@@ -16,7 +16,7 @@ _SCALARS = frozenset(column.name for column in ROW_COLUMNS) - {"turns"}
 
 
 class Row:
-    """One trajectory. Attributes are read on access. It is valid while its store is open."""
+    """One trajectory. Attributes are read on access. Valid while its store is open."""
 
     __slots__ = ("_source", "index")
 
@@ -36,7 +36,7 @@ class Row:
     reward: float
     """NaN if the rollout was not verified."""
     started_at: float
-    """Seconds UTC."""
+    """Unix seconds."""
     finished_at: float
 
     def __init__(self, source: Source, index: int) -> None:
@@ -51,13 +51,13 @@ class Row:
 
     @property
     def rewards(self) -> dict[str, float]:
-        """The rewards of the rollout, by name."""
+        """Reward name → value, for this rollout."""
         return self._source.rewards(self.index)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The main conversation, in OpenAI message form; see
-        :func:`~megaflow_hpc.trajectories.reading.conversations.main`."""
+        """The main conversation (see :func:`~megaflow_hpc.trajectories.reading.conversations.main`), as OpenAI
+        messages."""
         found = self.conversations
         return found[main(found, self.policy)].messages if found else []
 
@@ -68,7 +68,7 @@ class Row:
         views = source.sequences(row)
         turns = source.turns(row)
         for turn in turns:
-            if not turn.policy:  # unknown in files of version 1
+            if not turn.policy:  # not recorded in files of version 1
                 turn.policy = views[turn.sequence].policy if turn.sequence >= 0 else self.policy
         return conversations(source.messages(row), source.parents(row), turns)
 
@@ -76,9 +76,9 @@ class Row:
         """Returns the conversations as plain JSON.
 
         Returns:
-            ``messages``, the main conversation; ``conversations``, all of them, each with the indices of its
-            ``messages``, the ``turns`` that they answer, and its links. If there is more than the main conversation,
-            the indices refer to ``tree``, which has ``messages`` and their ``parents``.
+            ``messages`` (the main conversation) and ``conversations`` (all of them, each with the indices of its
+            ``messages``, the ``turns`` that produced them, and its links). If there are other conversations, the
+            indices refer to ``tree``, which has ``messages`` and their ``parents``.
         """
         found = self.conversations
         record: dict[str, Any] = {"messages": found[main(found, self.policy)].messages if found else []}
@@ -100,9 +100,9 @@ class Row:
         return record
 
     def call(self, number: int) -> ConversationCall:
-        """Returns one model call: the messages that were sent, the answer and its turn.
+        """Returns one model call: the messages sent, the answer and its turn.
 
-        If the call was not a chat call, or has no link to its answer, there are no messages and the answer is ``None``.
+        If the call was not a chat call, or has no link to its answer, ``messages`` is empty and the answer is ``None``.
         """
         turn = self.turns[number]
         messages = self._source.messages(self.index)
@@ -118,7 +118,7 @@ class Row:
 
     @property
     def turns(self) -> list[Turn]:
-        """The model calls. Sequence numbers and token spans count within this trajectory, unlike in the file."""
+        """The model calls. Sequence numbers and token spans are relative to this trajectory, unlike in the file."""
         return self._source.turns(self.index)
 
     @property
@@ -128,11 +128,11 @@ class Row:
 
     @property
     def artifacts(self) -> list[Artifact]:
-        """The stored files of the rollout."""
+        """The files stored with the rollout."""
         return self._source.artifacts(self.index)
 
     def trajectory(self) -> Trajectory:
-        """Returns the whole trajectory, independent of the store."""
+        """Returns the whole trajectory, detached from the store."""
         scalars = {name: getattr(self, name) for name in _SCALARS & Trajectory.__dataclass_fields__.keys()}
         for name in UNKNOWN_AS_NAN:
             if math.isnan(scalars[name]):

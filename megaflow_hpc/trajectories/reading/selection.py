@@ -3,13 +3,13 @@
     store.select("status == 'completed' and reward >= 0.5 and policy == 'a'")
     store.select("rewards['tests'] > 0 and weight_version_min >= 3 and finished_at >= '2026-11-21T08:00'")
 
-The expression has Python's syntax and is never run as Python. Its tree is checked against a short list of forms and
-evaluated with numpy over whole columns. Only the columns that it names are read. It may contain names of columns,
+The expression uses Python syntax but is never run as Python. Its syntax tree is checked against a short list of allowed
+nodes and evaluated with numpy over whole columns. Only the columns that it names are read. It may contain column names,
 numbers, strings, ``and or not``, ``== != < <= > >=``, ``in`` and ``not in`` a list, ``+ - * / %``, ``isnan(x)``,
 ``abs(x)`` and, on strings, ``.startswith(s)``, ``.endswith(s)``, ``.contains(s)`` and ``.matches(glob)``.
 
-Every comparison with a missing number (NaN, such as the reward of an unverified rollout) is false, except ``!=``, as in
-Python. A string that is compared with a time is a UTC date, ``2026-11-21`` or ``2026-11-21T08:00:00``.
+As in Python, every comparison with a missing number (NaN, such as the reward of an unverified rollout) is false, except
+``!=``. A string that is compared with a time is a UTC date, ``2026-11-21`` or ``2026-11-21T08:00:00``.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _STRING_TESTS: Mapping[str, Callable[[str, str], bool]] = {
 _FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {"isnan": np.isnan, "abs": np.abs}
 
 _WINDOW = 1 << 20
-"""Number of tokens read at once when a whole token column must be searched."""
+"""Number of tokens read at once when a whole token column must be scanned."""
 _ALIASES = {"task": "task_id", "group": "group_id", "sample": "sample_index"}
 
 
-# --- columns that a selection may name --------------------------------------------------------------------------------
+# --- columns available to expressions ---------------------------------------------------------------------------------
 
 
 class RowTable:
@@ -87,7 +87,7 @@ class RowTable:
         self._cache: dict[str, Array] = {}
         self.rows = len(source)
         self.rewards = tuple(source.reward_names())
-        """Names of all rewards in any row."""
+        """Names of all rewards that occur in any row."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class RowTable:
         return (*self._paths, *self._derived)
 
     def column(self, name: str) -> Array:
-        """Returns a column (rows) by one of :attr:`names`; text as ``S`` bytes or objects."""
+        """Returns a column (rows) by a name from :attr:`names`; text as ``S`` bytes or objects."""
         if name in self._paths:
             return self._source.column(self._paths[name])
         if name not in self._cache:
@@ -103,7 +103,7 @@ class RowTable:
         return self._cache[name]
 
     def reward(self, name: str) -> NDArray[np.float32]:
-        """Returns the column (rows) of one of :attr:`rewards`. NaN for rows without it."""
+        """Returns the column (rows) of a reward from :attr:`rewards`. NaN for rows without it."""
         return self._source.column(f"rewards/{name}")
 
     def _count(self, item: str) -> Array:
@@ -119,7 +119,7 @@ class RowTable:
 
 
 def _weight_versions(source: Source, name: str, extreme: np.ufunc) -> Array:
-    """Returns the lowest or highest weight version of each row's sampled tokens. -1 if none was sampled."""
+    """Returns the lowest or highest weight version of each row's sampled tokens, -1 if none were sampled."""
     unset = np.iinfo(np.int32).max if extreme is np.minimum else -1
     result = np.full(len(source), unset, np.int64)
     for rows, versions in _versions_by_row(source, name):
@@ -129,7 +129,7 @@ def _weight_versions(source: Source, name: str, extreme: np.ufunc) -> Array:
 
 
 def _versions_by_row(source: Source, name: str) -> Iterator[tuple[Array, Array]]:
-    """Yields row numbers and weight versions: of the sequences, or of single tokens in files that lack the column."""
+    """Yields (row numbers, weight versions): per sequence, or per token in files that lack the column."""
     row_of_sequence = source.column("sequences/trajectory")
     if not isinstance(source, Hdf5Source) or f"sequences/{name}" in source.file:
         yield row_of_sequence, source.column(f"sequences/{name}")
@@ -145,15 +145,15 @@ def _versions_by_row(source: Source, name: str) -> Iterator[tuple[Array, Array]]
 
 
 def select(expression: str, table: RowTable) -> Integers:
-    """Returns the row numbers for which an expression is true, in order.
+    """Returns the numbers of the rows that match an expression, in order.
 
     Args:
-        expression: An expression in the language above.
+        expression: An expression in the syntax described above.
         table: The columns that it may name.
 
     Raises:
-        ConfigError: It does not parse, names an unknown column, or has a form that is not allowed. The message says
-            where.
+        ConfigError: The expression does not parse, names an unknown column, or uses unsupported syntax. The message
+            gives the position.
     """
     if len(expression) > MAX_LENGTH:
         raise ConfigError(f"selection: {len(expression)} characters, at most {MAX_LENGTH}")
@@ -180,17 +180,17 @@ def select(expression: str, table: RowTable) -> Integers:
 
 
 class _Evaluation:
-    """Evaluates one tree. Values are numpy arrays over all rows, or plain constants."""
+    """Evaluates one syntax tree. Values are numpy arrays over all rows, or plain constants."""
 
     def __init__(self, text: str, table: RowTable) -> None:
         self._text = text
         self._table = table
 
     def of(self, node: ast.expr) -> Any:
-        """Returns the value of a node of the tree.
+        """Returns the value of a syntax tree node.
 
         Raises:
-            ConfigError: The node, or a node below it, is not allowed in a selection.
+            ConfigError: The node, or one below it, is not allowed in a selection.
         """
         match node:
             case ast.Constant(value=bool() | int() | float() | str()):
@@ -279,7 +279,7 @@ class _Evaluation:
         return _COMPARE[type(op)](a, b)
 
     def _operand(self, node: ast.expr, other: ast.expr) -> Any:
-        """Returns the value of one side of a comparison. A date that is compared with a time becomes seconds UTC."""
+        """Returns the value of one side of a comparison. A date that is compared with a time becomes Unix seconds."""
         value = self.of(node)
         if not (isinstance(value, str) and isinstance(other, ast.Name) and other.id in TIMES):
             return value
@@ -302,7 +302,7 @@ class _Evaluation:
 
 
 def _each(column: Array, test: Callable[[str], bool]) -> NDArray[np.bool_]:
-    """Returns ``test`` of every entry, computed once per distinct text."""
+    """Applies ``test`` to every entry, calling it once per distinct string."""
     results: dict[Any, bool] = {}
     mask = np.empty(len(column), np.bool_)
     for row, item in enumerate(column.tolist()):
@@ -317,7 +317,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _alike(a: Any, b: Any) -> tuple[Any, Any]:
-    """Returns two texts in one form: bytes if either is a column of fixed width."""
+    """Converts two texts to a common form: bytes if either is a fixed-width column."""
     if not (_is_fixed_width(a) or _is_fixed_width(b)):
         return a, b
     return _as_bytes(a), _as_bytes(b)

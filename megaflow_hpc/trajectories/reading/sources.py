@@ -1,8 +1,8 @@
-"""Defines sources of rows and columns, and reads a ``trajectories.h5`` as one.
+"""Defines sources of rows and columns, and implements one for ``trajectories.h5``.
 
-A source identifies rows by number. It reads a column as a whole on first use and keeps it. It reads ragged data row by
-row, or for many rows at once with :meth:`Source.flat`. Opening reads nothing, so a campaign of a million rollouts opens
-as fast as one of ten.
+A source identifies rows by number. It reads a whole column on first use and caches it. It reads ragged data row by row,
+or for many rows together with :meth:`Source.flat`. Opening a source reads nothing, so a campaign of a million rollouts
+opens as fast as one of ten.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megaflow_hpc.types import Artifact
 TOKEN_COLUMNS = tuple(f"tokens/{name}" for name in ("id", "logprob", "loss_mask", "weight_version"))
 
 _WHOLE = 1 << 16
-"""Maximum length of columns that are read whole when one entry is needed. Of longer ones a window is read."""
+"""Columns up to this length are read whole when one entry is needed. Of longer ones, a window is read."""
 
 
 @dataclass(frozen=True)
@@ -39,35 +39,35 @@ class SequenceView:
     policy: str
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    """NaN where not sampled."""
+    """NaN if not sampled."""
     loss_mask: NDArray[np.uint8]
     weight_versions: NDArray[np.int32]
-    """-1 where not sampled."""
+    """-1 if not sampled."""
 
 
 class Flat(NamedTuple):
-    """The token sequences of several rows, end to end, in the order of the request. S sequences, T tokens."""
+    """The concatenated token sequences of several rows, in the order requested. S sequences, T tokens."""
 
     row: Integers
-    """(S), row number of each sequence"""
+    """(S), row number of each sequence."""
     policy: Array
-    """(S), objects of ``str``"""
+    """(S), object array of ``str``."""
     offsets: Integers
-    """(S+1), into the token columns"""
+    """(S+1), into the token columns."""
     tokens: NDArray[np.int32]
-    """(T), as the three columns that follow"""
+    """(T), like the three columns below."""
     logprobs: NDArray[np.float32]
-    """NaN where not sampled."""
+    """NaN if not sampled."""
     loss_mask: NDArray[np.uint8]
     weight_versions: NDArray[np.int32]
 
 
 class Source(Protocol):
-    """Rows by number, 0 to ``len - 1``, in commit order."""
+    """Interface of a data source. Rows are numbered 0 to ``len - 1``, in commit order."""
 
     def __len__(self) -> int: ...
     def column(self, path: str) -> Array:
-        """Returns a column by its path; text as ``S`` bytes or objects. The caller must not change it.
+        """Returns a column by its path; text as ``S`` bytes or objects. The caller must not modify it.
 
         A column ``rewards/<name>`` has NaN for rows without that reward.
         """
@@ -76,49 +76,50 @@ class Source(Protocol):
         """Returns the names of the rewards that any row has, sorted."""
 
     def flat(self, rows: Integers) -> Flat:
-        """Returns the token sequences of many rows at once, in the order of ``rows``."""
+        """Returns the concatenated token sequences of many rows, in the order of ``rows``."""
 
     def ids(self) -> list[str]:
         """Returns the rollout ids of all rows."""
 
     def scalar(self, name: str, row: int) -> Any:
-        """Returns one value of ``/trajectories/<name>``. It does not read the whole of a long column."""
+        """Returns one value of ``/trajectories/<name>``, without reading all of a long column."""
 
     def rewards(self, row: int) -> dict[str, float]:
-        """Returns the named rewards that a row has."""
+        """Returns the rewards of a row by name."""
 
     def messages(self, row: int) -> list[dict[str, Any]]:
-        """Returns all messages of a row, a tree, in OpenAI form (:class:`~megaflow_hpc.trajectory.Trajectory`)."""
+        """Returns all messages of a row, in OpenAI form. They form a tree; see
+        :class:`~megaflow_hpc.trajectory.Trajectory`."""
 
     def parents(self, row: int) -> list[int]:
-        """Returns, for each message of a row, the index of the message before it; -1 if it begins a conversation."""
+        """Returns the index of each message's predecessor in a row, -1 if it starts a conversation."""
 
     def sequences(self, row: int) -> list[SequenceView]:
         """Returns the token sequences of one row."""
 
     def turns(self, row: int) -> list[Turn]:
-        """Returns the model calls of one row in order. They number the sequences within the row."""
+        """Returns the model calls of one row in order. Their sequence numbers are relative to the row."""
 
     def attempts(self, row: int) -> list[Attempt]:
         """Returns all attempts at the rollout, including failed ones."""
 
     def artifacts(self, row: int) -> list[Artifact]:
-        """Returns the files that were kept of the rollout."""
+        """Returns the files stored with the rollout."""
 
     def close(self) -> None:
         """Closes the files. Nothing can be read afterwards."""
 
 
 def offsets_of(lengths: Sequence[int] | Array) -> Integers:
-    """Returns the (n+1) offsets of n adjacent items of these lengths."""
+    """Returns the (n+1) offsets of n contiguous items with these lengths."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
 def items_of(offsets: Integers, rows: Integers) -> tuple[Integers, Integers]:
-    """Returns the indices of the items of some rows, row by row, and the number of items of each row.
+    """Returns the item indices of some rows, row by row, and the number of items per row.
 
     Args:
-        offsets: (N+1), row i has items ``[offsets[i], offsets[i+1])``.
+        offsets: (N+1), row i has the items ``[offsets[i], offsets[i+1])``.
         rows: (n), row numbers.
     """
     counts = offsets[rows + 1] - offsets[rows]
@@ -146,7 +147,7 @@ class Hdf5Source:
         self.file.close()
 
     def __len__(self) -> int:
-        if self._length is None:  # needed for every row, and a look-up takes some hundred microseconds
+        if self._length is None:  # needed for every row, and each lookup takes hundreds of microseconds
             self._length = len(self.file["trajectories/id"])
         return self._length
 
@@ -186,13 +187,14 @@ class Hdf5Source:
         return values
 
     def _dataset(self, path: str) -> h5py.Dataset:
-        """Returns a dataset. Opening one takes as long as reading a short slice of it."""
+        """Returns a dataset, cached because opening one takes as long as reading a short slice of it."""
         if path not in self._datasets:
             self._datasets[path] = self.file[path]
         return self._datasets[path]
 
     def _require_order(self, path: str, values: Array) -> None:
-        """Raises ``ConfigError`` unless offsets ascend within what they point to, so that no entry is read twice."""
+        """Raises ``ConfigError`` unless offsets ascend within the length of their target, so that no entry is read
+        twice."""
         if not len(values):
             return
         is_offset = path in OFFSETS
@@ -201,9 +203,9 @@ class Hdf5Source:
             raise ConfigError(f"{self.path}: /{path}: leads out of its column; run: megaflow-hpc validate {self.path}")
 
     def _slice(self, path: str, start: int, end: int) -> Array:
-        """Returns some entries of a column.
+        """Returns a slice of a column.
 
-        Reads short columns whole. Of a long column it caches the last window read, because rows are mostly read in
+        Short columns are read whole. Of a long column, the last window read is cached, because rows are mostly read in
         order and HDF5 inflates whole chunks.
         """
         if path in self._columns:
@@ -221,7 +223,7 @@ class Hdf5Source:
         start, end = self._slice(path, item, item + 2).tolist()
         return start, end
 
-    # --- ragged ---
+    # --- ragged data ---
 
     def flat(self, rows: Integers) -> Flat:
         sequences, counts = items_of(self.column("trajectories/sequence_offset"), rows)

@@ -1,4 +1,4 @@
-"""Reads trajectories from a run directory, finished or not, or from one ``trajectories.h5``.
+"""Reads trajectories from a run directory, finished or not, or from a ``trajectories.h5``.
 
     with open_trajectories(run.path) as store:
         good = store.select("status == 'completed' and reward >= 0.5")
@@ -7,8 +7,8 @@
         batch = store.batch(good[:64], pad=0)
         advantage = store.advantages("grpo")
 
-A store is a snapshot: it does not change while it is open, whatever the campaign does. Rows are lazy, and columns are
-read on first use. Opening costs the same for ten trajectories and for a million.
+A store is a snapshot: it does not change while it is open, even if the campaign continues. Rows are lazy, and columns
+are read on first use. Opening ten trajectories costs the same as opening a million.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TrajectoryStore:
     def __init__(self, source: Source, path: Path) -> None:
         self.source = source
         self.path = path
-        """The file or run directory that is read."""
+        """The file or run directory being read."""
 
     def __enter__(self) -> TrajectoryStore:
         return self
@@ -52,7 +52,7 @@ class TrajectoryStore:
         self.close()
 
     def close(self) -> None:
-        """Closes its files. Rows and columns cannot be read afterwards."""
+        """Closes the store's files. Rows and columns cannot be read afterwards."""
         self.source.close()
 
     @cached_property
@@ -77,8 +77,8 @@ class TrajectoryStore:
         """Returns a row by its number (negative numbers count from the end) or by its rollout id.
 
         Raises:
-            IndexError: There is no such row.
-            KeyError: There is no such id.
+            IndexError: The row number is out of range.
+            KeyError: The id is unknown.
         """
         return Row(self.source, self._row(key))
 
@@ -87,13 +87,13 @@ class TrajectoryStore:
         return (Row(self.source, self._row(key)) for key in numbers)
 
     def column(self, name: str) -> Array:
-        """Returns a column (n) with one entry per row. It must not be changed. Text is returned as objects of ``str``.
+        """Returns a column (n) with one entry per row. It must not be modified. Text is returned as ``str`` objects.
 
         Args:
-            name: A column that :meth:`select` knows, or ``rewards/<name>``.
+            name: A column name accepted by :meth:`select`, or ``rewards/<name>``.
 
         Raises:
-            KeyError: There is no such column.
+            KeyError: The column is unknown.
         """
         rewards = [f"rewards/{reward}" for reward in self._table.rewards]
         if name in self._table.names:
@@ -105,17 +105,17 @@ class TrajectoryStore:
         return text(values) if values.dtype.kind in "SO" else values
 
     def select(self, expression: str) -> Integers:
-        """Returns the numbers of the rows for which an expression over the columns is true, in order.
+        """Returns the numbers of the rows that match an expression over the columns, in order.
 
         >>> store.select("status == 'completed' and reward >= 0.5 and policy == 'a'")         # doctest: +SKIP
 
         Raises:
-            ConfigError: It does not parse, or names an unknown column. The message says where.
+            ConfigError: The expression does not parse, or names an unknown column. The message gives the position.
         """
         return select(expression, self._table)
 
     def advantages(self, kind: Kind = "grpo", reward: str | None = None, **options: Any) -> NDArray[np.float32]:
-        """Returns how much better each row (n) did than the others of its group. NaN for rows without a reward.
+        """Returns the group-relative advantage of each row (n). NaN for rows without a reward.
 
         Args:
             kind: ``grpo``, ``drgrpo``, ``rloo`` or ``median``; see
@@ -124,15 +124,15 @@ class TrajectoryStore:
             options: ``epsilon`` and ``ddof`` of :func:`~megaflow_hpc.trajectories.reading.advantages.advantages`.
 
         Raises:
-            ConfigError: There is no such kind.
-            KeyError: There is no such reward.
+            ConfigError: ``kind`` is unknown.
+            KeyError: ``reward`` is unknown.
         """
         values = self.column("reward" if reward is None else f"rewards/{reward}")
         return advantages(values, self.source.column("trajectories/group_id"), kind, **options)
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """Names of all rewards in any row."""
+        """Names of all rewards that occur in any row."""
         return self._table.rewards
 
     @cached_property
@@ -144,7 +144,7 @@ class TrajectoryStore:
 
     @cached_property
     def versions(self) -> dict[str, Any]:
-        """Versions of the software and models that produced the campaign. Empty if the file does not have them."""
+        """Versions of the software and models that produced the campaign. Empty if not recorded."""
         if isinstance(self.source, Hdf5Source):
             return attribute(self.source.file, "versions")
         versions: dict[str, Any] = json.loads(root_attributes(RunDir(self.path))["versions"])
@@ -155,27 +155,27 @@ class TrajectoryStore:
         return self.source.flat(self._rows(ids))
 
     def lengths(self) -> Integers:
-        """Returns the number of tokens of each row (n), over all its sequences."""
+        """Returns the total number of tokens of each row (n), over all its sequences."""
         lengths: Integers = self._table.column("tokens")
         return lengths
 
     def batch(self, ids: Iterable[int | str], pad: int | None = None) -> dict[str, Array]:
-        """Returns the token sequences of some trajectories, ready for a trainer.
+        """Returns the token sequences of some trajectories as arrays for a trainer.
 
         Args:
             ids: Rollout ids or row numbers, in the order of the result. A rollout without tokens adds no sequence.
-            pad: ``None`` for flat token columns of all T tokens. A number for columns (S, longest): ``tokens`` is
-                padded with it, other columns with the value of tokens that were not sampled.
+            pad: If ``None``, token columns are flat, over all T tokens. Otherwise they are padded to (S, longest):
+                ``tokens`` with this number, other columns with their value for tokens that were not sampled.
 
         Returns:
-            ``tokens`` int32, ``loss_mask`` uint8, ``logprobs`` float32 (0 if not sampled; the store has NaN there,
-            which would spoil a product with the mask), ``weight_version`` int32 (-1 if not sampled): (T,) or (S,
-            longest). ``offsets`` int64 (S+1): sequence s is tokens ``[offsets[s], offsets[s+1])`` of the flat columns.
-            Per sequence, (S,): ``trajectory`` int64, the row number; ``group`` and ``policy``, strings; ``reward``
-            float32, NaN unless verified.
+            Token columns, (T,) or (S, longest): ``tokens`` int32; ``loss_mask`` uint8; ``logprobs`` float32, 0 if not
+            sampled (the store has NaN there, which would spoil a product with the mask); ``weight_version`` int32, -1
+            if not sampled. ``offsets`` int64 (S+1): sequence s has the tokens ``[offsets[s], offsets[s+1])`` of the
+            flat columns. Per sequence, (S,): ``trajectory`` int64, the row number; ``group`` and ``policy``, strings;
+            ``reward`` float32, NaN unless verified.
 
         Raises:
-            KeyError, IndexError: There is no such trajectory.
+            KeyError, IndexError: A trajectory does not exist.
         """
         return make_batch(self.source, self._rows(ids), pad)
 
@@ -189,15 +189,15 @@ class TrajectoryStore:
         shard: tuple[int, int] = (0, 1),
         oversize: Oversize = "error",
     ) -> Iterator[dict[str, Array]]:
-        """Yields batches of whole trajectories, each packed up to a number of tokens. Every row occurs once.
+        """Yields batches of whole trajectories, each packed up to a token budget. Every row occurs once.
 
         Args:
             token_budget: Maximum number of entries of each token column, including padding.
-            rows: Ids, row numbers or an expression. Default: all rows. Rows without tokens are left out.
+            rows: Ids, row numbers or an expression. Default: all rows. Rows without tokens are skipped.
             pad: As in :meth:`batch`.
-            seed: Shuffles the rows. ``None`` keeps neighbours together, which reads fastest.
-            shard: (rank, ranks) of a parallel trainer. Ranks get different batches; their numbers differ by at most
-                one.
+            seed: Seed for shuffling the rows. If ``None``, adjacent rows stay together, which reads fastest.
+            shard: (rank, ranks) of a parallel trainer. Ranks get disjoint sets of batches, whose sizes differ by at
+                most one.
             oversize: ``error`` or ``skip`` for a trajectory that alone exceeds the budget.
 
         Raises:
@@ -236,12 +236,12 @@ def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) 
     """Opens a campaign's trajectories for reading.
 
     Args:
-        path: A run directory (also of a running campaign), or a ``trajectories.h5``. In a run directory the file is
-            read if it contains everything in the journals. Otherwise the journals are read, with the same result.
-        seals: The seals of a run directory, instead of those of its ledger.
+        path: A run directory (even of a running campaign), or a ``trajectories.h5``. In a run directory, the file is
+            read if it covers all journals. Otherwise the journals are read, with the same result.
+        seals: Seals to use instead of those in the run directory's ledger.
 
     Raises:
-        ConfigError: ``path`` is missing, not a run directory, or a foreign, damaged or newer file.
+        ConfigError: ``path`` is missing, is not a run directory, or is a foreign, damaged or newer file.
     """
     path = Path(path)
     if not path.is_dir():
@@ -258,7 +258,7 @@ def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) 
 
 
 def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:
-    """Returns whether a file contains all current journals. Older journals may have been removed since."""
+    """Returns whether a file covers all current journals. Older journals may have been removed since."""
     if not now["journals"]:
         return True
     if recorded is None:

@@ -1,12 +1,11 @@
-"""Reads the texts of token ids from a model's ``tokenizer.json``, to show single tokens.
+"""Reads the text of token ids from a model's ``tokenizer.json``, to show individual tokens.
 
-A tokenizer's own ``decode`` joins tokens, drops leading blanks and cannot show half a character. Two ways of writing
-bytes as pieces are supported, and they cover current models: byte-level (GPT-2's alphabet of 256
-printable characters; Qwen, Llama 3, DeepSeek) and SentencePiece's (``▁`` for a blank, ``<0x0A>`` for a byte; Llama 2,
-Gemma, Mistral).
+A tokenizer's ``decode`` joins tokens, drops leading blanks and cannot show partial characters. Two encodings of bytes
+as pieces are supported, which covers current models: byte-level (GPT-2's alphabet of 256 printable characters; Qwen,
+Llama 3, DeepSeek) and SentencePiece (``▁`` for a blank, ``<0x0A>`` for a byte; Llama 2, Gemma, Mistral).
 
-A run directory keeps the ``tokenizer.json`` of each policy whose model is a local directory. For a file that was moved
-elsewhere, the model's directory is used if it is still at the campaign's path.
+A run directory keeps the ``tokenizer.json`` of each policy whose model is a local directory. For a campaign file moved
+elsewhere, the model directory recorded in the campaign is used if it still exists.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from megaflow_hpc.rundir.layout import RunDir
 
 FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 128 << 20
-"""Maximum size of a ``tokenizer.json``. The largest known one has 33 MB."""
+"""Maximum size of a ``tokenizer.json``. The largest known one is 33 MB."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Vocabulary:
-    """Texts by token id.
+    """Token id → text.
 
     Args:
-        tokenizer: The content of a ``tokenizer.json``.
+        tokenizer: The contents of a ``tokenizer.json``.
 
     Raises:
-        ValueError: It has no vocabulary of a known form.
+        ValueError: The tokenizer has no vocabulary in a supported format.
     """
 
     def __init__(self, tokenizer: Mapping[str, Any]) -> None:
         try:
             vocabulary = tokenizer["model"]["vocab"]
-            if isinstance(vocabulary, list):  # Unigram: [piece, score], by id
+            if isinstance(vocabulary, list):  # Unigram: [piece, score], indexed by id
                 vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
             self._pieces = {int(number): str(piece) for piece, number in vocabulary.items()}
             self._special = {int(t["id"]): str(t["content"]) for t in tokenizer.get("added_tokens") or ()}
@@ -54,7 +53,7 @@ class Vocabulary:
         self._byte_level = '"ByteLevel"' in steps
 
     def piece(self, token: int) -> str:
-        """Returns the text of a token id. Incomplete characters use ``surrogateescape``. Empty for an unknown id."""
+        """Returns the text of a token id, empty if unknown. Partial characters are decoded with ``surrogateescape``."""
         if token in self._special:
             return self._special[token]
         piece = self._pieces.get(token, "")
@@ -67,10 +66,10 @@ class Vocabulary:
 
 
 def load(path: Path) -> Vocabulary:
-    """Reads a vocabulary from a ``tokenizer.json``, plain or gzipped, or from the directory of a model.
+    """Reads a vocabulary from a ``tokenizer.json``, plain or gzipped, or from a model directory.
 
     Raises:
-        ConfigError: It is missing or has an unknown form.
+        ConfigError: The file is missing or its format is not supported.
     """
     path = path / FILE if path.is_dir() else path
     try:
@@ -86,7 +85,7 @@ def load(path: Path) -> Vocabulary:
 
 
 def kept(run: RunDir, policy: str) -> Path:
-    """Returns the path at which a run directory keeps the tokenizer of a policy."""
+    """Returns where a run directory stores a policy's tokenizer."""
     return run.path / "tokenizers" / f"{policy}.json.gz"
 
 
@@ -94,8 +93,8 @@ def find(source: Path, models: Mapping[str, Any], policy: str) -> Path | None:
     """Returns the path of a policy's tokenizer, if it exists.
 
     Args:
-        source: The run directory or campaign file that is read.
-        models: ``models`` of the file's attribute ``versions``: by policy a map with the model's ``path``.
+        source: The run directory or campaign file being read.
+        models: ``models`` in the file's ``versions`` attribute: policy → a map with the model's ``path``.
         policy: A key of ``models``.
     """
     run = RunDir(source if source.is_dir() else source.parent)
@@ -108,7 +107,8 @@ def find(source: Path, models: Mapping[str, Any], policy: str) -> Path | None:
 
 
 def _alphabet() -> dict[str, bytes]:
-    """Returns the byte of each character of byte-level texts. Printable bytes are themselves, others start at 256."""
+    """Returns GPT-2's byte-level alphabet: character → byte. Printable bytes map to themselves, all others from 256
+    up."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): bytes([byte]) for byte in printable}
