@@ -2,7 +2,7 @@
 
 Each process of a run writes ``RUN/logs/<role>-<job>.log``, or ``<role>-local.log`` without Slurm. An engine writes
 ``<policy>.<n>.engine.log``. In a pod's log, lines about a rollout start with its id. Logs contain untrusted text, can
-be of any size and may have incomplete lines. They are read backwards in bounded chunks. Undecodable bytes are escaped.
+be of any size and may have incomplete lines. They are read backwards in bounded chunks. Undecodable bytes are kept.
 """
 
 from __future__ import annotations
