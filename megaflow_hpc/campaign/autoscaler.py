@@ -1,9 +1,9 @@
-"""Scales engine servers between ``min`` and ``max``: releases held array elements while requests wait.
+"""Scales engine servers between ``min`` and ``max``: releases held array elements while requests are queued.
 
-One process does this for the whole campaign (:class:`~megaflow_hpc.ledger.leader.Leader`). It is a child of a pod's
-batch shell, ``python -m megaflow_hpc.campaign.autoscaler RUN``, if compute nodes may talk to the Slurm controller, else
-an open ``run`` or ``watch``. It polls every :data:`POLL_INTERVAL_S` seconds and asks Slurm only when servers are
-missing. An idle server leaves by itself. Its element goes back into the queue, held, and can be released again.
+One process does this for the whole campaign (:class:`~megaflow_hpc.ledger.leader.Leader`). If compute nodes may talk to
+the Slurm controller, it is a child of a pod's batch shell, ``python -m megaflow_hpc.campaign.autoscaler RUN``.
+Otherwise it is an open ``run`` or ``watch``. It polls every :data:`POLL_INTERVAL_S` seconds and queries Slurm only when
+servers are missing. Idle servers exit by themselves. Their elements are requeued, held, and can be released again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POLL_INTERVAL_S = RENEW_S
 FIRST_POLL_INTERVAL_S = 5.0
 """Seconds between polls before the first pod runs."""
 REFUSED_S = 600.0
-"""Seconds for which this process leaves scaling to others after Slurm has refused it."""
+"""Seconds for which this process stops scaling, leaving it to others, after Slurm has refused a request."""
 
 
 class Autoscaler:
@@ -39,9 +39,9 @@ class Autoscaler:
 
     Args:
         planned: The content of ``run.json``.
-        jobs: The run's jobs on Slurm.
-        holder: Name of this process, shown by ``status``.
-        monitor: A monitor that already reads the run.
+        jobs: The run's Slurm jobs.
+        holder: Name of this process, as shown by ``status``.
+        monitor: An existing monitor of the run, if there is one.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Autoscaler:
         self._counts = {
             server.policy: ServerCount(*server.model["servers"]) for server in planned.servers if server.held
         }
-        """Policy with held servers → minimum and maximum number of its servers."""
+        """Policy with held servers → its minimum and maximum number of servers."""
         self._lease = Leader(run, SCALER, holder)
         self._backlog = Backlog(run)
         self._looked = -POLL_INTERVAL_S
         self._refused_at = -REFUSED_S
 
     def tick(self) -> list[str]:
-        """Releases missing servers, at most every :data:`POLL_INTERVAL_S` seconds. Returns the ids of their
+        """Releases missing servers if :data:`POLL_INTERVAL_S` seconds have passed. Returns the ids of their
         elements."""
         now = time.monotonic()
         if not self._counts or now - self._looked < POLL_INTERVAL_S or now - self._refused_at < REFUSED_S:
@@ -82,7 +82,7 @@ class Autoscaler:
         return going
 
     def leave(self) -> None:
-        """Lets another process scale."""
+        """Resigns, so that another process can scale."""
         self._lease.leave()
 
     def _loads(self) -> dict[str, list[Load]]:
@@ -92,7 +92,7 @@ class Autoscaler:
         return loads
 
     def _asked(self) -> Counter[str]:
-        """Returns the number of rollouts left to run, by policy. Empty while no pod runs."""
+        """Returns the number of rollouts left to run, by policy. Empty while no pod is running."""
         pods = self._monitor.status()["pods"]
         if not any(pod["state"] == "started" for pod in pods):
             return Counter()

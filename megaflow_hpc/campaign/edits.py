@@ -1,4 +1,4 @@
-"""Detects changes of a run's files since planning: edits without effect, changed tasks, and purged files."""
+"""Detects changes to a run's files since planning: edits without effect, changed tasks and purged files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megaflow_hpc.types import Task
 
 
 def digest(text: str | bytes) -> str:
-    """Returns the SHA-256 of a file's content in hexadecimal."""
+    """Returns the hexadecimal SHA-256 of a file."""
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
 
 
 class Edits:
-    """Edits of a run's files. A file is read again only if its size or time changed."""
+    """Detects edits of a run's files. A file is read again only if its size or modification time has changed."""
 
     def __init__(self, run: RunDir, planned: RunRecord) -> None:
         self._run, self._planned = run, planned
@@ -28,13 +28,14 @@ class Edits:
         self._edited = False
 
     def tasks(self) -> list[str]:
-        """Returns the ids of tasks whose files were edited. Reads every file, so call it before continuing a run."""
+        """Returns the ids of tasks whose files were edited. Reads every file, so it is only called before continuing
+        a run."""
         from megaflow_hpc.tasks.digests import changed
 
         return changed([Task.from_dict(each.task) for each in planned_tasks(self._run, self._planned).values()])
 
     def warnings(self) -> list[str]:
-        """Returns a sentence for each edit that has no effect."""
+        """Returns a warning for each edit that has no effect."""
         file = self._run.campaign_yaml
         try:
             status = file.stat()
@@ -53,7 +54,7 @@ class Edits:
 
 
 def restore_rooms(run: RunDir, planned: RunRecord, ledger: Ledger) -> None:
-    """Recreates a run's directories that a purge of scratch found empty and deleted.
+    """Recreates a run's empty directories that a purge of scratch has deleted.
 
     Raises:
         ConfigError: The purge deleted more than empty directories.
@@ -69,7 +70,7 @@ def restore_rooms(run: RunDir, planned: RunRecord, ledger: Ledger) -> None:
 
 
 def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
-    """Returns a sentence if journals are missing whose rollouts are not in a trajectories.h5 either."""
+    """Returns a warning if journals are missing and there is no trajectories.h5 that could contain their rollouts."""
     if run.trajectories.exists():
         return []
     there = {path.name.removesuffix(".journal") for path in run.journal.glob("*.journal")}  # <pod>.<start>

@@ -1,4 +1,5 @@
-"""The facade: :class:`Campaign` plans and submits, and returns a :class:`~megaflow_hpc.campaign.run.Run`."""
+"""Entry point of the Python API: :class:`Campaign` plans and submits, and returns a
+:class:`~megaflow_hpc.campaign.run.Run`."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ __all__ = ["Campaign", "Run"]
 
 
 class Campaign:
-    """A validated campaign file, not yet a run.
+    """A validated campaign file that has not been planned yet.
 
     Args:
         fields: The campaign file's keys as Python values.
 
     Raises:
-        ConfigError: A value is invalid; names key, value and remedy.
+        ConfigError: A value is invalid. The message names key, value and remedy.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -41,14 +42,14 @@ class Campaign:
         self.base, self.file, self._text = base, file, text
         self._made: list[Path] = []
         self.notices: list[str] = []
-        """Warnings of planning, for the user."""
+        """Warnings for the user, issued during planning."""
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Campaign:
         """Reads a campaign file.
 
         Raises:
-            ConfigError: A value is invalid; names file, line, value and remedy.
+            ConfigError: A value is invalid. The message names file, line, value and remedy.
         """
         campaign = cls.__new__(cls)
         loaded = config_module.read(path)
@@ -56,7 +57,7 @@ class Campaign:
         return campaign
 
     def where(self, key: str) -> str:
-        """Returns ``file:line`` of a dotted key, for messages."""
+        """Returns ``file:line`` of a dotted key, for use in messages."""
         if self.file is None:
             return f"campaign {self.config.name}"
         return config_module.place_of(self._node, [_part(part) for part in key.split(".")], self.file)
@@ -73,10 +74,10 @@ class Campaign:
         launcher: Launcher = "auto",
         watch: PlanWatch | None = None,
     ) -> Run:
-        """Creates the run directory. Submits nothing.
+        """Creates the run directory without submitting anything.
 
         Args:
-            watch: Receives the progress of planning.
+            watch: Receives progress reports.
         """
         slurm, run = resolve_launcher(launcher) == "slurm", self._run_dir(run_dir)
         plan_module.check_new(run)
@@ -99,7 +100,7 @@ class Campaign:
         self.notices += warnings(draft, self.where, walltimes_s)
 
     def site_mistakes(self, draft: Draft, watch: PlanWatch) -> list[str]:
-        """Returns everything that this site lacks or refuses."""
+        """Returns a message for each requirement that this site lacks or refuses."""
         mistakes: list[str] = []
         checks: list[Callable[[], None]] = [self._run_dir(None).check_place, lambda: try_sandboxes(draft, watch)]
         if site.has_slurm():
@@ -122,16 +123,16 @@ class Campaign:
         ranks: int = 1,
         watch: PlanWatch | None = None,
     ) -> Run:
-        """Plans and submits, or with ``launcher="local"`` starts, the campaign."""
+        """Plans the campaign and submits it, or starts it here if ``launcher="local"``."""
         run = self.plan(run_dir, only, launcher, watch)
         self.start(run, launcher, ranks)
         return run
 
     def start(self, run: Run, launcher: Launcher = "slurm", ranks: int = 1) -> None:
-        """Starts a run that was just planned. If Slurm takes none of its jobs, the run directory is deleted.
+        """Starts a freshly planned run. If Slurm accepts none of its jobs, the run directory is deleted.
 
         Raises:
-            SiteError: Slurm refuses a job; contains Slurm's message.
+            SiteError: Slurm refused a job. Includes Slurm's message.
         """
         try:
             run.start(launcher, ranks)
@@ -141,7 +142,7 @@ class Campaign:
             raise
 
     def dry_run(self, run_dir: str | Path | None = None, only: Sequence[str] = ()) -> list[script.Job]:
-        """Returns the jobs that :meth:`submit` would submit. Changes nothing."""
+        """Returns the jobs that :meth:`submit` would submit. Has no side effects."""
         return self.estimate("slurm", run_dir, only)[0]
 
     def estimate(
@@ -154,11 +155,11 @@ class Campaign:
         like: str | Path | None = None,
         watch: PlanWatch | None = None,
     ) -> tuple[list[script.Job], Estimate]:
-        """Returns the jobs that :meth:`submit` would submit and their estimated cost. Changes nothing.
+        """Returns the jobs that :meth:`submit` would submit, and their estimated cost. Has no side effects.
 
         Args:
             rollout_seconds: Assumed duration of each rollout.
-            like: An earlier run whose durations are assumed.
+            like: An earlier run from which to take durations.
         """
         slurm = resolve_launcher(launcher) == "slurm"
         self._run_dir(run_dir).check_place()
@@ -178,10 +179,10 @@ class Campaign:
 
 @dataclass
 class Findings:
-    """Result of :func:`check`: problems, each with its place and a remedy."""
+    """Result of :func:`check`: problems, each with its location and a remedy."""
 
     file: list[str] = field(default_factory=list)
-    """Mistakes in the file, its tasks and its models."""
+    """Problems in the file, its tasks and its models."""
     site: list[str] = field(default_factory=list)
     """Requirements that this site lacks or refuses."""
     warnings: list[str] = field(default_factory=list)
@@ -190,10 +191,10 @@ class Findings:
 
 
 def check(path: str | Path, site_too: bool = True, watch: PlanWatch | None = None) -> Findings:
-    """Returns all problems of a campaign file, at this site. Changes nothing.
+    """Finds all problems of a campaign file at this site. Has no side effects.
 
     Args:
-        site_too: Also query Slurm, if there is one, and start a sandbox.
+        site_too: Also query Slurm, if available, and start a sandbox.
 
     Raises:
         ConfigError: The file does not exist.

@@ -1,4 +1,4 @@
-"""Writes the shell environment that every job of a run sources, however the job was submitted."""
+"""Writes the shell environment that every job of a run sources, whether submitted by the package or by hand."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from megaflow_hpc.host.apptainer import find_apptainer
 
 
 def trainer_python() -> str:
-    """Returns the interpreter with torch: ``MEGAFLOW_TRAINER_PYTHON``, or that of the engine's environment."""
+    """Returns the Python interpreter that has torch: ``MEGAFLOW_TRAINER_PYTHON``, or that of the engine's
+    environment."""
     chosen = os.environ.get("MEGAFLOW_TRAINER_PYTHON") or os.environ.get("MEGAFLOW_ENGINE_VENV") or sys.executable
     path = Path(chosen).expanduser().absolute()
     return str(path / "bin" / "python" if path.is_dir() else path)
 
 
 def site_environment(setup: Sequence[str]) -> list[str]:
-    """Returns the shell lines that every job begins with: the user's ``setup`` and the paths known to this process."""
-    # Servers and workers hold keys in memory. To debug one, raise the soft limit in `setup`.
+    """Returns the shell lines that start every job: the user's ``setup`` and the paths known to this process."""
+    # Servers and workers hold keys in memory, so core dumps are off. To debug, raise the soft limit in `setup`.
     lines = ["ulimit -S -c 0", *setup]
-    # Like address.unproxied, but in shell, because `setup` may have set proxies.
+    # Same as address.unproxied, but in shell, because `setup` may set proxies.
     lines.append(f'no_proxy="{",".join(LOOPBACKS)},${{no_proxy:-${{NO_PROXY:-}}}}"')
     lines.append('export no_proxy="${no_proxy%,}" NO_PROXY="${no_proxy%,}"')
     for name in ("MEGAFLOW_ENGINE_VENV", "MEGAFLOW_SCRATCH", "MEGAFLOW_APPTAINER", "MEGAFLOW_AGENTS"):
         if name in os.environ:
             lines.append(f"export {name}={shlex.quote(os.environ[name])}")
-    with contextlib.suppress(SiteError):  # the nodes may have one even if this machine has none
+    with contextlib.suppress(SiteError):  # compute nodes may have one even if this machine does not
         lines.append(f'export PATH="$PATH:"{shlex.quote(os.path.dirname(find_apptainer()))}')
     return [*lines, f"export MEGAFLOW_PYTHON={shlex.quote(sys.executable)}"]
 
 
 def environment_script(config: CampaignConfig, mpi: str) -> str:
-    """Returns ``env.sh``, which every job of a run sources.
+    """Returns the content of ``env.sh``, which every job of a run sources.
 
     Args:
-        mpi: Types of ``srun --mpi``, separated by blanks, in the order in which pods try them.
+        mpi: Types for ``srun --mpi``, separated by spaces, in the order in which pods try them.
     """
     lines = [
         "# Sourced by every job of this run.",
@@ -58,7 +59,7 @@ def environment_script(config: CampaignConfig, mpi: str) -> str:
             f"export MEGAFLOW_TRAINER_SHARE={config.slurm.trainer.share}",
         ]
     if config.run_share == "group":
-        lines.append("[ ! -f /dev/stdout ] || chmod g+r /dev/stdout")  # the log has the user's umask
+        lines.append("[ ! -f /dev/stdout ] || chmod g+r /dev/stdout")  # logs follow the user's umask
     counts = [policy.model.servers for policy in config.policies().values() if policy.model and not config.is_pool]
     if any(count.min < count.max for count in counts):
         lines.append("export MEGAFLOW_ELASTIC=1")

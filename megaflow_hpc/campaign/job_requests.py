@@ -1,4 +1,4 @@
-"""The jobs that a campaign submits to Slurm, and checks that the site's limits let them start."""
+"""The jobs that a campaign submits to Slurm, and checks that the site's limits allow them to start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megaflow_hpc.slurm.fits import refusals, timed
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[script.Job]:
-    """Returns the jobs that :meth:`Jobs.start` would submit on an idle site. The gather job comes last."""
+    """Returns the jobs that :meth:`Jobs.start` would submit on an idle cluster. The gather job comes last."""
     allowed = limits.allowance(pod_options(config))
     engines = sum(group.count for group in groups) + len(config.training.policies if config.training else ())
     if config.slurm.together:
@@ -43,9 +43,9 @@ SCRIPTS = {"servers": "model_servers", "trainer": "trainer", "pods": "sandbox_po
 
 
 def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[str]:
-    """Returns commands, ready to copy, that submit a planned run by hand and gather it.
+    """Returns ready-to-paste commands that submit a planned run by hand and gather its results.
 
-    A heterogeneous job gets a script of its own, because the packaged scripts do not know its engines.
+    A heterogeneous job gets a generated script, because the packaged scripts do not know its engines.
     """
     lines = []
     for job in preview(config, run, groups):
@@ -61,7 +61,7 @@ def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) 
 def beside(
     config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: limits.Allowance
 ) -> list[resources.Amounts]:
-    """Returns the requests of each engine server and trainer that count against the pods' limits."""
+    """Returns the resources of each engine server and trainer that count against the same limits as the pods."""
     amounts = []
     others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
     for job in others:
@@ -71,22 +71,22 @@ def beside(
 
 
 def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> Iterator[tuple[str, script.Job]]:
-    """Yields one job of each kind at this cluster, with its section of the campaign file."""
+    """Yields one job of each kind on this cluster, with its section of the campaign file."""
     pods = config.slurm.pods
     jobs = [] if config.is_pool else [("slurm.pods", script.pod_job(config, run, 1))]
     jobs += [(f"slurm.pods.pools.{n}", script.pod_job(config, run, 1, pool=p)) for n, p in enumerate(pods.pools)]
     jobs += [("slurm.servers", job) for job in server_jobs(config, run, groups, limits.Allowance())]
     jobs += [("slurm.trainer", job) for job in trainer_jobs(config, run)]
     jobs += [] if config.is_pool else [("slurm.gather", gather_job(config, run, ""))]
-    yield from ((key, job) for key, job in jobs if not job.cluster)  # limits of other clusters cannot be read here
+    yield from ((key, job) for key, job in jobs if not job.cluster)  # limits of other clusters cannot be queried here
 
 
 def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
-    """Checks that partitions and limits let each kind of job start.
+    """Checks that partitions and limits allow each kind of job to start.
 
     Raises:
-        Mistakes: A partition lacks what a job requests; names key and limit.
-        SiteError: A job would never start; names the limit.
+        Mistakes: A partition lacks requested resources. Each message names key and limit.
+        SiteError: A job would never start. The message names the limit.
     """
     caps: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
     jobs = [(key, job.role, named(job.options)) for key, job in each_job(config, RunDir("/RUN"), groups)]
@@ -108,10 +108,10 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
 
 
 def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[str]:
-    """Returns the effects of the site's limits on the jobs of :func:`preview`.
+    """Describes how the site's limits affect the jobs of :func:`preview`.
 
     Raises:
-        SiteError: The controller does not answer.
+        SiteError: The controller does not respond.
     """
     allowed, pods, effects = limits.allowance(pod_options(config)), config.slurm.pods, list[str]()
     arrays = [job for job in jobs if job.role == "pods" and not job.cluster and job.elements]
@@ -138,11 +138,11 @@ def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup])
 
 
 def pod_options(config: CampaignConfig) -> dict[str, Any]:
-    """Returns the sbatch options of pods that decide which limits apply."""
+    """Returns the sbatch options of pods that determine which limits apply."""
     slurm = config.slurm
     return named({"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra})
 
 
 def named(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options under sbatch's own names."""
+    """Returns the options keyed by sbatch's option names."""
     return {script.option_name(name): value for name, value in options.items()}

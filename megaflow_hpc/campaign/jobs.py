@@ -1,6 +1,6 @@
-"""The Slurm jobs of one run, started, scaled and cancelled: engine arrays, trainers, pod arrays and the gather job.
+"""Starts, scales and cancels the Slurm jobs of one run: engine arrays, trainers, pod arrays and the gather job.
 
-Running jobs need neither slurmctld nor this process.
+Jobs that are already running need neither slurmctld nor this process.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
 
 GONE_S = 120.0
 MAX_DEPENDENCIES = 16
-"""Number of engines that pods name as dependencies. The start of any of them is enough."""
+"""Maximum number of engines that pods list as dependencies. Pods wait for any one of them to start."""
 
 LEAVE_S = 30.0
-"""Seconds for engines to leave after the campaign has finished."""
+"""Grace period in seconds for engines to exit after the campaign has finished."""
 
 
 class Jobs(LiveJobs):
-    """The Slurm jobs of one run: queried, started, scaled and cancelled.
+    """Queries, starts, scales and cancels the Slurm jobs of one run.
 
     Args:
         planned: The content of ``run.json``.
@@ -53,7 +53,7 @@ class Jobs(LiveJobs):
     # --- start ---
 
     def start(self) -> None:
-        """Submits engine arrays, trainers, pod arrays and the gather job, as many as the site's limits allow."""
+        """Submits engine arrays, trainers, pod arrays and the gather job, as far as the site's limits allow."""
         allowed = limits.allowance(pod_options(self._config))
         trainers = list(trainer_jobs(self._config, self._run))
         engines = sum(group.count for group in self._groups) + len(trainers)
@@ -73,11 +73,11 @@ class Jobs(LiveJobs):
                 queued = self.arrays.queue(job)
                 servers += queued
                 started += [] if job.options.get("hold") else queued
-            if self._config.is_pool:  # a pool has only servers, until it is cancelled
+            if self._config.is_pool:  # a pool consists only of servers, which run until it is cancelled
                 self.invalidate()
                 return
-            # Pods wait in the queue, not on a node, until an engine has started, or the trainers, which request
-            # rollouts.
+            # Let pods wait in the queue, not on a node, until an engine has started and all trainers have. Trainers
+            # request the rollouts.
             dependency = "?".join(f"after:{engine}" for engine in started[:MAX_DEPENDENCIES]) or None
             if trainers:
                 first = [job for trainer in trainers for job in self.arrays.queue(trainer)]
@@ -89,12 +89,13 @@ class Jobs(LiveJobs):
                 self.arrays.queue(job)
             self._queue_gather(sorted({array_of(engine) for engine in servers}))
         except BaseException:
-            self.cancel()  # half a campaign would waste GPUs
+            self.cancel()  # a partial campaign would waste GPUs
             raise
         self.invalidate()
 
     def _fitting(self, allowed: limits.Allowance, wanted: int, others: int, total: int) -> int:
-        """Returns how many of ``wanted`` pods fit next to ``others`` jobs. The campaign then has ``total`` pods."""
+        """Returns how many of ``wanted`` pods can be queued next to ``others`` jobs. ``total`` is the campaign's
+        number of pods."""
         self._short = 0
         if allowed.room is None or wanted + others <= allowed.room:
             return wanted
@@ -115,33 +116,33 @@ class Jobs(LiveJobs):
         self.arrays.queue(gather_job(self._config, self._run, self._all_over(), servers))
 
     def _all_over(self) -> str:
-        """Returns the dependency of the gather job: the end of all pods at this cluster, and of the trainers."""
+        """Returns the gather job's dependency: the end of all pods on this cluster and of all trainers."""
         return "afterany:" + ":".join([*self._here(), *self.arrays.ids("trainer")])
 
     @property
     def _clusters(self) -> list[str]:
-        """Names of the clusters in use. The own cluster has the empty name."""
+        """Names of the clusters in use. The empty name is this cluster."""
         return ["", *sorted({pool.cluster for pool in self._config.slurm.pods.pools if pool.cluster})]
 
     def _here(self) -> list[str]:
-        """Returns the pod arrays that a job at this cluster can depend on."""
+        """Returns the pod arrays that a job on this cluster can depend on."""
         return [array for array in self.arrays.ids("pods") if not cluster_of(array)]
 
     def until_pods_left(self) -> None:
-        """Waits for pods at other clusters, on which the gather job cannot depend."""
+        """Waits for pods on other clusters, on which the gather job cannot depend."""
         while not self._ledger.finished and self.live_pods(0) != []:
             time.sleep(ASK_SLURM_S)
 
     # --- act ---
 
     def revive(self) -> None:
-        """Restarts jobs next to the running pods: those that Slurm holds, and trainers that ended."""
+        """Restarts jobs while pods are running: jobs that Slurm holds, and trainers that have ended."""
         self.release_unlaunched()
         if self._config.training:
             self.restart_trainers()
 
     def restart_trainers(self) -> None:
-        """Submits a trainer for each policy that has none in Slurm."""
+        """Submits a trainer for each policy that has none queued or running."""
         states = self.trainer_states(0)
         if states is None:
             return
@@ -156,15 +157,15 @@ class Jobs(LiveJobs):
     def scale(self, pods: int) -> dict[str, list[str]]:
         """Adds or removes pods until ``pods`` are queued or running. Idempotent.
 
-        Added pods form a further array. To remove pods, queued ones are cancelled first; then the youngest drain and
-        return their blocks.
+        Added pods form a new array. When removing pods, queued ones are cancelled first; then the youngest ones drain
+        and release their blocks.
 
         Returns:
             ``added`` and ``leaving``: ids of elements.
 
         Raises:
             ConfigError: The campaign is cancelled, or may not have that many pods.
-            SiteError: Slurm does not answer, refuses, or has no room.
+            SiteError: Slurm does not respond, refuses, or has no room.
         """
         if pods < 0:
             raise ConfigError(f"--pods {pods}: at least 0")
@@ -218,7 +219,7 @@ class Jobs(LiveJobs):
             Ids of the released elements.
 
         Raises:
-            SiteError: Slurm does not answer, or refuses.
+            SiteError: Slurm does not respond, or refuses.
         """
         servers = self.servers(ASK_SLURM_S / 2)
         if servers is None:
@@ -232,7 +233,7 @@ class Jobs(LiveJobs):
         return going
 
     def release_unlaunched(self) -> list[str]:
-        """Releases jobs that Slurm holds because their node could not launch them, and notes it for the user.
+        """Releases jobs that Slurm holds because a node failed to launch them, and adds a notice for the user.
 
         Returns:
             Ids of the released jobs.
@@ -240,7 +241,7 @@ class Jobs(LiveJobs):
         going: list[str] = []
         for job, state in sorted((self.live(0) or {}).items()):
             if state.unlaunched:
-                try:  # one by one, because an ended job makes scontrol fail
+                try:  # one at a time, because scontrol fails if any job has ended
                     site.ask("scontrol", *site.on(cluster_of(job)), "release", number(job))
                     going.append(job)
                 except SiteError as error:
@@ -253,23 +254,23 @@ class Jobs(LiveJobs):
         return going
 
     def top_up(self) -> None:
-        """Adds pods that did not fit at the start, once there is room and unclaimed blocks are left."""
+        """Adds pods that could not be queued initially, once there is room and unclaimed blocks remain."""
         if time.monotonic() - self._topped < ASK_SLURM_S:
             return
         self._topped = time.monotonic()
         queued = [record.elements or 1 for record in self.arrays.records() if record.role == "pods"]
         wanted = self._short or self._config.slurm.pods.total
-        if not queued or sum(queued) >= wanted:  # none: submitted by hand, or a local run
+        if not queued or sum(queued) >= wanted:  # no arrays: submitted by hand, or a local run
             return
         if not set(numbers(self._run)) - set(self._ledger.view().epochs):
             return
         try:
             self.scale(wanted)
         except SiteError:
-            pass  # still no room, or Slurm does not answer
+            pass  # still no room, or Slurm does not respond
 
     def cancel(self) -> list[str]:
-        """Cancels every job of the run. Returns their ids."""
+        """Cancels all jobs of the run. Returns their ids."""
         ids = self.ids()
         if site.has_slurm():
             try:
@@ -277,20 +278,20 @@ class Jobs(LiveJobs):
                 ids = self.ids()
             finally:
                 if ids:
-                    scancel(ids)  # also those that have ended, which is harmless
+                    scancel(ids)  # includes jobs that have ended, which is harmless
         self.invalidate()
         return ids
 
     def end_servers(self, ids: Sequence[str]) -> list[str]:
-        """Ends engine arrays after the campaign, for the gather job.
+        """Ends engine arrays after the campaign, on behalf of the gather job.
 
-        Queued elements are cancelled at once, running ones after :data:`LEAVE_S` seconds.
+        Queued elements are cancelled immediately, running ones after :data:`LEAVE_S` seconds.
 
         Returns:
             The arrays that had to be cancelled.
         """
         end, pause_s = time.monotonic() + LEAVE_S, 2.0
-        with contextlib.suppress(SiteError):  # Slurm may have forgotten them
+        with contextlib.suppress(SiteError):  # Slurm may no longer know them
             scancel(ids, "--state=PENDING")
         while live := {array_of(job.id) for job in accounting.live_jobs(ids).values() if job.live}:
             if time.monotonic() > end:
@@ -302,10 +303,10 @@ class Jobs(LiveJobs):
         return sorted(live)
 
     def until_gone(self) -> None:
-        """Waits until Slurm has no job of the run any more.
+        """Waits until Slurm has no more jobs of the run.
 
         Raises:
-            SiteError: Jobs are left after :data:`GONE_S` seconds.
+            SiteError: Some jobs remain after :data:`GONE_S` seconds.
         """
         end = time.monotonic() + GONE_S
         while live := self.live(2.0):
@@ -315,5 +316,5 @@ class Jobs(LiveJobs):
 
 
 def _age(job_id: str) -> tuple[int, ...]:
-    """Returns a sort key of a job id: later arrays and elements are larger."""
+    """Returns a sort key for a job id. Later arrays and elements sort last."""
     return tuple(int(part) for part in re.findall(r"\d+", number(job_id)))

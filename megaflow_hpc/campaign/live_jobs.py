@@ -1,8 +1,8 @@
-"""The state of one run's jobs in Slurm: queued, running, and the reasons for waiting.
+"""State of a run's jobs in Slurm: queued, running, and the reasons why they are pending.
 
-Slurm is queried with one ``squeue`` for all jobs, at most twice a minute, and may be unavailable.
+A single ``squeue`` queries all jobs, at most twice a minute. Slurm may be unavailable.
 
-``python -m megaflow_hpc.campaign.live_jobs RUN`` prints the number of pods that run or are queued, for a waiting
+``python -m megaflow_hpc.campaign.live_jobs RUN`` prints the number of pods that are running or queued, for a waiting
 trainer. It exits with 1 if the number is unknown.
 """
 
@@ -27,14 +27,14 @@ from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.ids import array_of, number
 
 ASK_SLURM_S = 30.0
-"""Seconds between two queries, each one ``squeue`` for all jobs."""
+"""Seconds between queries. Each query is one ``squeue`` for all jobs."""
 
 SOON_S = 8.0
-"""The same while Slurm has not scheduled new jobs yet, so that it gives no reason for them."""
+"""Shorter interval, used until Slurm has considered new jobs and reports why they are pending."""
 
 
 class LiveJobs:
-    """The state of one run's jobs in Slurm.
+    """State of one run's jobs in Slurm.
 
     Args:
         planned: The content of ``run.json``.
@@ -46,7 +46,7 @@ class LiveJobs:
         self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
 
     def ids(self, role: str | None = None) -> list[str]:
-        """Returns every array of this run in the order of submission, also those submitted by hand, once they have
+        """Returns all arrays of this run in order of submission. Includes arrays submitted by hand, once they have
         started."""
         ids = set(self.arrays.ids(role))
         if role in (None, "pods"):
@@ -56,10 +56,10 @@ class LiveJobs:
         return sorted(ids, key=lambda job: (len(number(job)), job))
 
     def live(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
-        """Returns the elements that Slurm still has, by id; ``None`` if Slurm is missing or does not answer.
+        """Returns the elements that Slurm still has, by id. ``None`` if Slurm is missing or does not respond.
 
         Args:
-            max_age_s: Maximum age in seconds of a cached answer.
+            max_age_s: Maximum age in seconds of a cached result.
         """
         asked, live = self._live
         if live and any(job.state == "PENDING" and job.reason == "None" for job in live.values()):
@@ -70,7 +70,7 @@ class LiveJobs:
                 try:
                     live = {job.id: job for job in accounting.live_jobs(ids).values() if job.live}
                 except SiteError:
-                    pass  # the controller may be away for a while; the campaign continues without it
+                    pass  # the controller may be down for a while; the campaign continues without it
             self._live = (time.monotonic(), live)
         return live
 
@@ -80,13 +80,13 @@ class LiveJobs:
         return self._live[0]
 
     def invalidate(self) -> None:
-        """Drops the cached answer of Slurm."""
+        """Drops the cached result."""
         self._live = (-ASK_SLURM_S, None)
 
     def waiting(self, max_age_s: float = ASK_SLURM_S) -> list[dict[str, Any]]:
-        """Returns the reasons why jobs wait, as :func:`~megaflow_hpc.slurm.reasons.waiting` groups them.
+        """Returns the reasons why jobs are pending, as grouped by :func:`~megaflow_hpc.slurm.reasons.waiting`.
 
-        Held servers, which start on demand, and the gather job, which waits for the pods, are left out.
+        Excludes held servers, which start on demand, and the gather job, which waits for the pods.
         """
         roles = {record.id: record.role for record in self.arrays.records()}
         jobs = [(roles.get(array_of(job), "pods"), state) for job, state in (self.live(max_age_s) or {}).items()]
@@ -95,7 +95,7 @@ class LiveJobs:
         )
 
     def live_pods(self, max_age_s: float = ASK_SLURM_S) -> list[JobState] | None:
-        """Returns the pods that are queued or running; ``None`` if unknown."""
+        """Returns the pods that are queued or running. ``None`` if unknown."""
         live = self.live(max_age_s)
         if live is None:
             return None
@@ -103,7 +103,7 @@ class LiveJobs:
         return [state for element, state in live.items() if array_of(element) in pods]
 
     def trainers(self) -> dict[str, list[str]]:
-        """Returns the jobs of each policy's trainer in order, also those submitted by hand."""
+        """Returns the jobs of each policy's trainer, in order. Includes jobs submitted by hand."""
         training = self._config.training
         jobs_by_policy: dict[str, list[str]] = {policy: [] for policy in training.policies} if training else {}
         for record in self.arrays.records():
@@ -115,20 +115,20 @@ class LiveJobs:
         return jobs_by_policy
 
     def trainer_states(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
-        """Returns the trainers that are queued or running, by policy; ``None`` if unknown."""
+        """Returns the trainers that are queued or running, by policy. ``None`` if unknown."""
         live = self.live(max_age_s)
         if live is None:
             return None
         return {policy: live[job] for policy, jobs in self.trainers().items() for job in jobs if job in live}
 
     def starving(self, training: Mapping[str, Any], max_age_s: float = ASK_SLURM_S) -> list[str]:
-        """Returns a warning if trainers run although no pod runs or is queued.
+        """Returns a warning if trainers are running although no pod is running or queued.
 
         Args:
-            training: The section ``training`` of the status.
+            training: The ``training`` section of the status.
         """
         running = [policy for policy, found in training.items() if found["trainer"]["state"] == "running"]
-        if not running or not self.ids("pods") or self.live_pods(max_age_s) != []:  # some may be queued by hand
+        if not running or not self.ids("pods") or self.live_pods(max_age_s) != []:  # some may be submitted by hand
             return []
         return [
             f"the trainer of {', '.join(running)} runs, and no pod runs or is queued that could sample for it; start "
@@ -136,7 +136,7 @@ class LiveJobs:
         ]
 
     def servers(self, max_age_s: float = ASK_SLURM_S) -> dict[int, JobState] | None:
-        """Returns the engine servers that Slurm still has, by index; ``None`` if unknown."""
+        """Returns the engine servers that Slurm still has, by index. ``None`` if unknown."""
         live = self.live(max_age_s)
         if live is None:
             return None
@@ -150,7 +150,7 @@ class LiveJobs:
 
 
 def trainers(states: Mapping[str, JobState] | None) -> dict[str, TrainerJob] | None:
-    """Returns the trainers that run or wait, by policy; ``None`` if unknown."""
+    """Returns the trainers that are queued or running, by policy. ``None`` if unknown."""
     if states is None:
         return None
     return {
@@ -164,12 +164,12 @@ def trainers(states: Mapping[str, JobState] | None) -> dict[str, TrainerJob] | N
 def waiting_servers(
     run: RunDir, policies: Sequence[str], states: Mapping[int, JobState], registered: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Returns the engine servers that are queued or starting, which have no endpoint file yet.
+    """Returns the engine servers that are queued or starting, so they have no endpoint file yet.
 
     Args:
         policies: Policy of each server, by index.
-        states: Slurm's state of their jobs.
-        registered: Names of servers with an endpoint file.
+        states: Slurm states of the servers' jobs, by index.
+        registered: Names of servers that have an endpoint file.
     """
     waiting = []
     for index, state in sorted(states.items()):
@@ -187,12 +187,12 @@ def waiting_servers(
 
 
 def main(path: str) -> int:
-    """Prints the number of pods of the run at ``path`` that run or are queued."""
+    """Prints the number of pods that are running or queued for the run at ``path``."""
     run = RunDir(path)
     run.check_ours()
     planned = read_run(run)
     jobs = LiveJobs(run, planned.config, planned, Ledger(run))
-    pods = jobs.live_pods() if jobs.ids("pods") else None  # pods submitted by hand are known once they have started
+    pods = jobs.live_pods() if jobs.ids("pods") else None  # pods submitted by hand are unknown until they start
     if pods is None:
         return 1
     print(len(pods))

@@ -1,7 +1,7 @@
-"""Runs a campaign without Slurm: engine servers and trainers as child processes, and one pod with or without
+"""Runs a campaign without Slurm: engine servers and trainers as child processes, and one pod, with or without
 ``mpiexec``.
 
-A trainer is restarted while its starts commit steps.
+A trainer is restarted as long as its starts commit steps.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Launcher = Literal["auto", "local", "slurm"]
 
 STOP_S = 60.0
 IN_VAIN = (ConfigError.exit_status, StarvedError.exit_status)
-"""Exit statuses of a trainer that a restart would repeat: a configuration error, or no pods."""
+"""Exit statuses after which restarting a trainer is pointless: a configuration error, or no pods."""
 
 Start = Callable[[list[str], str, dict[str, str]], "subprocess.Popen[bytes]"]
-"""Starts a command, given the name of its log and its own environment variables."""
+"""Starts a command. Takes its arguments, the name of its log, and additional environment variables."""
 
 
 def resolve_launcher(launcher: Launcher) -> Literal["local", "slurm"]:
-    """Returns the launcher: ``auto`` is Slurm if there is one.
+    """Resolves ``auto`` to ``slurm`` if Slurm is available, and otherwise to ``local``.
 
     Raises:
         SiteError: Slurm is requested but missing.
@@ -53,7 +53,7 @@ def resolve_launcher(launcher: Launcher) -> Literal["local", "slurm"]:
 
 
 def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
-    """Returns a run's pods on this host outside of Slurm, each with its directory for
+    """Returns a run's live pods on this host that are not Slurm jobs, each with its directory for
     :data:`~megaflow_hpc.rundir.marks.DRAIN`. Other processes may have started them.
 
     Args:
@@ -65,7 +65,7 @@ def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
             continue
         try:
             words = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # it has ended, or belongs to another user
+        except OSError:  # the process has ended, or belongs to another user
             continue
         named = [word.partition(b"=")[2] for word in words if word.startswith(b"MEGAFLOW_POD_DIR=")]
         if named and process.alive():
@@ -74,14 +74,14 @@ def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
 
 
 class LocalTrainer:
-    """The trainer of one policy as one process, which sees this process's GPUs. The counterpart of ``trainer.sh``."""
+    """Trainer of one policy, run as a local process that sees this process's GPUs. Counterpart of ``trainer.sh``."""
 
     def __init__(self, run: RunDir, policy: str, requeues: int, start: Start) -> None:
         self._run, self.policy, self._requeues, self._start = run, policy, requeues, start
         self._log = run.logs / f"trainer-{policy}-local.log"
         self._view = TrainingView(run, policy)
         self._vain, self.word = 0, ""
-        """Consecutive starts without a commit, and the last word of a trainer that is not restarted."""
+        """Number of consecutive starts without a commit, and the last word once the trainer is not restarted."""
         self._begin()
 
     def _begin(self) -> None:
@@ -99,7 +99,7 @@ class LocalTrainer:
         return sum(commit.step for commit in self._view.commits(1))
 
     def look(self) -> None:
-        """Restarts the trainer if it ended too early."""
+        """Restarts the trainer if it has exited too early."""
         status = self.process.poll()
         if status is None or self.word:
             return
@@ -119,19 +119,19 @@ class LocalTrainer:
         return "lost" if self._vain > self._requeues else "requeued"
 
     def stop(self) -> None:
-        """Lets the trainer finish its step. ``resume`` continues from there."""
+        """Lets the trainer finish its current step. ``resume`` continues from there."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
                 self.process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)  # its own session, and not yet waited for
+                os.killpg(self.process.pid, signal.SIGKILL)  # its own session, and not yet reaped
                 self.process.wait()
 
 
 class LocalPod:
-    """One pod, its engines and its trainers on this machine. The pod ends when all is done; :meth:`stop` ends
-    everything."""
+    """One pod with its engines and trainers on this machine. The pod ends when all work is done; :meth:`stop` ends
+    all processes."""
 
     def __init__(self, run: RunDir, ranks: int, servers: int, config: CampaignConfig | None = None) -> None:
         command = [sys.executable, "-m", "megaflow_hpc.pod", str(run)]
@@ -155,7 +155,7 @@ class LocalPod:
     def _start(self, command: list[str], role: str, own: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         with open(self._run.logs / f"{role}-local.log", "ab") as log:
             os.fchmod(log.fileno(), file_mode(self._run.logs))
-            # In its own session, so that Ctrl-C in the terminal reaches only the caller, which drains the pod.
+            # Use a new session, so that Ctrl-C in the terminal reaches only the caller, which then drains the pod.
             environment = {**self._environment, **(own or {})}
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -163,16 +163,16 @@ class LocalPod:
 
     @property
     def running(self) -> bool:
-        """True until the pod's process has ended."""
+        """True until the pod's process has exited."""
         return self.pod.poll() is None
 
     @property
     def training(self) -> list[str]:
-        """The policies whose trainer runs."""
+        """Policies whose trainer is running."""
         return [trainer.policy for trainer in self._trainers if trainer.process.poll() is None]
 
     def look(self) -> bool:
-        """Restarts trainers that ended too early, and drains the pod if one is lost. Returns ``running``."""
+        """Restarts trainers that exited too early, and drains the pod if one is lost. Returns :attr:`running`."""
         for trainer in self._trainers:
             trainer.look()
             if trainer.word in FOR_GOOD and self.running:
@@ -180,15 +180,15 @@ class LocalPod:
         return self.running
 
     def drain(self, why: str = "") -> None:
-        """Asks the pod to finish running rollouts within its grace period and to leave.
+        """Asks the pod to finish running rollouts within its grace period and then exit.
 
         Args:
-            why: A word of :data:`~megaflow_hpc.rundir.marks.WHY_DRAIN`.
+            why: A key of :data:`~megaflow_hpc.rundir.marks.WHY_DRAIN`.
         """
         write_atomic(self._directory / DRAIN, why)
 
     def stop(self) -> None:
-        """Drains the pod, waits for it and ends the engines. An interrupt ends everything at once."""
+        """Drains the pod, waits for it and stops the engines. An interrupt kills everything immediately."""
         try:
             for trainer in self._trainers:
                 trainer.stop()
@@ -206,9 +206,9 @@ class LocalPod:
             self.kill()
 
     def kill(self) -> None:
-        """Kills what still runs. Sandboxes end with their runner, whose socket closes."""
+        """Kills all remaining processes. Sandboxes exit when their runner does, because its socket closes."""
         for process in [self.pod, *self.servers, *(trainer.process for trainer in self._trainers)]:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its own session, and not yet waited for
+                os.killpg(process.pid, signal.SIGKILL)  # its own session, and not yet reaped
                 process.wait()
         remove_tree(self._directory, ignore_errors=True)

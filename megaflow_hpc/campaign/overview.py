@@ -1,7 +1,8 @@
-"""The state and progress of many runs, from a few small files of each and one query of Slurm.
+"""State and progress of many runs, from a few small files of each and a single Slurm query.
 
-Of each run, the head of run.json, the marks and the leases are read. The leases tell how many rollouts are stored, so a
-list of a thousand runs takes seconds. Sizes need a walk of the directories, which is limited for all runs together.
+Only the head of run.json, the marks and the leases of each run are read. The leases contain the number of stored
+rollouts, so listing a thousand runs takes seconds. Measuring sizes requires walking the directories, which is bounded
+for all runs together.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.ids import array_of
 
 SIZED_ENTRIES = 20_000
-"""Default of the number of files and directories visited to measure all runs of a list."""
+"""Default limit on the files and directories visited to measure all runs of a list."""
 
 
 @dataclass
 class Glance:
-    """One run in a list."""
+    """One row in a list of runs."""
 
     path: Path
     name: str
     """The campaign's name."""
     state: str
-    """One of the states of :func:`~megaflow_hpc.monitor.state.run_state`, or ``broken`` if files are damaged."""
+    """A state from :func:`~megaflow_hpc.monitor.state.run_state`, or ``broken`` if files are damaged."""
     done: int | None
-    """Stored rollouts, as the pods report; ``None`` if unknown."""
+    """Number of stored rollouts, as reported by the pods. ``None`` if unknown."""
     total: int | None
     planned_at: float
-    """Time in seconds UTC."""
+    """Unix seconds."""
     bytes: int | None = None
-    """Size; ``None`` if not measured."""
+    """Size of the run directory. ``None`` if not measured."""
     cause: str = ""
-    """Reason of the state ``broken`` or ``unknown``."""
+    """Reason for the state ``broken`` or ``unknown``."""
 
 
 def glances(paths: Iterable[Path]) -> list[Glance]:
-    """Reads run directories in the given order. They may be damaged, incomplete or deleted meanwhile."""
+    """Reads run directories in the given order. They may be damaged, incomplete or concurrently deleted."""
     looks = [_Look(path) for path in paths]
     open_ = [look for look in looks if not look.settled]
     live, cause = _live(sorted({job for look in open_ for job in look.jobs}))
@@ -62,7 +63,7 @@ def glances(paths: Iterable[Path]) -> list[Glance]:
 
 
 def measure(glances: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None:
-    """Sets :attr:`Glance.bytes` of runs, in order, until ``most`` files and directories were visited."""
+    """Sets :attr:`Glance.bytes` of runs, in order, until ``most`` files and directories have been visited."""
     looked = 0
     for glance in glances:
         size, waiting = 0, [str(glance.path)]
@@ -75,7 +76,7 @@ def measure(glances: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None
                             waiting.append(entry.path)
                         else:
                             size += entry.stat(follow_symlinks=False).st_size
-            except OSError:  # deleted meanwhile, or not readable
+            except OSError:  # deleted in the meantime, or unreadable
                 continue
         if waiting:
             return
@@ -83,7 +84,7 @@ def measure(glances: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None
 
 
 class _Look:
-    """One run as its files show it."""
+    """One run, based on its files."""
 
     def __init__(self, path: Path) -> None:
         run, marks = RunDir(path), Marks(RunDir(path))
@@ -116,7 +117,7 @@ class _Look:
             self.glance.state, self.glance.cause = "broken", str(error)
 
     def decide(self, live: Sequence[JobState] | None, cause: str) -> None:
-        """Sets the state, given the jobs that Slurm still has; ``live`` is ``None`` if unknown, for the reason
+        """Sets the state, given the jobs that Slurm still has. ``live`` is ``None`` if they are unknown because of
         ``cause``."""
         jobs = None if live is None else {state.id for state in live if state.state != "PENDING"}
         self.glance.state = run_state(
@@ -131,7 +132,8 @@ class _Look:
 
 
 def stored(run: RunDir, pod: str, lease: dict[str, Any]) -> int:
-    """Returns the rollouts that a start of a pod stored. Its last word is more recent than its last lease renewal."""
+    """Returns the number of rollouts that a pod start has stored. Its last word is newer than its last lease
+    renewal."""
     progress, word = progress_of(lease), last_word(run, pod) if lease.get("ended") else None
     return max(progress.stored if progress else 0, (word and word.stored) or 0)
 
@@ -147,7 +149,7 @@ def _lives(lease: dict[str, Any], jobs: set[str] | None) -> bool:
 
 
 def _live(jobs: Sequence[str]) -> tuple[dict[str, list[JobState]] | None, str]:
-    """Returns the elements that Slurm still has, by job or array; or ``None`` and the reason."""
+    """Returns the elements that Slurm still has, by job or array, or ``None`` and the reason."""
     if not jobs:
         return {}, ""
     if not site.has_slurm():

@@ -1,7 +1,7 @@
-"""Plans a campaign: reads tasks, resolves images, cuts rollouts into blocks and writes the run directory.
+"""Plans a campaign: reads tasks, resolves images, splits rollouts into blocks and writes the run directory.
 
-``run.json`` and the file of tasks contain everything that a pod needs. Later edits of the campaign file have no effect
-on a run.
+``run.json`` and the task file contain everything that a pod needs. Later edits of the campaign file do not affect a
+run.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ def make(
     watch: PlanWatch | None = None,
     site: Callable[[Draft], None] | None = None,
 ) -> Draft:
-    """Reads the tasks and resolves everything else. Reports mistakes in the file before it queries the site.
+    """Reads the tasks and resolves everything else. Reports mistakes in the file before querying the site.
 
     Args:
-        base: Directory that relative paths are relative to.
-        only: Rollout or task ids (shell patterns); empty selects all.
-        build: Build missing images. Otherwise they are only looked up.
-        watch: Receives the progress.
-        site: Checks that the site lets the campaign run. Called after the file was checked.
+        base: Directory against which relative paths are resolved.
+        only: Rollout or task ids (shell patterns). Empty selects all.
+        build: Build missing images. If False, images are only looked up.
+        watch: Receives progress reports.
+        site: Checks that the site allows the campaign to run. Called once the file is known to be valid.
 
     Raises:
-        Mistakes: Values are invalid; names file, line, value and remedy of each.
+        Mistakes: Values are invalid. Each message names file, line, value and remedy.
     """
     draft = read(config, base, where, only, watch)
     draft.source = source
@@ -78,7 +78,7 @@ def make(
 
 
 def complete(draft: Draft, build: bool = True, watch: PlanWatch | None = None) -> None:
-    """Adds the images of a valid draft. The arguments are those of :func:`make`."""
+    """Resolves the images of a valid draft. See :func:`make` for the arguments."""
     from megaflow_hpc.tasks.images import in_image_directories
 
     watch = watch or Silent()
@@ -98,12 +98,12 @@ def complete(draft: Draft, build: bool = True, watch: PlanWatch | None = None) -
 def write(
     draft: Draft, run: RunDir, mpi: str = "pmi2", watch: PlanWatch | None = None, profile: Profile | None = None
 ) -> list[Path]:
-    """Writes the run directory. ``run.json`` comes last, so only complete run directories have one.
+    """Writes the run directory. ``run.json`` is written last, so only complete run directories have one.
 
-    After an error, the run directory and new directories above it are deleted again.
+    After an error, the run directory and any new parent directories are deleted again.
 
     Returns:
-        The new directories: RUN, and those created above it.
+        The directories that were created: RUN and its new parents.
     """
     check_new(run)
     (watch or Silent()).step(f"taking digests of the files of {len(draft.tasks)} tasks")
@@ -121,14 +121,15 @@ def write(
 
 
 def check_new(run: RunDir) -> None:
-    """Raises :class:`ConfigError` if the run directory was planned before, or if another user could replace it."""
+    """Raises :class:`ConfigError` if the run directory was already planned, or if another user could replace it."""
     if run.run_json.exists():
         raise ConfigError(f"{run}: is a run directory already; continue it with: megaflow-hpc resume {run}")
     run.check_place()
 
 
 def discard(run: RunDir, made: Sequence[Path] = ()) -> None:
-    """Deletes a run directory of which nothing was started, and those of ``made`` above it that are empty."""
+    """Deletes a run directory from which nothing was started, and the directories of ``made`` above it that are
+    empty."""
     remove_tree(run.path, ignore_errors=True)
     for path in made:
         if path != run.path:
@@ -142,7 +143,7 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None) -> None:
     learning = draft.config.training.policies if draft.config.training else {}
     if draft.config.training:
         prepare_training(draft.config.training, run)
-    # Trainers request the rollouts of their policies round by round.
+    # Trainers request their policies' rollouts round by round.
     planned = [rollout for rollout in draft.rollouts if rollout.policy not in learning]
     source = draft.source or yaml.safe_dump(draft.config.model_dump(mode="json"), sort_keys=False)
     write_atomic(run.campaign_yaml, source)
@@ -194,14 +195,14 @@ def _planned_tasks(draft: Draft) -> Iterator[PlannedTask]:
 
 
 def write_scripts(run: RunDir) -> None:
-    """Copies the scripts for submission by hand into ``RUN/sbatch``."""
+    """Copies the scripts for manual submission to ``RUN/sbatch``."""
     make_directory(run.sbatch)
     for script in sorted(resource("sbatch").glob("*.sbatch")):
         write_atomic(run.sbatch / script.name, script.read_text(encoding="utf-8"))
 
 
 def prepare_training(training: TrainingConfig, run: RunDir) -> None:
-    """Creates the files that a trainer needs: its policy's directory, an open lease, and this package for its
+    """Creates what a trainer needs: its policy's directory, an open lease, and a copy of this package for its
     interpreter."""
     make_directory(run.training)
     for policy in training.policies:

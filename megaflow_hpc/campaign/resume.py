@@ -1,4 +1,4 @@
-"""Prepares a stopped run to continue: changes job requests, frees blocks of ended pods and repeats failed rollouts."""
+"""Prepares a stopped run to continue: changes job requests, frees blocks of dead pods and repeats failed rollouts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megaflow_hpc.slurm import accounting, site
 from megaflow_hpc.slurm.ids import array_of, scancel
 
 LEAVE_S = 15.0
-"""Seconds for pods to leave after the campaign has finished."""
+"""Grace period in seconds for pods to exit after the campaign has finished."""
 
 
 def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, jobs: Jobs) -> CampaignConfig:
     """Changes the requests of new jobs and cancels queued ones. Returns the changed campaign.
 
     Raises:
-        ConfigError: Slurm does not run this campaign, or some of its pods run.
+        ConfigError: The campaign does not run on Slurm, or some of its pods are running.
         SiteError: Slurm cannot tell which pods exist.
     """
     if launcher != "slurm":
@@ -57,7 +57,7 @@ def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, j
 
 
 def mark_gone(ledger: Ledger) -> None:
-    """Frees the blocks of pods that have certainly ended."""
+    """Frees the blocks of pods that are known to have ended."""
     leases, gone = ledger.leases(), ledger.gone()
     jobs = sorted({array_of(lease["job_id"]) for lease in leases.values() if lease["job_id"]})
     live = {job.id for job in accounting.live_jobs(jobs).values() if job.live} if jobs else set()
@@ -70,14 +70,14 @@ def mark_gone(ledger: Ledger) -> None:
 
 
 def repeat(run: RunDir, ledger: Ledger, config: CampaignConfig, only: Sequence[str]) -> None:
-    """Adds blocks with the failed rollouts that match ``only``."""
+    """Adds blocks that repeat the failed rollouts matching ``only``."""
     from megaflow_hpc.trajectories.journal.winners import index
 
     winners = index(run, ledger.seals()).winners
     again = {entry.id for entry in winners if entry.status in ("failed", "cancelled")}
     done = ledger.view().done
     blocks = read_blocks(run)
-    # A pod that takes over an unfinished block repeats its failures.
+    # A pod that takes over an unfinished block repeats the block's failures.
     again -= {rollout.id for block in blocks if block.number not in done for rollout in block.rollouts}
     rollouts = {
         rollout.id: rollout

@@ -1,4 +1,4 @@
-"""One run: started, followed, scaled, cancelled, resumed and gathered."""
+"""One run: start, follow, scale, cancel, resume and gather it."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.row import Row
 
 HEARD_S = 10.0
-"""Seconds since its last event during which a pod counts as running, whatever Slurm reports."""
+"""A pod counts as running for this many seconds after its last event, whatever Slurm reports."""
 
 
 @dataclass(frozen=True)
 class Cancelled:
-    """The jobs and pods that were cancelled."""
+    """Jobs and pods that were cancelled."""
 
     before: str
-    """State of the run before."""
+    """State of the run before it was cancelled."""
     jobs: list[str]
-    """Jobs and arrays that waited or ran; all of the run's if Slurm cannot tell."""
+    """Jobs and arrays that were queued or running, or all jobs of the run if Slurm does not respond."""
     pods: list[str]
-    """Pods on this host, outside of Slurm."""
+    """Pods on this host that are not Slurm jobs."""
 
 
 class Run:
-    """One run: started, followed, scaled, cancelled, resumed and gathered."""
+    """One run, to be started, followed, scaled, cancelled, resumed or gathered."""
 
     def __init__(self, path: str | Path | RunDir) -> None:
         self.dir = path if isinstance(path, RunDir) else RunDir(path)
         self.record = read_run(self.dir)
         self.config = overridden(self.dir, self.record.config)
         self.edits = Edits(self.dir, self.record)
-        """Edits of its files since planning."""
+        """Edits of the run's files since planning."""
         self.ledger = Ledger(self.dir)
         self.monitor = Monitor(self.dir)
         self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
@@ -80,13 +80,13 @@ class Run:
 
     @property
     def jobs(self) -> list[ArrayJob]:
-        """submitit's handles of the jobs that this process has submitted."""
+        """submitit handles of the jobs that this process submitted."""
         return self.slurm_jobs.arrays.handles
 
     # --- start ---
 
     def start(self, launcher: Launcher = "slurm", ranks: int = 1) -> None:
-        """Submits the arrays and the gather job, or starts one local pod of ``ranks`` MPI ranks (1: without MPI)."""
+        """Submits the arrays and the gather job, or starts a local pod of ``ranks`` MPI ranks (1 means without MPI)."""
         require_running(self.config.name)
         if resolve_launcher(launcher) == "slurm":
             self.slurm_jobs.start()
@@ -95,19 +95,19 @@ class Run:
 
         self.local = LocalPod(self.dir, ranks, len(self.record.servers), self.config)
 
-    # --- look ---
+    # --- status ---
 
     def job_ids(self, role: str | None = None) -> list[str]:
-        """Returns the ids of this run's arrays, of one role or all, also those submitted by hand."""
+        """Returns the ids of this run's arrays, of one role or of all roles. Includes arrays submitted by hand."""
         return self.slurm_jobs.ids(role)
 
     def live_jobs(self, max_age_s: float = ASK_SLURM_S) -> set[str] | None:
-        """Returns the elements that Slurm still has; ``None`` if Slurm is missing or does not answer."""
+        """Returns the elements that Slurm still has. ``None`` if Slurm is missing or does not respond."""
         live = self.slurm_jobs.live(max_age_s)
         return None if live is None else set(live)
 
     def status(self) -> dict[str, Any]:
-        """Returns the status as ``status --json`` prints it."""
+        """Returns the status in the format of ``status --json``."""
         status = self._seen(self._slurm_age_s)
         if servers := self.record.servers:
             registered = {server["server"] for server in status["servers"]}
@@ -125,13 +125,13 @@ class Run:
         return status
 
     def _seen(self, slurm_age_s: float) -> dict[str, Any]:
-        """Returns the status from the run's files and from Slurm, whose answer may be ``slurm_age_s`` old."""
+        """Returns the status from the run's files and from Slurm. Slurm's data may be up to ``slurm_age_s`` old."""
         live = self.slurm_jobs.live(slurm_age_s)
         pending = [job for job, state in (live or {}).items() if state.state == "PENDING"]
         return self.monitor.status(live, pending, self.slurm_jobs.asked_at, self._trainers())
 
     def _trainers(self) -> dict[str, TrainerJob] | None:
-        """Returns the trainers that run or wait; ``None`` if unknown."""
+        """Returns the trainers that are queued or running. ``None`` if unknown."""
         if self.local is not None:
             here = os.uname().nodename
             return {policy: TrainerJob("running", node=here) for policy in self.local.training}
@@ -139,14 +139,14 @@ class Run:
 
     @property
     def _slurm_age_s(self) -> float:
-        """Maximum age of Slurm's answer. It may be older while pods write events."""
+        """Maximum age of Slurm data. Older data is acceptable while pods write events."""
         return 4 * ASK_SLURM_S if self.monitor.heard_s < HEARD_S else ASK_SLURM_S
 
     def usage(self) -> dict[str, float]:
-        """Returns the core-seconds and GPU-seconds allocated to all jobs, and how many were idle.
+        """Returns the core-seconds and GPU-seconds allocated to all jobs, and how many of them were idle.
 
         Raises:
-            SiteError: The site keeps no accounting, or it does not answer.
+            SiteError: The site has no Slurm accounting, or it does not respond.
         """
         from megaflow_hpc.trajectories import open_trajectories
 
@@ -158,10 +158,10 @@ class Run:
         return totals(uses, ran)
 
     def job_uses(self) -> list[JobUse]:
-        """Returns every start of every job of this run, with its allocation and its use of it.
+        """Returns every start of every job of this run, with its allocation and how much of it was used.
 
         Raises:
-            SiteError: The site keeps no accounting, or it does not answer.
+            SiteError: The site has no Slurm accounting, or it does not respond.
         """
         roles = {job: role for role in ("gather", "servers", "trainer", "pods") for job in self.job_ids(role)}
         now = time.time()
@@ -181,7 +181,7 @@ class Run:
         ]
 
     def pods_live(self) -> bool | None:
-        """Returns whether a pod is queued or running; ``None`` if unknown."""
+        """Returns whether a pod is queued or running. ``None`` if unknown."""
         if self.local is not None:
             return self.local.look()
         live = self.slurm_jobs.live_pods(self._slurm_age_s)
@@ -191,9 +191,10 @@ class Run:
 
     @contextmanager
     def tended(self) -> Iterator[Callable[[], object]]:
-        """Returns a context whose value, called at each poll, adds missing pods and engine servers.
+        """Context manager that yields a function to call at each poll. The function adds missing pods and engine
+        servers.
 
-        It adds nothing to another user's run.
+        For another user's run, it does nothing.
         """
         if self.path.stat().st_uid != os.getuid():
             yield lambda: None
@@ -211,9 +212,10 @@ class Run:
             autoscaler.leave()
 
     def over(self, status: Mapping[str, Any] | None = None) -> bool:
-        """Returns whether the campaign has ended or no pod is left. ``status`` is a recent status, if there is one."""
+        """Returns whether the campaign has ended or no pod is left. ``status`` may be a recent status, to avoid
+        reading it again."""
         status = status or self.status()
-        if self.config.is_pool and self.local is None:  # it has no pods, and serves until it is cancelled
+        if self.config.is_pool and self.local is None:  # a pool has no pods, and serves until it is cancelled
             return status["state"] == "cancelled" or self.slurm_jobs.servers(self._slurm_age_s) == {}
         return status["state"] in ("finished", "cancelled") or self.pods_live() is False
 
@@ -243,7 +245,7 @@ class Run:
             interrupted: Called on Ctrl-C, before a local pod drains, which may take a minute.
 
         Raises:
-            TimeoutError: ``timeout_s`` seconds have passed. The campaign continues.
+            TimeoutError: The campaign did not end within ``timeout_s`` seconds. It continues.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -270,7 +272,7 @@ class Run:
             raise
 
     def conclude(self) -> dict[str, Any]:
-        """Ends local processes, gathers, and returns the status with results, counted from what is stored."""
+        """Stops local processes and gathers. Returns the status, with results counted from stored rollouts."""
         if self.local is not None:
             self.local.stop()
         self.gather()
@@ -279,7 +281,7 @@ class Run:
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
 
     def _recount(self) -> None:
-        """Counts the stored rollouts. Event files are not fsynced, and may count records that a seal voids."""
+        """Counts the stored rollouts. Event files are not fsynced, and may count records that a seal invalidates."""
         from megaflow_hpc.trajectories import open_trajectories
 
         with open_trajectories(self.path) as store:
@@ -300,25 +302,25 @@ class Run:
             )
 
     def gather(self, rebuild: bool = False) -> Path:
-        """Writes ``trajectories.h5`` from the journals if it is out of date, or always with ``rebuild``."""
+        """Writes ``trajectories.h5`` from the journals if it is out of date, or always if ``rebuild``."""
         from megaflow_hpc.trajectories import gather
 
         self.dir.check_ours()
-        if self.ledger.finished:  # in case the last pod was killed before it did so
+        if self.ledger.finished:  # in case the last pod was killed before doing so
             remove_tree(self.dir.partial, ignore_errors=True)
         return gather(self.dir, self.ledger.seals(), rebuild=rebuild)
 
     def stream(self, after: Iterable[str] | None = None) -> Iterator[Row]:
-        """Yields trajectories as they become durable, until the campaign ends. ``after`` names ids to leave out.
+        """Yields trajectories as they become durable, until the campaign ends. ``after`` lists ids to skip.
 
-        Each id comes once, or twice if it first failed or was cancelled and later succeeded. Use
+        Each id is yielded once, or twice if it first failed or was cancelled and later succeeded. Use
         :class:`~megaflow_hpc.trajectories.reading.follow.Follower` to continue in another process.
         """
         from megaflow_hpc.trajectories import follow
 
         return follow(self.dir, self.over, after or ())
 
-    # --- act ---
+    # --- control ---
 
     def scale(self, pods: int) -> dict[str, list[str]]:
         """Adds or removes pods until ``pods`` are queued or running; see :meth:`Jobs.scale`."""
@@ -328,11 +330,11 @@ class Run:
         return self.slurm_jobs.scale(pods)
 
     def scale_servers(self, servers: int, policy: str | None = None) -> list[str]:
-        """Releases held engine servers until ``servers`` are queued or running. Idle servers leave by themselves.
+        """Releases held engine servers until ``servers`` are queued or running. Idle servers exit by themselves.
 
         Raises:
-            ConfigError: No such policy.
-            SiteError: Slurm does not answer, or refuses.
+            ConfigError: The policy is unknown.
+            SiteError: Slurm does not respond, or refuses.
         """
         policies = sorted({server.policy for server in self.record.servers})
         if policy is None and len(policies) == 1:
@@ -344,12 +346,12 @@ class Run:
         return self.slurm_jobs.release(policy, servers)
 
     def cancel(self) -> Cancelled:
-        """Cancels every job of this run and drains its pods on this host. Stored results stay.
+        """Cancels all jobs of this run and drains its pods on this host. Stored results are kept.
 
         A finished run stays finished; only its remaining jobs are cancelled.
 
         Raises:
-            SiteError: Slurm has its jobs, but is missing here or does not answer.
+            SiteError: Slurm has the run's jobs, but is missing here or does not respond.
         """
         self.dir.check_ours()
         before, live = self.status()["state"], self.live_jobs(0)
@@ -380,16 +382,17 @@ class Run:
         limits: Mapping[str, float | None] | None = None,
         requests: Changes | None = None,
     ) -> bool:
-        """Runs what is not stored yet, with ``failed`` also failed rollouts. Returns False if nothing is left to do.
+        """Runs all rollouts that are not stored yet and, if ``failed``, repeats failed ones. Returns False if none are
+        left.
 
         Args:
-            limits: ``core_hours``, ``gpu_hours`` or ``wall``, instead of the campaign's own; ``None`` removes a limit.
-            requests: ``time``, ``mem_gb`` or ``partition`` of ``pods``, ``servers``, ``trainer`` or ``gather``, instead
-                of the campaign's own, for jobs submitted from now on.
+            limits: ``core_hours``, ``gpu_hours`` or ``wall``, overriding the campaign's. ``None`` removes a limit.
+            requests: ``time``, ``mem_gb`` or ``partition`` of ``pods``, ``servers``, ``trainer`` or ``gather``,
+                overriding the campaign's, for jobs submitted from now on.
 
         Raises:
-            ConfigError: A limit of the campaign is exceeded, pods run with other requests, another minor version
-                planned the run, or files are missing.
+            ConfigError: A limit of the campaign is exceeded, pods are running with other requests, another minor
+                version planned the run, or files are missing.
             SiteError: Slurm cannot tell which pods have ended. Nothing was changed.
         """
         self.dir.check_ours(to_run=True)
@@ -422,9 +425,9 @@ class Run:
         if self.pods_live():
             if chosen == "slurm":
                 self.slurm_jobs.revive()
-            return True  # queued or running pods take what was added
+            return True  # queued or running pods claim what was added
         if chosen == "slurm" and (left := self.job_ids()):
-            scancel(left)  # engines of an earlier start, which are replaced
+            scancel(left)  # engines of an earlier start, which will be replaced
             self.slurm_jobs.until_gone()
         self.start(chosen, ranks)
         return True

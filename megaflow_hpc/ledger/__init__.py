@@ -1,9 +1,9 @@
-"""The ledger: blocks, claims, leases and seals in ``RUN/tasks`` and ``RUN/ledger``. Pods meet only here.
+"""The ledger: blocks, claims, leases and seals in ``RUN/tasks`` and ``RUN/ledger``. Pods coordinate only here.
 
-Rollouts come in as blocks. Out come claims, and seals, which tell readers how much of a journal counts. Every rule
-holds on NFS and Lustre: no wall clock, mtime or file lock is compared between hosts. Planning writes blocks. Pods claim
-them through :class:`Ledger`. A consumer of the rollouts adds blocks under an :class:`OpenLease`. Readers open a ledger
-without an identity.
+The input is rollouts, grouped into blocks. The outputs are claims, and seals, which tell readers how much of a journal
+is valid. All rules hold on NFS and Lustre: no wall clock, mtime or file lock is compared between hosts. Planning writes
+blocks. Pods claim them through :class:`Ledger`. A consumer of the rollouts adds blocks while it holds an
+:class:`OpenLease`. Readers open a ledger without an identity.
 """
 
 from megaflow_hpc.ledger.blocks import Block, add_blocks, read_block, read_blocks, write_blocks

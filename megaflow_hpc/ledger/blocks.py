@@ -1,14 +1,15 @@
 """Blocks: immutable lists of rollouts, the unit that pods claim.
 
-File-system operations grow with blocks, never with rollouts. A block is one JSON file ``RUN/tasks/<number>.json``.
-Blocks are only ever added: by the plan, by ``resume --failed``, by pods that hand off, and by consumers of the rollouts
-while the campaign runs.
+The number of file-system operations grows with the number of blocks, not of rollouts. A block is a JSON file
+``RUN/tasks/<number>.json``. Blocks are never removed. They are added by the plan, by ``resume --failed``, by pods that
+hand off work, and by consumers of the rollouts while the campaign runs.
 
-*Adding once.* A block's number is a name that one process gets by a hard link. A repeated call, or a second process
-with the same token, must find what the first one added. So a record ``ledger/added/<token>.0`` comes first, which one
-process links: how the rollouts are cut, and the number of the first block. Every process that has the token then links
-the same blocks at the same numbers. If a number is taken by other rollouts, the remaining blocks go to the number that
-the next record ``<token>.1`` names, and so on. Records never change, so every process places the blocks alike.
+*Adding exactly once.* A process reserves a block number by hard-linking its file. A repeated call, or another process
+with the same token, must find what the first one added. So the first process links a record ``ledger/added/<token>.0``
+beforehand. It states how the rollouts are split into blocks, and the number of the first block. Every process with that
+token then links the same blocks under the same numbers. If a number is taken by other rollouts, the remaining blocks
+are numbered from the one in the next record, ``<token>.1``, and so on. Records never change, so all processes agree on
+the numbers.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
 
 MAX_BLOCK = 256
-"""Most rollouts of a block. A lost pod costs the unfinished work of its block, a claim five metadata operations."""
+"""Maximum number of rollouts in a block. Losing a pod costs its block's unfinished work. A claim costs five metadata
+operations."""
 WAVE_SHARE = 3
-"""A block holds about 1/WAVE_SHARE of the work that an even split of the rest would give each pod. So blocks become
-small towards the end, and no pod sits on a queue while other pods have nothing left (guided self-scheduling,
-Polychronopoulos and Kuck 1987)."""
+"""Each wave of blocks takes 1/WAVE_SHARE of the remaining work. Blocks therefore become small towards the end, so
+that no pod has a backlog while others are idle (guided self-scheduling, Polychronopoulos and Kuck 1987)."""
 TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 MAX_LOOKS = 10
-"""Readings of a file that exists, because a link to its name was refused, but that a cache does not show yet."""
+"""Maximum number of attempts to read a file that exists, because linking it was refused, but that a cache still
+hides."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,17 @@ class _BlockFile(msgspec.Struct):
     rollouts: tuple[Rollout, ...]
 
 
-# --- cutting ---
+# --- splitting ---
 
 
 def deal(work: Sequence[float], pods: int, longest_first: bool = False) -> list[list[int]]:
-    """Returns which items go into each block, in the order in which blocks will be claimed.
+    """Distributes items over blocks. Returns the items of each block, in the order in which blocks will be claimed.
 
-    Blocks come in waves. A wave holds about 1/:data:`WAVE_SHARE` of the work that is left. If the longest items come
-    first, each block of a wave gets every n-th item: otherwise the first pods would hold more long items than slots.
+    Blocks come in waves. A wave holds about 1/:data:`WAVE_SHARE` of the remaining work. If ``longest_first``, items are
+    dealt round-robin over its blocks. Otherwise the first pods would hold more long items than slots.
 
     Args:
-        work: expected cost of each item; all 1 if unknown.
+        work: Expected cost of each item; all 1 if unknown.
     """
     order = sorted(range(len(work)), key=lambda n: -work[n]) if longest_first else list(range(len(work)))
     blocks: list[list[int]] = []
@@ -97,11 +99,12 @@ def split(
     expected_s: Callable[[Rollout], float] | None = None,
     whole: bool = True,
 ) -> list[tuple[Rollout, ...]]:
-    """Cuts rollouts into blocks for ``pods`` pods, or of about ``size`` rollouts. The samples of a group stay together.
+    """Splits rollouts into blocks for ``pods`` pods, or into blocks of about ``size``. Samples of a group stay
+    together.
 
     Args:
-        expected_s: orders the groups by their longest sample, the longest first.
-        whole: whether groups stay whole even if there are fewer groups than pods.
+        expected_s: Expected durations. Groups are sorted by their longest sample, longest first.
+        whole: Keep groups whole even if there are fewer groups than pods.
     """
     groups = [list(samples) for _, samples in groupby(rollouts, key=lambda r: r.group_id)]
     if not whole and 0 < len(groups) < pods:
@@ -129,14 +132,14 @@ def write_blocks(
     expected_s: Callable[[Rollout], float] | None = None,
     whole: bool = True,
 ) -> list[int]:
-    """Appends blocks, cut as :func:`split` does, and returns their numbers."""
+    """Splits rollouts into blocks like :func:`split`, appends them, and returns their numbers."""
     files = Files(run)
     number = max((number for number in numbers(run) if number < FIRST_HANDED_OFF), default=-1) + 1
     written = []
     for block in split(rollouts, pods, size, expected_s, whole):
         content = {"rollouts": [rollout.to_dict() for rollout in block]}
         while not files.answer(Link(task_path(number), content, f"new.{secrets.token_hex(8)}")):
-            number += 1  # another process is adding blocks as well
+            number += 1  # another process is also adding blocks
         written.append(number)
         number += 1
     return written
@@ -145,32 +148,32 @@ def write_blocks(
 def add_blocks(
     run: RunDir, rollouts: Sequence[Rollout], token: str, pods: int = 1, size: int | None = None
 ) -> list[int]:
-    """Adds blocks to a campaign that may run, cut as :func:`split` does, and returns their numbers.
+    """Adds blocks to a campaign, possibly a running one, and returns their numbers. Splits like :func:`split`.
 
-    A repeated call with the same token adds nothing and returns the same numbers, even if an earlier caller was killed
-    at any point. Running pods claim the new blocks. An open lease keeps pods waiting for them; ``resume`` starts new
-    pods.
+    The call is idempotent: with the same token it adds nothing and returns the same numbers, even if an earlier caller
+    was killed at any point. Running pods claim the new blocks. An open lease keeps pods waiting for them; ``resume``
+    starts new pods.
 
     Args:
-        token: names this batch, unique in the run.
+        token: Idempotency token of this batch, unique in the run.
 
     Raises:
-        LedgerError: the token cannot name a file, or was used for other rollouts.
-        OSError: the run directory is full or away. The call may be repeated.
+        LedgerError: The token is not a valid file name, or was used for other rollouts.
+        OSError: The run directory is full or unavailable. The call may be repeated.
     """
     make_directory(run.path / ADDED)
     return Files(run).carry_out(add(split(rollouts, pods, size), token, f"add.{secrets.token_hex(8)}"))
 
 
 def add(blocks: Sequence[Sequence[Rollout]], token: str, private: str) -> Steps[list[int]]:
-    """Adds blocks of rollouts once for each token, as steps, and returns their numbers.
+    """Adds blocks of rollouts once per token, as steps, and returns their numbers.
 
     Args:
-        blocks: the caller's cut of the rollouts. It counts if no other process with this token was faster.
-        private: names files of this call.
+        blocks: The caller's split of the rollouts. Ignored if another process with this token was faster.
+        private: Prefix for the private files of this call.
 
     Raises:
-        LedgerError: the token cannot name a file, or was used for other rollouts.
+        LedgerError: The token is not a valid file name, or was used for other rollouts.
     """
     if not TOKEN.match(token):
         raise LedgerError(f"token {token!r}: letters, digits and ._- alone; it names a file")
@@ -201,12 +204,12 @@ def add(blocks: Sequence[Sequence[Rollout]], token: str, private: str) -> Steps[
 
 
 def digest(rollouts: Sequence[Rollout]) -> str:
-    """Returns a digest that differs between lists of rollouts."""
+    """Returns a digest that identifies a list of rollouts."""
     return hashlib.sha256(json.dumps([rollout.to_dict() for rollout in rollouts]).encode()).hexdigest()[:16]
 
 
 def _agree(token: str, turn: int, about: Mapping[str, Any], private: str) -> Steps[Mapping[str, Any]]:
-    """Returns the record of a turn: the first process with this token decides where the remaining blocks go."""
+    """Returns the record of a turn. The first process with this token decides the numbers of the remaining blocks."""
     path = added_path(token, turn)
     record = yield Read(path)
     if record is not None:
@@ -219,7 +222,7 @@ def _agree(token: str, turn: int, about: Mapping[str, Any], private: str) -> Ste
 
 
 def _place(number: int, content: Mapping[str, Any], private: str) -> Steps[bool]:
-    """Links a block. Returns whether it is there, even if another process with the same token linked it."""
+    """Links a block. Returns True if the block exists, even if another process with the same token linked it."""
     if (yield Link(task_path(number), content, private)):
         return True
     existing = yield from _read_existing(task_path(number))
@@ -238,7 +241,7 @@ def _read_existing(path: str) -> Steps[Mapping[str, Any]]:
 
 
 def numbers(run: RunDir) -> list[int]:
-    """Returns the numbers of the blocks that exist, by one listing."""
+    """Returns the numbers of all blocks, from a single listing."""
     return block_numbers(os.listdir(run.tasks)) if run.tasks.is_dir() else []
 
 
@@ -246,8 +249,8 @@ def read_block(run: RunDir, number: int) -> Block:
     """Reads one block.
 
     Raises:
-        LedgerError: the block is missing or damaged.
-        OSError: the run directory is away.
+        LedgerError: The block is missing or damaged.
+        OSError: The run directory is unavailable.
     """
     try:
         return Block(number, read_json(run.block(number), _BlockFile).rollouts)
@@ -260,5 +263,5 @@ def read_block(run: RunDir, number: int) -> Block:
 
 
 def read_blocks(run: RunDir, which: Iterable[int] | None = None) -> list[Block]:
-    """Reads these blocks, by default all that exist. Raises as :func:`read_block` does."""
+    """Reads the given blocks, or all. Raises like :func:`read_block`."""
     return [read_block(run, number) for number in (numbers(run) if which is None else which)]

@@ -1,8 +1,8 @@
-"""Calls of the ledger to a file system, as data.
+"""File-system calls of the ledger, as data.
 
-The rules (:mod:`~megaflow_hpc.ledger.rules`) are generators that yield these calls and are sent their answers;
-:class:`~megaflow_hpc.ledger.files.Files` carries them out. So tests run the code of the pods through every interleaving
-of its calls, and on a file system that misbehaves on purpose. Paths are relative to the run directory.
+The rules (:mod:`~megaflow_hpc.ledger.rules`) are generators that yield these calls and are sent the results.
+:class:`~megaflow_hpc.ledger.files.Files` executes them. Tests can therefore run the same code through every
+interleaving of its calls, and on a file system that misbehaves on purpose. Paths are relative to the run directory.
 """
 
 from __future__ import annotations
@@ -16,40 +16,42 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Names:
-    """Lists a directory without private names. Answer: ``tuple[str, ...]``, empty if the directory is missing."""
+    """Lists a directory, excluding private names. Result: ``tuple[str, ...]``, empty if the directory is missing."""
 
     directory: str
 
 
 @dataclass(frozen=True)
 class Read:
-    """Opens and reads a JSON file. Answer: ``dict``, or ``None`` if it is missing. ValueError: it is being written."""
+    """Opens and reads a JSON file. Result: ``dict``, or ``None`` if it is missing. ValueError if it is being
+    written."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class There:
-    """Checks whether a path exists. Answer: ``bool``."""
+    """Checks whether a path exists. Result: ``bool``."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Link:
-    """Publishes a whole file under a name that one process gets. Answer: ``bool``, whether this call got the name."""
+    """Publishes a complete file under a name that only one process can take. Result: ``bool``, True if this call
+    took it."""
 
     path: str
     content: Mapping[str, Any] = field(hash=False)
     token: str = ""
-    """Names the private file. A call with the same token repeats the same call, which may have succeeded before."""
+    """Name of the private file. A call with the same token is a retry of a call that may have succeeded."""
     keep: bool = False
-    """Keeps the private file for the next call with this token."""
+    """If True, the private file is kept for the next call with this token."""
 
 
 @dataclass(frozen=True)
 class Publish:
-    """Publishes a whole file and replaces one that exists."""
+    """Publishes a complete file, replacing an existing one."""
 
     path: str
     content: Mapping[str, Any] = field(hash=False)
@@ -57,7 +59,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Overwrites a small file in place. No directory changes, and a reader may see half of it."""
+    """Overwrites a small file in place. The directory does not change, and readers may see a torn file."""
 
     path: str
     content: Mapping[str, Any] = field(hash=False)
@@ -65,7 +67,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Touch:
-    """Makes an empty file unless it exists."""
+    """Creates an empty file unless it exists."""
 
     path: str
 
@@ -79,19 +81,19 @@ class Remove:
 
 @dataclass(frozen=True)
 class Clock:
-    """Reads the clock. Answer: seconds of a clock of this machine that never stops or jumps."""
+    """Reads this machine's monotonic clock. Result: seconds."""
 
 
 @dataclass(frozen=True)
 class Length:
-    """Measures the journal of ``<pod>.<start>``. Answer: bytes of its whole records."""
+    """Measures the journal of ``<pod>.<start>``. Result: number of bytes in complete records."""
 
     owner: str
 
 
 @dataclass(frozen=True)
 class Do:
-    """Makes results durable. No answer."""
+    """Makes results durable. No result."""
 
     action: Callable[[], object]
 

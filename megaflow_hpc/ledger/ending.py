@@ -1,8 +1,8 @@
-"""The end of a campaign: all blocks are done, and no consumer may add some. Pure: no file is touched here.
+"""Detect the end of a campaign: all blocks are done, and no consumer may add more. Pure: no file is touched here.
 
-The finished mark names the number of blocks it is about (:func:`megaflow_hpc.rundir.marks.counts`). So a mark is void
-if its pod looked before a block was added and wrote late. Adding blocks withdraws the mark that is there. No process
-removes a mark, because it might remove the next one.
+The finished mark records the number of blocks that it covers (:func:`megaflow_hpc.rundir.marks.counts`). A mark is
+therefore void if its pod listed the blocks before one was added but wrote the mark afterwards. Adding blocks
+invalidates the current mark. No process deletes a mark, because it might delete a newer one.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from megaflow_hpc.ledger.names import DONE, FIRST_HANDED_OFF, TASKS, all_done, b
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, counts
 
 READ_S = 10.0
-"""Pause between two readings of the open leases by one pod. Their names are listed at every look."""
+"""Seconds between a pod's reads of the open leases. Their names are listed at every poll."""
 
 
 @dataclass
 class Consumers:
-    """Tracks the consumers, who may add blocks, for one pod. A lease that is new to the pod counts as just renewed."""
+    """Tracks the consumers that may add blocks, for one pod. A lease that the pod sees for the first time counts as
+    fresh."""
 
     open_s: float = TIMES.open_s
     opened: bool = False
-    """After :meth:`look`: some consumer may add blocks."""
+    """True if some consumer may add blocks, as of the last :meth:`look`."""
     awaited: bool = False
-    """After :meth:`look`: the lease of one of them has not expired."""
+    """True if some consumer's lease has not expired, as of the last :meth:`look`."""
     _leases: dict[str, Lease] = field(default_factory=dict)
     _read_at: float | None = None
 
     def look(self) -> Steps[None]:
-        """Looks which consumers there are."""
+        """Updates the list of consumers and reads their leases."""
         names = yield Names(OPEN)
         self.opened = bool(names)
         if not names:
@@ -49,16 +50,16 @@ class Consumers:
 
 
 def finish(by: str, known: Iterable[int] = ()) -> Steps[bool]:
-    """Writes the finished mark if the campaign is finished. Returns whether it is.
+    """Writes the finished mark if the campaign is finished. Returns whether it is finished.
 
     Args:
-        known: blocks that exist, even if an old listing does not show them.
+        known: Blocks known to exist, even if a stale listing does not show them.
     """
     blocks = set(known)
     while not (yield Names(OPEN)):
         done = done_blocks((yield Names(DONE)))
         blocks.update(done)
-        blocks.update(block_numbers((yield Names(TASKS))))  # after the marks: a pod hands off before it is done
+        blocks.update(block_numbers((yield Names(TASKS))))  # after the marks, which are written after any hand-offs
         if not all_done(done, blocks):
             return False
         count = sum(block < FIRST_HANDED_OFF for block in blocks)
@@ -69,5 +70,6 @@ def finish(by: str, known: Iterable[int] = ()) -> Steps[bool]:
         blocks.update(block_numbers((yield Names(TASKS))))
         if len(blocks) == before:
             return True
-        # This mark may have replaced one of more blocks, whose pod may have left. So look once more.
+        # This mark may have replaced one that covers more blocks, and the pod that wrote that one may have exited. So
+        # check again.
     return False

@@ -1,12 +1,12 @@
-"""Carries out the ledger's calls on a file system that is shared, caches, repeats requests and goes away for a while.
+"""Executes the ledger's calls on a shared file system that caches, resends requests and may be temporarily unavailable.
 
-- *Link.* A private file is linked to its public name. A refusal proves nothing: after a network file system repeated
-  the request, the name is taken by the first one. So the private file's link count decides.
-- *Rename.* A repeated rename finds nothing to rename. The file is published once more.
-- *Stale handles.* The file is opened again.
-- *Outages.* The error says nothing about the file. Each call waits until the file system is back, so no operation is
-  left half known.
-- *Full disks and quotas.* The caller decides. The pod keeps its lease, which needs no space, and tries again.
+- *Link.* A private file is linked to its public name. A refusal proves nothing: if a network file system resent the
+  request, its first copy took the name. So the private file's link count decides.
+- *Rename.* A resent rename finds no source file. The file is published again.
+- *Stale handles.* The file is reopened.
+- *Outages.* The error says nothing about the file. Each call waits until the file system is back, so the outcome of
+  every operation is known.
+- *Full disks and quotas.* The caller decides. The pod keeps its lease, which needs no space, and retries.
 """
 
 from __future__ import annotations
@@ -40,46 +40,46 @@ from megaflow_hpc.rundir.layout import RunDir
 
 MAX_STALE_TRIES = 5
 RETRY_S = 1.0
-"""Pause between two tries while the file system is away."""
+"""Seconds between retries while the file system is unavailable."""
 GIVE_UP_S = 600.0
 AWAY = frozenset(
     (errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.EAGAIN, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 )
-"""Errors of a file system that is away."""
+"""Error numbers of a file system that is unavailable."""
 
 
 def passing(error: OSError) -> bool:
-    """Tells whether an error says nothing about the file, which may exist."""
+    """Returns whether an error is transient, so that the file may still exist."""
     return error.errno in AWAY or error.errno == errno.ESTALE
 
 
 MAX_LINKS = 1000
-"""Links to one private file, since file systems have a limit."""
+"""Maximum number of links to one private file, since file systems limit it."""
 
 
 def boot_clock() -> float:
-    """Returns the seconds since the machine started, including its sleep."""
+    """Returns the seconds since boot, including time suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Files:
-    """Carries out the ledger's calls on one run directory."""
+    """Executes the ledger's calls on one run directory."""
 
     def __init__(self, run: RunDir, clock: Callable[[], float] = boot_clock) -> None:
         self._root, self.clock = run.path, clock
         self.journal_length: Callable[[str], int] = lambda owner: 0
-        """Bytes of whole records in the journal of a ``<pod>.<start>``."""
+        """Returns the number of bytes in complete records of the journal of a ``<pod>.<start>``."""
         self._rewritten: dict[str, BinaryIO] = {}
-        """Files that are overwritten in place and stay open, by path."""
+        """Path → open file that is overwritten in place."""
         self._private: dict[str, tuple[Path, int]] = {}
-        """Token → private file that is kept for the next call, and its number of links."""
+        """Token → (private file kept for the next call, its number of links)."""
 
     def carry_out(self, steps: Steps[T]) -> T:
-        """Carries out an operation and returns its result.
+        """Runs an operation to completion and returns its result.
 
         Raises:
-            LedgerError: as the operation raises it.
-            OSError: see :meth:`answer`.
+            LedgerError: Raised by the operation.
+            OSError: See :meth:`answer`.
         """
         operation = Operation(self, steps)
         while not operation.advance():
@@ -87,10 +87,10 @@ class Files:
         return operation.result
 
     def answer(self, call: Call) -> Any:
-        """Carries out one call. Waits while the file system is away.
+        """Executes one call. Waits while the file system is unavailable.
 
         Raises:
-            OSError: the disk is full, access is denied, or the file system is away for longer than :data:`GIVE_UP_S`.
+            OSError: The disk is full, access is denied, or the file system was unavailable for :data:`GIVE_UP_S`.
         """
         if isinstance(call, Do):
             return self._do(call)  # the journal handles its own errors
@@ -140,15 +140,15 @@ class Files:
         write_json(self._root / call.path, call.content)
 
     def _rewrite(self, call: Rewrite) -> None:
-        # To spare the server, no directory changes and the file stays open. Shorter content is padded. Readers read a
-        # torn file again.
+        # To reduce server load, the file stays open and no directory changes. Shorter content is padded. Readers retry
+        # if they see a torn file.
         file = self._rewritten.pop(call.path, None) or open(self._root / call.path, "r+b")  # noqa: SIM115
         try:
             content = to_json(call.content).encode()
             os.pwrite(file.fileno(), content.ljust(os.fstat(file.fileno()).st_size), 0)
             os.fsync(file.fileno())
         except BaseException:
-            file.close()  # the handle may be stale; the next call opens the file again
+            file.close()  # the handle may be stale; the next call reopens the file
             raise
         self._rewritten[call.path] = file
 
@@ -178,7 +178,7 @@ class Files:
                 won = _links(private) > links
         if call.keep and won and not refused and links < MAX_LINKS:
             self._private[call.token] = private, links + 1
-        else:  # also after a refusal, since the count is uncertain then
+        else:  # also after a refusal, since the link count is then uncertain
             self._private.pop(call.token, None)
             private.unlink(missing_ok=True)
         return won
@@ -187,7 +187,7 @@ class Files:
         os.link(private, target)
 
     def _own(self, private: Path, call: Link) -> Path:
-        """Returns the private file of a call. A repeated call may find it, and finds it whole."""
+        """Returns the private file of a call. A retry may find it already there, always complete."""
         if call.keep or not private.exists():
             private.unlink(missing_ok=True)
             write_json(private, call.content)
@@ -196,21 +196,21 @@ class Files:
 
 
 class Operation(Generic[T]):
-    """An operation of the rules that may be carried out in parts."""
+    """An operation of the rules that can be executed in parts."""
 
     result: T
-    """Result, once the operation has ended."""
+    """The result, set once the operation has ended."""
 
     def __init__(self, files: Files, steps: Steps[T]) -> None:
         self._files, self._steps = files, steps
         self._call: Call | None = None
 
     def advance(self, calls: int = 1000) -> bool:
-        """Carries out up to ``calls`` more calls. True when the operation has ended.
+        """Executes up to ``calls`` further calls. Returns True once the operation has ended.
 
         Raises:
-            LedgerError: as the operation raises it.
-            OSError: see :meth:`Files.answer`.
+            LedgerError: Raised by the operation.
+            OSError: See :meth:`Files.answer`.
         """
         try:
             if self._call is None:
@@ -229,12 +229,12 @@ class Operation(Generic[T]):
 
 
 def _repeated(error: OSError, call: Call) -> bool:
-    """Tells whether an earlier request may have renamed the file, so that this repeated request does not find it."""
+    """Returns whether the error may come from a resent request whose first copy already renamed the file."""
     return error.errno == errno.ENOENT and isinstance(call, Publish | Link)
 
 
 def _links(path: Path) -> int:
-    """Returns the number of links to a file. Opening the file makes a network client ask the server."""
+    """Returns the link count of a file. Opening the file makes a network client ask the server."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.fstat(descriptor).st_nlink

@@ -1,8 +1,8 @@
-"""Hand-offs between pods: requests for work, and the blocks that other pods may claim in answer. Pure.
+"""Hand-offs between pods: requests for work, and the blocks created in response, which other pods may claim. Pure.
 
-A pod hands off rollouts that it has not started. They become a new block, numbered from ``FIRST_HANDED_OFF`` on, which
-names the block and epoch that they come from. The claim of the origin counts the blocks that were handed off, and so
-does the claim of the pod that takes the origin over. A request is an empty file whose name holds everything:
+A pod hands off rollouts that it has not started. They become a new block, numbered from ``FIRST_HANDED_OFF``, which
+names the block and epoch of its origin. The claim on the origin keeps count of the blocks handed off, and so does the
+claim of a pod that takes the origin over. A request is an empty file that carries all its data in its name:
 ``<pod>.<start>.<n>.<slots>``.
 """
 
@@ -18,11 +18,11 @@ from megaflow_hpc.types import Rollout
 
 
 class NotYet(Exception):
-    """A file is listed but cannot be opened: a later look will find it past the cache."""
+    """A file is listed but cannot be opened yet, because of a cache. A later poll will succeed."""
 
 
 class Origin(NamedTuple):
-    """Origin of a block that was handed off."""
+    """Origin of a handed-off block."""
 
     block: int
     epoch: int
@@ -32,7 +32,7 @@ class Origin(NamedTuple):
 
 @dataclass
 class HandOffs:
-    """Hand-offs and requests, as one start of a pod knows them. Operations are steps.
+    """Hand-offs and requests, as known to one start of a pod. Operations are steps.
 
     Args:
         name: ``<pod>.<start>``.
@@ -40,16 +40,16 @@ class HandOffs:
 
     name: str
     _counts: dict[int, int] = field(default_factory=dict)
-    """Held block → number of blocks that were handed off from it."""
+    """Held block → number of blocks handed off from it."""
     _origins: dict[int, Origin] = field(default_factory=dict)
     _requests: list[str] = field(default_factory=list)
-    """Paths of this pod's requests in the ledger. There is more than one only after an error."""
+    """Paths of this pod's pending requests. More than one only after an error."""
     _requests_made: int = 0
 
     # --- blocks ---
 
     def make(self, block: int, epoch: int, rollouts: Sequence[Rollout], token: str) -> Steps[None]:
-        """Makes a block of some rollouts of a held block. A repeated call with the same token is the same hand-off."""
+        """Creates a block from some rollouts of a held block. Idempotent for the same token."""
         number = max([FIRST_HANDED_OFF - 1, *block_numbers((yield Names(TASKS)))]) + 1
         content = {"from": [block, epoch], "rollouts": [rollout.to_dict() for rollout in rollouts]}
         while not (yield Link(task_path(number), content, f"{self.name}.{token}")):
@@ -57,11 +57,11 @@ class HandOffs:
         self._counts[block] = self.count(block) + 1
 
     def count(self, block: int) -> int:
-        """Returns how many blocks were handed off from a held block, by this pod or earlier holders."""
+        """Returns the number of blocks handed off from a held block, by this pod or earlier holders."""
         return self._counts.get(block, 0)
 
     def made_of(self, block: int, blocks: Iterable[int]) -> Steps[list[int]]:
-        """Returns those of ``blocks`` that were handed off from a block."""
+        """Returns those of ``blocks`` that were handed off from the given block."""
         found = []
         for number in blocks:
             if number < FIRST_HANDED_OFF:
@@ -72,13 +72,13 @@ class HandOffs:
         return found
 
     def take_over(self, block: int, given: int | Sequence[int]) -> Steps[frozenset[str]]:
-        """Records what a claim says was handed off from its block. Returns the ids of the rollouts that are elsewhere.
+        """Records the hand-offs that a claim lists for its block. Returns the ids of the rollouts that were handed off.
 
         Args:
-            given: the blocks, or their number if the predecessor left out their rollouts itself.
+            given: The blocks, or just their number if the predecessor already excluded their rollouts.
 
         Raises:
-            NotYet: one of these blocks cannot be read yet.
+            NotYet: One of these blocks cannot be read yet.
         """
         if isinstance(given, int):
             self._counts[block] = given
@@ -91,7 +91,7 @@ class HandOffs:
         return frozenset(elsewhere)
 
     def origin(self, number: int) -> Steps[Origin]:
-        """Returns the origin of a block that was handed off. Raises NotYet."""
+        """Returns the origin of a handed-off block. Raises NotYet."""
         if number not in self._origins:
             content = yield Read(task_path(number))
             if content is None:
@@ -104,7 +104,8 @@ class HandOffs:
     # --- requests for work ---
 
     def request_work(self, slots: int) -> Steps[None]:
-        """Asks other pods to fill ``slots`` free slots, for which nothing could be claimed. 0 withdraws the request."""
+        """Asks other pods for work to fill ``slots`` idle slots, after no block could be claimed. 0 withdraws the
+        request."""
         if slots:
             self._requests_made += 1
             self._requests.append(f"{REQUESTS}/{self.name}.{self._requests_made}.{slots}")
@@ -114,17 +115,17 @@ class HandOffs:
             del self._requests[0]
 
     def work_requests(self, known: Mapping[str, int] | None) -> Steps[dict[str, int]]:
-        """Returns the slots that other pods ask to be filled, by request.
+        """Returns other pods' pending requests, each with its number of slots.
 
         Args:
-            known: the requests of all pods. ``None``: they are listed.
+            known: The requests of all pods. If ``None``, they are listed.
         """
         requests = (yield from all_work_requests()) if known is None else known
         return {name: slots for name, slots in requests.items() if name.rpartition(".")[0] != self.name}
 
 
 def all_work_requests() -> Steps[dict[str, int]]:
-    """Returns the slots that pods ask to be filled, by request."""
+    """Returns all pods' pending requests, each with its number of slots."""
     requests: dict[str, int] = {}
     for name in (yield Names(REQUESTS)):
         request, _, slots = name.rpartition(".")

@@ -1,8 +1,8 @@
-"""Leadership: one process of a campaign does a job for all.
+"""Leader election: one process of a campaign does a job on behalf of all.
 
-The leader holds the lease ``RUN/ledger/<role>.json``, whose file also carries what it reports. Another process takes
-the lease once it has expired. If two processes take it at the same moment, the later writer keeps it, and the other
-process notices that at its next look. So the job must bear being done twice.
+The leader holds the lease ``RUN/ledger/<role>.json``, which also contains the leader's report. Another process may take
+the lease once it has expired. If two processes take it at the same moment, the later write wins, and the loser notices
+at its next poll. The job must therefore tolerate being done twice.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from megaflow_hpc.ledger.lease import Lease
 from megaflow_hpc.rundir.layout import RunDir
 
 SCALER = "scaler"
-"""Role: releases held elements of the engine array when there is work for them."""
+"""Role that releases held elements of the engine array when there is work for them."""
 COORDINATOR = "coordinator"
-"""Role: the pod that surveys the ledger for all."""
+"""Role of the pod that surveys the ledger for all pods."""
 RENEW_S = 30.0
 STALE_S = 100.0
 
 
 class Leader:
-    """One role, as a candidate or an observer sees it.
+    """Leader election for one role, used by candidates and observers.
 
     Args:
-        role: names the file.
-        name: name of the candidate, unique in the run. Empty for an observer.
-        clock: seconds of a clock that never jumps.
+        role: Names the lease file.
+        name: Name of the candidate, unique in the run. Empty for an observer.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, run: RunDir, role: str, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,11 +40,11 @@ class Leader:
 
     @property
     def report(self) -> dict[str, Any]:
-        """The leader's report at the last look."""
+        """The leader's report as of the last poll."""
         return self._lease.content
 
     def holder(self) -> str:
-        """Returns the leader's name, empty without a leader. A lease counts from the first look until it is stale."""
+        """Returns the leader's name, or an empty string. A lease seen for the first time counts as fresh."""
         try:
             unchanged_s = self._files.carry_out(self._lease.look())
         except OSError:
@@ -52,20 +52,20 @@ class Leader:
         return str(self.report.get("holder", "")) if unchanged_s < STALE_S else ""
 
     def confirmed(self) -> bool:
-        """Tells whether the lease was renewed since this object was made, and is not stale."""
+        """Returns whether the lease is fresh and was seen to be renewed by this object."""
         return bool(self.holder()) and self._lease.changed
 
     def hold(self, report: Mapping[str, Any] | None = None) -> bool:
         """Takes or renews the lease. Call it about every :data:`RENEW_S` seconds.
 
         Args:
-            report: further content of the file for its readers.
+            report: Additional content of the lease file, for its readers.
 
         Returns:
-            Whether this process leads.
+            True if this process is the leader.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: The file cannot be written.
         """
         if self.holder() not in ("", self._name):
             return False
@@ -74,7 +74,7 @@ class Leader:
         if lease.content:
             self._files.carry_out(lease.publish(now, content))
             return True
-        # Many processes may notice at the same moment that nobody leads. One of them gets the file's name.
+        # Several processes may notice the missing leader at the same moment. Only one of them can link the file.
         content = lease.next(content)
         if not self._files.answer(Link(lease.path, content, f"leader.{secrets.token_hex(8)}")):
             return False
@@ -82,6 +82,7 @@ class Leader:
         return True
 
     def leave(self) -> None:
-        """Lets another process lead at once. Does nothing if this process does not lead."""
+        """Resigns, so that another process can take over immediately. Does nothing if this process is not the
+        leader."""
         if self.holder() == self._name:
             self._files.answer(Remove(self._lease.path))

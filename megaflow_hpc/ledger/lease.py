@@ -1,4 +1,4 @@
-"""Leases: files with a counter that the holder counts up and that observers read. Pure: no file is touched here.
+"""Leases: files with a counter that the holder increments and observers read. Pure: no file is touched here.
 
 =========================== =============== ================================ =======================
 file under ``RUN/ledger``   holder          meaning                          expires after
@@ -8,8 +8,8 @@ file under ``RUN/ledger``   holder          meaning                          exp
 ``<role>.json``             a process       does a job for all pods          ``leader.STALE_S``
 =========================== =============== ================================ =======================
 
-Clocks of two machines are never compared. An observer knows from its own clock for how long a counter has not changed:
-from the *end* of the reading that first showed the counter to the *beginning* of the last reading.
+Clocks of different machines are never compared. An observer measures with its own clock how long a counter has been
+unchanged: from the *end* of the read that first showed the value to the *beginning* of the latest read.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from megaflow_hpc.ledger.calls import Clock, Publish, Read, Rewrite, Steps
 
 @dataclass(frozen=True)
 class Times:
-    """Ages of leases in seconds."""
+    """Lease intervals and timeouts, in seconds."""
 
     renew_s: float = 30.0
-    """A pod renews its lease."""
+    """Interval at which a pod renews its lease."""
     commit_s: float = 90.0
-    """The fence closes: a pod commits nothing more."""
+    """Lease age at which the fence closes, so that the pod commits nothing more."""
     lease_s: float = 180.0
-    """Another pod takes over. The time since ``commit_s`` may be lost to caches of the file system."""
+    """Lease age at which another pod takes over. The margin over ``commit_s`` covers file-system caches."""
     open_s: float = 900.0
-    """Pods no longer wait for a consumer. A trainer that restarts or changes its allocation is back by then. If Slurm
-    lets it wait for longer, holding nodes is not worth it."""
+    """Lease age at which pods stop waiting for a consumer. A trainer that restarts or changes its allocation is
+    usually back by then. If it is queued for longer, holding nodes is not worth it."""
 
 
 TIMES = Times()
@@ -42,16 +42,17 @@ TIMES = Times()
 
 @dataclass(frozen=True)
 class PodIdentity:
-    """Identifies one start of one pod. ``start`` differs between starts of the same element."""
+    """Identity of one start of a pod. ``start`` differs between starts of the same array element."""
 
     pod: str
     start: str
     job_id: str = ""
-    """``<array job>_<element>`` under Slurm, empty elsewhere."""
+    """``<array job>_<element>`` under Slurm, otherwise empty."""
     host: str = ""
     pid: int = 0
     pid_start: int = 0
-    """Field 22 of /proc/PID/stat of rank 0. With host and pid it identifies one process for ever."""
+    """Start time of rank 0 from /proc/PID/stat (field 22). Together with host and pid, it identifies a process
+    uniquely."""
 
     @property
     def name(self) -> str:
@@ -61,38 +62,38 @@ class PodIdentity:
 
 @dataclass
 class Lease:
-    """One lease file, as its holder or an observer uses it. Operations are steps for a file system."""
+    """One lease file, used by its holder or by an observer. Operations are steps for a file system."""
 
     path: str
     counter: int = 0
-    """The counter that was last read or written. 0 if there was no file."""
+    """The counter last read or written. 0 if there was no file."""
     content: dict[str, Any] = field(default_factory=dict)
-    """The content that was last read or written. Empty if there was no file."""
+    """The content last read or written. Empty if there was no file."""
     renewed_at: float = -math.inf
-    """This machine's clock before this process last renewed the lease."""
+    """This machine's clock just before this process last renewed the lease."""
     unchanged_since: float | None = None
-    """This machine's clock after the reading that first showed the counter."""
+    """This machine's clock just after the read that first showed the current counter."""
     changed: bool = False
-    """Some reading showed another counter than the one before: the holder was alive in between."""
+    """True if the counter was ever seen to change, so the holder was alive in between."""
 
     def publish(self, now: float, content: Mapping[str, Any]) -> Steps[None]:
-        """Counts the lease up and replaces its file.
+        """Increments the counter and replaces the file.
 
         Args:
-            now: this machine's clock. It must be read before, because the lease counts from then.
+            now: This machine's clock, read before the call, because the lease is valid from then.
         """
         new = self.next(content)
         yield Publish(self.path, new)
         self.renewed(now, new)
 
     def rewrite(self, now: float, content: Mapping[str, Any]) -> Steps[None]:
-        """Counts the lease up in its file, which must exist. No directory changes."""
+        """Increments the counter in the existing file, in place. The directory does not change."""
         new = self.next(content)
         yield Rewrite(self.path, new)
         self.renewed(now, new)
 
     def next(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the content of the file after the next renewal."""
+        """Returns the file content of the next renewal."""
         return {**content, "counter": self.counter + 1}
 
     def renewed(self, now: float, content: dict[str, Any]) -> None:
@@ -101,12 +102,12 @@ class Lease:
         self.renewed_at = self.unchanged_since = now
 
     def look(self) -> Steps[float]:
-        """Reads the lease. Returns for how many seconds its counter is known not to have changed."""
+        """Reads the lease. Returns the number of seconds for which its counter is known to be unchanged."""
         began: float = yield Clock()
         try:
             content: dict[str, Any] | None = yield Read(self.path)
         except ValueError:
-            return 0.0  # its holder is writing it
+            return 0.0  # the holder is writing it
         self.content = content or {}
         counter = self.content.get("counter")
         if not isinstance(counter, int):
@@ -119,5 +120,5 @@ class Lease:
         return 0.0
 
     def unchanged_s(self, now: float) -> float:
-        """Returns for how many seconds the counter has not changed, if it has not changed since the last look."""
+        """Returns the age of the counter in seconds, assuming that it has not changed since the last read."""
         return 0.0 if self.unchanged_since is None else now - self.unchanged_since

@@ -1,19 +1,19 @@
-"""The ledger, as one pod or a reader uses it: the rules carried out on the run directory.
+"""The ledger as used by a pod or a reader: executes the rules on the run directory.
 
 ::
 
-    ledger/claims/<block>.<epoch>         the pod that has the block; from epoch 1 on also the seal of its predecessor,
-                                          or the word *done* of the predecessor itself
-    ledger/released/<block>.<epoch>       the pod of that epoch gave the block back: its seal, and what is left to run
-    ledger/done/<block>.<epoch>.<n>       that claim ended the block: all is durable, except n blocks handed off
-    ledger/leases/<pod>.<start>           the pod's identity, progress, and a counter that it renews for all its blocks
-    ledger/gone/<pod>.<start>             Slurm (or this host's process table) says that this pod is gone
-    ledger/hungry/<pod>.<start>.<n>.<s>   the pod has s free slots and finds nothing to claim
-    ledger/added/<token>.<n>              places of the blocks that are added while the campaign runs
-    ledger/open/<consumer>                the lease of a consumer, who may add blocks: the campaign is not finished
-    ledger/finished                       n blocks are done, and those are all
+    ledger/claims/<block>.<epoch>         the pod that holds the block; from epoch 1 on also its predecessor's seal,
+                                          or the word *done*, written by the predecessor itself
+    ledger/released/<block>.<epoch>       the pod of that epoch released the block: its seal, and what is left to run
+    ledger/done/<block>.<epoch>.<n>       that claim finished the block: all is durable, except n blocks handed off
+    ledger/leases/<pod>.<start>           the pod's identity, progress, and a counter renewed for all its blocks
+    ledger/gone/<pod>.<start>             Slurm (or this host's process table) reports that this pod is gone
+    ledger/hungry/<pod>.<start>.<n>.<s>   the pod has s idle slots and finds nothing to claim
+    ledger/added/<token>.<n>              numbers of the blocks that are added while the campaign runs
+    ledger/open/<consumer>                lease of a consumer, who may add blocks: the campaign is not finished
+    ledger/finished                       all n blocks are done
 
-:mod:`megaflow_hpc.ledger.rules` holds the rules, docs/explanation/ledger.md explains them.
+:mod:`megaflow_hpc.ledger.rules` contains the rules; docs/explanation/ledger.md explains them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DIRECTORIES = ("claims", "released", "done", "leases", "gone", "hungry")
 
 @dataclass(frozen=True)
 class LedgerView:
-    """One listing of the ledger."""
+    """Claims and done marks from one listing of the ledger."""
 
     epochs: dict[int, int]
     """Block → epoch of its latest claim."""
@@ -52,11 +52,11 @@ class Ledger:
     """The ledger of one run, for one pod or for a reader.
 
     Args:
-        identity: the pod. A reader has none.
-        clock: see :func:`~megaflow_hpc.ledger.files.boot_clock`.
-        times: when a lease is renewed, fenced and expired.
-        files: carries calls out, in place of the default.
-        pods: number of pods that may claim at the same time.
+        identity: The pod. ``None`` for a reader.
+        clock: See :func:`~megaflow_hpc.ledger.files.boot_clock`.
+        times: Intervals and timeouts of leases.
+        files: Executes the calls instead of the default implementation.
+        pods: Number of pods that may claim concurrently.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Ledger:
         self._pod_rules = LedgerRules(identity, times, pods) if identity else None
 
     def create(self) -> None:
-        """Makes the directories. Called once, when the run directory is made."""
+        """Creates the directories. Called once, when the run directory is created."""
         for directory in DIRECTORIES:
             make_directory(self.run.ledger / directory)
 
@@ -85,11 +85,11 @@ class Ledger:
         self.renew(force=True)
 
     def renew(self, force: bool = False) -> None:
-        """Renews the lease when that is due. Call it often; a call in between costs nothing."""
+        """Renews the lease if it is due. Call it often; calls in between cost nothing."""
         self._files.carry_out(self._rules.renew(force))
 
     def show(self, progress: Mapping[str, Any], every_s: float) -> None:
-        """Lets the lease show the pod's progress, and be renewed at least every ``every_s`` seconds."""
+        """Publishes the pod's progress in its lease, which is renewed at least every ``every_s`` seconds."""
         rules = self._rules
         rules.progress = dict(progress)
         rules.renew_s = min(every_s, rules.times.renew_s)
@@ -101,17 +101,18 @@ class Ledger:
 
     @property
     def closes_at(self) -> float:
-        """When :attr:`may_commit` becomes false without a renewal, in seconds of the ledger's clock."""
+        """Time at which :attr:`may_commit` becomes false unless the lease is renewed, on the ledger's clock."""
         return self._rules.closes_at
 
     def committed(self, commit: Callable[[], object]) -> bool:
-        """Calls ``commit``. True if what it made durable counts: the fence was open before *and after* it."""
+        """Calls ``commit``. Returns True if the results count: the fence was open before *and after* they became
+        durable."""
         return self._files.carry_out(self._rules.committed(commit))
 
     def leases(self) -> dict[str, dict[str, Any]]:
         """Returns the lease of every pod that ever registered, by ``<pod>.<start>``.
 
-        Leaves out a lease with an invalid job id: no pod wrote it.
+        Leases with an invalid job id are skipped, since no pod wrote them.
         """
         leases = {}
         for name in sorted(self._names(names.LEASES)):
@@ -123,125 +124,127 @@ class Ledger:
         return leases
 
     def mark_gone(self, pod_start: str) -> None:
-        """Records that this start of a pod is gone. The caller has proof (Slurm, or the process table)."""
+        """Records that a start of a pod is gone. The caller must have proof (from Slurm or the process table)."""
         write_atomic(self.run.path / names.GONE / pod_start, b"")
 
     def gone(self) -> set[str]:
-        """Returns the ``<pod>.<start>`` that are marked as gone."""
+        """Returns every ``<pod>.<start>`` that is marked as gone."""
         return set(self._names(names.GONE))
 
     # --- claims ---
 
     def claim(self, journal_length: Callable[[str], int]) -> Claim | None:
-        """Claims one block that is free or whose holder is gone. ``None`` if no block is available now.
+        """Claims one block that is free or whose holder is gone. Returns ``None`` if no block is currently available.
 
         Args:
-            journal_length: bytes of whole records in the journal of a ``<pod>.<start>``. Seals a predecessor.
+            journal_length: Returns the number of bytes in complete records of the journal of a ``<pod>.<start>``. Used
+                to seal a predecessor's journal.
         """
         self._files.journal_length = journal_length
         return self._files.carry_out(self._rules.claim())
 
     def release(self, claim: Claim, sealed: int, left: Iterable[str]) -> None:
-        """Gives a block back. Does nothing once the fence is closed.
+        """Releases a block. Does nothing once the fence is closed.
 
         Args:
-            sealed: bytes of this pod's journal. Everything committed for the block is within.
-            left: ids of the rollouts that are not stored.
+            sealed: Length in bytes of this pod's journal up to which everything committed for the block is included.
+            left: Ids of the rollouts that are not stored.
         """
         self._files.carry_out(self._rules.release(claim, sealed, left))
 
     def hand_off(self, claim: Claim, rollouts: Sequence[Rollout], token: str) -> bool:
-        """Makes a new block of rollouts of a held block that were not started. Any pod may claim it.
+        """Creates a new block from unstarted rollouts of a held block. Any pod may claim it.
 
         Args:
-            token: names this hand-off, unique in this pod. After an error repeat the call with the same token.
+            token: Idempotency token, unique in this pod. After an error, repeat the call with the same token.
 
         Returns:
-            False if the fence is closed: nothing was handed off.
+            False if the fence is closed, so nothing was handed off.
         """
         return self._files.carry_out(self._rules.hand_off(claim, rollouts, token))
 
     def mark_done(self, claim: Claim) -> None:
-        """Marks a block done: every rollout of it is durable. Writes the finished mark after the last block.
+        """Marks a block done: all its rollouts are durable. Writes the finished mark after the last block.
 
         Raises:
-            LedgerError: the block was taken over. What this pod stored late does not count.
+            LedgerError: Another pod took over the block. Anything stored after that does not count.
         """
         self._files.carry_out(self._rules.mark_done(claim))
 
     @property
     def seen(self) -> Outlook:
-        """The state of the campaign, as the last :meth:`claim` has seen it."""
+        """State of the campaign as of the last :meth:`claim`."""
         return self._rules.seen
 
     @property
     def free(self) -> list[int]:
-        """After :meth:`claim`: the free blocks that it saw and left. Other pods may have claimed some meanwhile."""
+        """Blocks that the last :meth:`claim` found free and left. Other pods may have claimed some since."""
         return self._rules.free
 
     def prefer(self, blocks: Iterable[int]) -> None:
-        """Makes :meth:`claim` try these blocks first, if they are free."""
+        """Makes :meth:`claim` try these blocks first if they are free."""
         self._rules.preferred = tuple(blocks)
 
     # --- requests for work ---
 
     def request_work(self, slots: int) -> None:
-        """Tells other pods that this pod has ``slots`` free slots and finds nothing to claim. 0 withdraws that."""
+        """Tells other pods that this pod has ``slots`` idle slots and finds nothing to claim. 0 withdraws the
+        request."""
         self._files.carry_out(self._rules.hand_offs.request_work(slots))
 
     def work_requests(self) -> dict[str, int]:
-        """Returns the slots that other pods ask to be filled, by request."""
+        """Returns other pods' pending requests, each with its number of slots."""
         surveyed = self._rules.surveyed
         return self._files.carry_out(self._rules.hand_offs.work_requests(surveyed.requests if surveyed else None))
 
     # --- for all pods ---
 
     def survey(self) -> Operation[Surveyed]:
-        """Returns the operation that finds out for all pods what may be claimed. It may be carried out in parts.
+        """Returns an operation, executable in parts, that determines for all pods what can be claimed.
 
-        It marks the pods whose lease has expired as gone.
+        It marks pods with expired leases as gone.
         """
         return Operation(self._files, survey(self._rules))
 
     def follow(self, survey: Survey | None) -> None:
-        """Relies on the survey of another pod. ``None``: this pod looks at the ledger itself again."""
+        """Relies on another pod's survey. ``None`` makes this pod scan the ledger itself again."""
         self._rules.surveyed = survey
 
     # --- reading ---
 
     @property
     def finished(self) -> bool:
-        """Whether every block is done."""
+        """True if every block is done."""
         return self._marks.finished
 
     def added(self) -> set[str]:
-        """Returns the names of the records of batches that were added to the plan. Records never change."""
+        """Returns the names of the records of batches added after planning. Records never change."""
         return {name for name in self._names(names.ADDED) if name.endswith(".0")}
 
     def rollouts_added(self, record: str) -> int:
-        """Returns the number of rollouts in a record of :meth:`added`. 0 if the record is damaged."""
+        """Returns the number of rollouts in a record listed by :meth:`added`. 0 if the record is damaged."""
         content = self._read(f"{names.ADDED}/{record}") or {}
         rollouts = content.get("rollouts")
         return rollouts if isinstance(rollouts, int) and 0 <= rollouts < 1 << 53 else 0
 
     def view(self) -> LedgerView:
-        """Lists which blocks are claimed, and which are done except for what was handed off."""
+        """Lists the claimed blocks, and the blocks that are done except for handed-off rollouts."""
         return LedgerView(names.latest(self._names(names.CLAIMS)), set(names.done_blocks(self._names(names.DONE))))
 
     def seals(self) -> dict[tuple[int, int], tuple[str, int]]:
-        """Returns (block, epoch) → (``<pod>.<start>`` of it, valid bytes of its journal), for superseded epochs.
+        """Returns (block, epoch) → (its ``<pod>.<start>``, valid bytes of its journal), for superseded epochs.
 
         Raises:
-            LedgerError: a claim is listed but cannot be read.
+            LedgerError: A claim is listed but cannot be read.
         """
         claimed = names.pairs(self._names(names.CLAIMS)) - names.ends(self._names(names.DONE))
         return self._seals(sorted((block, epoch) for block, epoch in claimed if epoch))
 
     def earlier(self, claim: Claim) -> list[tuple[int, str, int]]:
-        """Returns the epochs of a block before this claim: number, ``<pod>.<start>``, bytes of its journal that count.
+        """Returns the epochs of a block before this claim, as (epoch, ``<pod>.<start>``, valid bytes of its journal).
 
         Raises:
-            LedgerError: one of their claims is missing.
+            LedgerError: One of their claims is missing.
         """
         seals = self._seals((claim.block, epoch) for epoch in range(1, claim.epoch + 1))
         return [(epoch, owner, sealed) for (_, epoch), (owner, sealed) in seals.items()]
@@ -259,7 +262,7 @@ class Ledger:
         return self._files.answer(Names(directory))
 
     def _read(self, path: str) -> dict[str, Any] | None:
-        """Reads a file. ``None`` if it is missing, damaged, or being written: the next look reads it."""
+        """Reads a file. Returns ``None`` if it is missing, damaged or being written. The next poll retries."""
         try:
             return self._files.answer(Read(path))
         except ValueError:

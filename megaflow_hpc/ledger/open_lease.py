@@ -1,8 +1,8 @@
 """Open leases: a consumer of the campaign's rollouts announces that it may add blocks.
 
-``RUN/ledger/open/<consumer>`` exists from the plan or from :meth:`OpenLease.open` until the consumer closes it, whether
-the consumer runs or not. Meanwhile the campaign is not finished and its engines stay. Pods without work wait until the
-lease expires.
+``RUN/ledger/open/<consumer>`` exists from planning or :meth:`OpenLease.open` until the consumer closes it, whether or
+not the consumer is running. Meanwhile the campaign is not finished and its engines keep running. Pods without work wait
+until the lease expires.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ RENEW_S = 30.0
 
 
 class OpenLease:
-    """The lease of one consumer, as its owner uses it. All methods may be repeated, and raise OSError.
+    """Open lease of one consumer, used by its owner. All methods are idempotent and may raise OSError.
 
     Args:
-        consumer: its name, unique in the run. A trainer uses the name of its policy.
+        consumer: Name of the consumer, unique in the run. A trainer uses the name of its policy.
 
     Raises:
-        LedgerError: the name cannot name a file.
+        LedgerError: The name is not a valid file name.
     """
 
     def __init__(self, run: RunDir, consumer: str) -> None:
@@ -43,28 +43,28 @@ class OpenLease:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Keeps the campaign open. A finished campaign may be opened too; ``resume`` continues it.
+        """Keeps the campaign open. Also works on a finished campaign, which ``resume`` then continues.
 
         Raises:
-            LedgerError: the campaign is cancelled.
+            LedgerError: The campaign was cancelled.
         """
         self._refuse_if_cancelled()
         self.put()
         try:
             self._refuse_if_cancelled()
         except LedgerError:
-            self._files.answer(Remove(self._lease.path))  # the cancelling process may have listed leases before
+            self._files.answer(Remove(self._lease.path))  # the cancelling process may have listed the leases earlier
             raise
 
     def put(self) -> None:
-        """Writes the lease, or renews it."""
+        """Creates or renews the lease."""
         make_directory(self.run.path / OPEN)
         now = time.monotonic()
         self._files.carry_out(self._lease.look())
         self._files.carry_out(self._lease.publish(now, self._content()))
 
     def renew(self) -> bool:
-        """Renews the lease when that is due; call it often. Returns False if the campaign was cancelled meanwhile."""
+        """Renews the lease if it is due; call it often. Returns False if the campaign has been cancelled."""
         now = time.monotonic()
         if now - self._lease.renewed_at < RENEW_S:
             return True
@@ -73,28 +73,28 @@ class OpenLease:
             self._files.carry_out(self._lease.rewrite(now, self._content()))
         except FileNotFoundError:
             return False
-        exists: bool = self._files.answer(There(self._lease.path))  # an open file can be written after its removal
+        exists: bool = self._files.answer(There(self._lease.path))  # an unlinked open file stays writable
         return exists
 
     def keep(self) -> None:
-        """Opens the lease. A thread renews it until :meth:`leave` or :meth:`close`. Raises as :meth:`open`."""
+        """Opens the lease and renews it in a thread until :meth:`leave` or :meth:`close`. Raises like :meth:`open`."""
         self.open()
         self._stop.clear()
         self._thread = threading.Thread(target=self._keep, name="open-lease", daemon=True)
         self._thread.start()
 
     def leave(self) -> None:
-        """Stops renewing. The campaign stays open until the consumer comes back."""
+        """Stops renewing. The campaign stays open until the consumer returns."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def close(self) -> None:
-        """Lets the campaign end: this consumer adds nothing more."""
+        """Removes the lease, so that the campaign can finish. This consumer must not add further blocks."""
         self.leave()
         self._files.answer(Remove(self._lease.path))
-        self._files.carry_out(finish(self.consumer))  # no pod may be left to do so
+        self._files.carry_out(finish(self.consumer))  # there may be no pod left to do so
 
     def _keep(self) -> None:
         while not self._stop.wait(RENEW_S):
@@ -102,7 +102,7 @@ class OpenLease:
                 if not self.renew():
                     return
             except OSError:
-                continue  # the disk is full or away; the next renewal may succeed
+                continue  # the disk is full or unavailable; the next renewal may succeed
 
     def _refuse_if_cancelled(self) -> None:
         if self._marks.cancelled:

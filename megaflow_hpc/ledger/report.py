@@ -1,4 +1,5 @@
-"""The report ``RUN/ledger/coordinator.json`` of the pod that surveys the ledger for all pods."""
+"""The coordinator's report, ``RUN/ledger/coordinator.json``. The coordinator is the pod that surveys the ledger for
+all."""
 
 from __future__ import annotations
 
@@ -15,67 +16,67 @@ from megaflow_hpc.rundir.events import Count, Number, Time
 from megaflow_hpc.rundir.live import Asked
 
 FEW = 8
-"""Up to this many pods, each pod looks at the ledger itself."""
+"""Maximum number of pods with which every pod scans the ledger itself, without a coordinator."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """State of the ledger, as one pod found it for all pods."""
+    """State of the ledger, as surveyed by one pod for all pods."""
 
     open: int
-    """Blocks that are not done."""
+    """Number of blocks that are not done."""
     claimable: int
-    """Open blocks that are free or released, or whose holder is gone."""
+    """Number of open blocks that are free or released, or whose holder is gone."""
     orphans: list[tuple[int, int, str]] = field(default_factory=list)
-    """Block, epoch and holder (``<pod>.<start>``) of some blocks whose holder is gone or has restarted. Pods that take
-    them over need not read all claims."""
+    """(block, epoch, holder ``<pod>.<start>``) of some blocks whose holder is gone or has restarted. Saves the pods
+    that take them over from reading all claims."""
     requests: dict[str, int] = field(default_factory=dict)
-    """Slots that pods without work ask other pods to fill, by request."""
+    """Pending requests for work, each with its number of slots."""
     opened: bool = False
-    """A consumer may add blocks."""
+    """True if a consumer may add blocks."""
     awaited: bool = False
-    """The lease of such a consumer has not expired."""
+    """True if the lease of such a consumer has not expired."""
 
 
 class Progress(NamedTuple):
-    """Progress of a pod, as its lease shows it."""
+    """Progress of a pod, as published in its lease."""
 
     t: Time
-    """Seconds UTC of the pod's clock."""
+    """Unix seconds, by the pod's clock."""
     running: Count
     queued: Count
     stored: Count
     tokens: Count = 0
-    """Tokens that engines have sampled for it."""
+    """Number of tokens that engines have sampled for the pod."""
     tokens_per_s: Number = 0.0
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """Everything that the coordinator reports."""
+    """Content of the coordinator's report."""
 
     pods: int = 0
-    """Pods that renew their lease."""
+    """Number of pods that are renewing their lease."""
     survey: Survey | None = None
     generation: str = ""
     """Generation of the published listing of engines."""
     exceeded: str = ""
-    """The campaign limit that is exceeded, empty if none is."""
+    """Describes the exceeded campaign limit. Empty if there is none."""
     progress: dict[str, Progress] = msgspec.field(default_factory=dict)
-    """By ``<pod>.<start>``, for every pod that has not ended."""
+    """``<pod>.<start>`` → progress, for every pod that has not ended."""
     asked: Asked = Asked()
-    """Rollouts that viewers ask about."""
+    """Rollouts that viewers have requested."""
 
 
 def reported(leader: Leader) -> Report:
-    """Returns the leader's report at the last look, an empty one if it is invalid or of another version."""
+    """Returns the leader's report as of the last poll. Empty if it is invalid or of another version."""
     try:
         return msgspec.convert(leader.report, Report)
-    except ValueError:  # also for a text with lone surrogates
+    except ValueError:  # also raised for lone surrogates
         return Report()
 
 
 def progress_of(lease: dict[str, object]) -> Progress | None:
-    """Returns the progress that a pod's lease shows, ``None`` if it shows none."""
+    """Returns the progress published in a pod's lease, or ``None``."""
     try:
         content = {**Progress._field_defaults, **lease}
         return msgspec.convert([content[name] for name in Progress._fields], Progress)
@@ -84,7 +85,8 @@ def progress_of(lease: dict[str, object]) -> Progress | None:
 
 
 def process_here(lease: Mapping[str, Any]) -> Identity | None:
-    """Returns the process of a pod outside Slurm, dead or alive. ``None`` for jobs, and for pods of other hosts."""
+    """Returns the process of a pod that runs outside Slurm, dead or alive. ``None`` for jobs, and for pods on other
+    hosts."""
     if lease.get("job_id") or lease.get("host") != os.uname().nodename:
         return None
     try:

@@ -1,21 +1,21 @@
 """The rules by which pods share blocks: leases, claims, takeovers, hand-offs. Pure: no file is touched here.
 
-*Fence.* A pod commits nothing once its lease is ``commit_s`` old, counted from *before* it was written. A result counts
-if the fence is still open *after* the result became durable. A start that sees a later start of the same element closes
-its fence for good: Slurm took its node for lost, and the later start takes its blocks over.
+*Fence.* A pod commits nothing once its lease is ``commit_s`` old, measured from *before* the lease was written. A
+result counts if the fence is still open *after* the result became durable. A pod that sees a later start of the same
+array element closes its fence for good: Slurm considers its node lost, and the later start takes over its blocks.
 
-*Claim.* ``claims/<block>.<epoch>`` is a name that one pod gets. The claim holds for as long as the pod's lease.
+*Claim.* Only one pod can create ``claims/<block>.<epoch>``. The claim is valid as long as the pod's lease.
 
 *Takeover.* A block that was released, or whose pod is gone, is claimed with the next epoch. The claim records how much
-of the predecessor's journal counts, its *seal*. The seal is what the predecessor released, or else the length of the
-journal after the predecessor was found to be gone. The new holder leaves out what was handed off
-(:mod:`~megaflow_hpc.ledger.hand_offs`) and lists the handed-off blocks that it knows. A block that appears later
-belongs to no pod and is marked done without a run.
+of the predecessor's journal is valid, its *seal*. The seal is the one that the predecessor released, or else the length
+of the journal after the predecessor was found to be gone. The new holder excludes what was handed off
+(:mod:`~megaflow_hpc.ledger.hand_offs`) and lists the handed-off blocks that it knows. Handed-off blocks that appear
+later are void: they are marked done without being run.
 
-*End of a block.* The pod that finishes a block claims its next epoch with the word *done*. So a block is either done or
-taken over, whatever its holder and its successor know of each other. A mark ``done/<block>.<epoch>.<n>`` repeats this
-for listings: that epoch ended the block, from which n blocks were handed off. The campaign is finished when all visible
-blocks are done, as many handed-off blocks are visible as the marks count, and no consumer may add blocks
+*End of a block.* The pod that finishes a block claims its next epoch with the word *done*. A block is therefore either
+done or taken over, whatever its holder and successor know about each other. A mark ``done/<block>.<epoch>.<n>`` repeats
+this for listings: that epoch ended the block, from which n blocks were handed off. The campaign is finished when all
+visible blocks are done, all handed-off blocks that the marks count are visible, and no consumer may add blocks
 (:mod:`megaflow_hpc.ledger.ending`).
 """
 
@@ -57,33 +57,34 @@ from megaflow_hpc.types import Rollout
 T = TypeVar("T")
 
 MAX_REFUSALS = 3
-"""Claims that may be refused before the claims are listed again."""
+"""Number of refused claims after which the claims are listed again."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The right of one pod to commit the rollouts of one block."""
+    """A pod's right to commit the rollouts of one block."""
 
     block: int
     epoch: int
     left: tuple[str, ...] | None = field(default=None, compare=False)
-    """Ids of the rollouts to run, as the predecessor released them. ``None``: those that are not stored."""
+    """Ids of the rollouts left to run, as listed by the predecessor's release. ``None`` means all that are not
+    stored."""
     without: frozenset[str] = field(default=frozenset(), compare=False)
     """Ids of the rollouts that were handed off."""
 
 
 class Holding(Enum):
-    """State of a claimed block that is neither done nor released, as one pod sees it. Each leads to one next step.
+    """State of a claimed block that is neither done nor released, as seen by one pod. Each state implies one next step.
 
     ========== ======================================================= ==========================================
-    state      known because                                           next step
+    state      evidence                                                next step
     ========== ======================================================= ==========================================
     ENDED      the claim says that its block is done                   write the done mark, which its pod did not
-    FORGOTTEN  the claim is ours, and we neither held nor dropped it   hold it: the answer to our call was lost
+    FORGOTTEN  the claim is ours, but we neither held nor dropped it   hold it: the reply to our call was lost
     OURS       the claim is ours                                       none
     GONE       its pod is marked as gone, or its lease expired         claim the next epoch
     ALIVE      its pod was seen to renew, or a survey says so          none
-    SILENT     nothing is known of its pod yet                         look again
+    SILENT     nothing is known about its pod yet                      poll again
     ========== ======================================================= ==========================================
     """
 
@@ -102,86 +103,88 @@ class HeldBlock(NamedTuple):
     epoch: int
     state: Holding
     owner: str = ""
-    """``<pod>.<start>``. Empty if a survey says that the pod is alive."""
+    """``<pod>.<start>`` of the holder. Empty if a survey reports that the holder is alive."""
     handed_off: int = 0
-    """Blocks that were handed off from a block that ended."""
+    """Number of blocks that were handed off from this block, if it has ended."""
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a pod's last look for a block to claim has shown."""
+    """Findings of a pod's last search for a block to claim."""
 
     unsettled: bool = False
-    """Some block may become free soon: it is not known whether its pod is alive, or other pods were faster."""
+    """True if a block may become available soon: some holder may be dead, or other pods were faster."""
     others: bool = False
-    """Some block is held by another pod that may be alive."""
+    """True if another pod, which may be alive, holds a block."""
     unfinished: bool = True
-    """Some block is not done."""
+    """True if some block is not done."""
     opened: bool = False
-    """If nothing was claimed: a consumer may add blocks, so the campaign is not finished."""
+    """True if a consumer may add blocks, so the campaign is not finished. Only set if nothing was claimed."""
     awaited: bool = False
-    """If nothing was claimed: the lease of such a consumer has not expired, so the pod should stay."""
+    """True if such a consumer's lease has not expired, so the pod should stay. Only set if nothing was claimed."""
 
 
 class LedgerRules:
-    """The ledger as one start of a pod knows it. Operations are steps; one operation runs at a time."""
+    """The ledger as known to one start of a pod. Operations are steps; only one operation may run at a time."""
 
     def __init__(self, identity: PodIdentity, times: Times = TIMES, pods: int = 1) -> None:
-        """``pods``: number of pods that may claim at the same time. Each starts at its own place in the order."""
+        """``pods`` is the number of pods that may claim concurrently. Each starts at a different place in the order."""
         self.identity, self.times = identity, times
         self._place = _number(identity.pod) % pods
         self.lease = Lease(f"{LEASES}/{identity.name}")
         self.renew_s = times.renew_s
-        """Seconds between renewals. Short if the lease shows the pod's progress to readers."""
+        """Seconds between renewals. Shorter than the default if the lease publishes the pod's progress."""
         self.progress: dict[str, Any] = {}
-        """Further content of the lease."""
+        """Additional content of the lease."""
         self.superseded = False
-        """A later start of this element has a lease."""
+        """True if a later start of this array element has a lease."""
         self.leases: dict[str, Lease] = {}
-        """Leases of other pods, by ``<pod>.<start>``."""
+        """``<pod>.<start>`` → lease, for other pods."""
         self.surveyed: Survey | None = None
-        """The latest survey of another pod, if one pod surveys for all. That pod reads all leases instead of us."""
+        """Another pod's latest survey, if one pod surveys for all. That pod then reads all leases on our behalf."""
         self.held: set[Claim] = set()
         self._dropped: set[Claim] = set()
-        """Claims held earlier. A cache may still show them."""
+        """Claims that this pod no longer holds, but that a cache may still show."""
         self.seen = Outlook()
         self.consumers = Consumers(times.open_s)
         self.hand_offs = HandOffs(identity.name)
         self.free: list[int] = []
-        """After :meth:`claim`: the free blocks that it saw and left."""
+        """Blocks that the last :meth:`claim` found free and left."""
         self.preferred: tuple[int, ...] = ()
-        """Free blocks that are claimed before other blocks, in this order."""
+        """Blocks that are claimed before others if they are free, in this order."""
         self._known: set[int] = set()
-        """Every block that any look has shown."""
+        """Every block that has ever been listed."""
         self._owners: dict[tuple[int, int], tuple[str, int | None]] = {}
-        """Block and epoch → owner of the claim and, if it ended the block, the number of blocks handed off."""
+        """(block, epoch) → (holder of that claim, number of blocks handed off if the claim ended the block)."""
         self._unanswered: set[tuple[int, int]] = set()
-        """Claims of ours whose answer was lost. They may have succeeded."""
+        """Our claims whose reply was lost, so they may have succeeded."""
 
     # --- the lease and the fence ---
 
     @property
     def closes_at(self) -> float:
-        """When the fence closes, by this machine's clock. Minus infinity before the lease was written."""
+        """Time at which the fence closes, on this machine's clock. Minus infinity before the lease is written."""
         return -math.inf if self.superseded else self.lease.renewed_at + self.times.commit_s
 
     def open_at(self, now: float) -> bool:
-        """Tells whether the fence is open: results that became durable until ``now`` count."""
+        """Returns whether the fence is open, so that results that became durable by ``now`` count."""
         return now < self.closes_at
 
     def may_commit(self) -> Steps[bool]:
-        """Tells whether the fence is open now."""
+        """Returns whether the fence is open now."""
         return self.open_at((yield Clock()))
 
     def committed(self, commit: Callable[[], object]) -> Steps[bool]:
-        """Calls ``commit``. True if it counts: the fence was open before, and still is now that all is durable."""
+        """Calls ``commit``. Returns True if its results count: the fence was open before, and still is after they
+        are durable."""
         if not (yield from self.may_commit()):
             return False
         yield Do(commit)
         return (yield from self.may_commit())
 
     def renew(self, force: bool = False) -> Steps[None]:
-        """Renews the lease when that is due, or by ``force``. Never renews an old lease: a takeover may have begun."""
+        """Renews the lease if it is due, or always if ``force``. Never renews an old lease, since a takeover may
+        have begun."""
         now: float = yield Clock()
         content = {**asdict(self.identity), **self.progress}
         if not self.lease.counter:
@@ -195,7 +198,7 @@ class LedgerRules:
             self.superseded = True
 
     def _look_after(self, owners: Collection[str]) -> Steps[set[str]]:
-        """Returns those of ``owners`` that are gone."""
+        """Returns the members of ``owners`` that are gone."""
         marked = set((yield Names(GONE))) if owners else set()
         gone = set()
         for owner in sorted(owners):
@@ -211,7 +214,7 @@ class LedgerRules:
         return pod == self.identity.pod and earlier(start, self.identity.start)
 
     def expired(self, owner: str) -> Steps[bool]:
-        """Reads the lease of another pod. Returns whether it has expired."""
+        """Reads another pod's lease. Returns whether it has expired."""
         lease = self.leases.setdefault(owner, Lease(f"{LEASES}/{owner}"))
         unchanged_s = yield from lease.look()
         return unchanged_s > self.times.lease_s
@@ -222,7 +225,7 @@ class LedgerRules:
     # --- claims ---
 
     def claim(self) -> Steps[Claim | None]:
-        """Claims a block that is free or whose holder is gone. ``None`` if no block is available now."""
+        """Claims a block that is free or whose holder is gone. Returns ``None`` if no block is currently available."""
         if not (yield from self.may_commit()):
             return None
         try:
@@ -250,16 +253,17 @@ class LedgerRules:
 
     @property
     def _usable_survey(self) -> Survey | None:
-        """The latest survey. It cannot tell whether a claim whose answer was lost is ours: only a look can."""
+        """The latest survey, if usable. A survey cannot tell whether a claim with a lost reply is ours; only a scan
+        can."""
         return None if self._unanswered else self.surveyed
 
     def _may_take(self, survey: Survey) -> bool:
         return survey.claimable > 0 or any(self._is_earlier_start(owner) for _, _, owner in survey.orphans)
 
     def _look(self) -> Steps[Claim | None]:
-        """Lists the ledger and claims what can be claimed."""
+        """Scans the ledger and claims a block if one is available."""
         done = done_blocks((yield Names(DONE)))
-        blocks = block_numbers((yield Names(TASKS)))  # after the marks: a pod hands off before it is done
+        blocks = block_numbers((yield Names(TASKS)))  # after the marks, which are written after any hand-offs
         self._known.update(blocks)
         if all_done(done, blocks):
             self.seen = replace(self.seen, unfinished=False, unsettled=False, others=False)
@@ -270,7 +274,7 @@ class LedgerRules:
         free = [block for block in open_blocks if block not in epochs]
         claimed = {block: epochs[block] for block in open_blocks if block in epochs}
         released = pairs((yield Names(RELEASED)))
-        # The first start of a pod has no earlier claims to reclaim. While blocks are free, their holders do not matter.
+        # A pod's first start has no earlier claims to reclaim. While blocks are free, holders do not matter.
         if not free or self.identity.start != "0":
             taken = yield from self._take_held(claimed, released, done)
             if taken is not None:
@@ -286,7 +290,7 @@ class LedgerRules:
     def _take_held(
         self, claimed: Mapping[int, int], released: Collection[tuple[int, int]], done: Collection[int]
     ) -> Steps[Claim | None]:
-        """Does the next step of each block that is held (:class:`Holding`), until one of them brings a claim."""
+        """Takes the next step for each held block (:class:`Holding`) until one of them yields a claim."""
         survey = self._usable_survey
         blocks = yield from self._states([claim for claim in claimed.items() if claim not in released], survey)
         for held in blocks:
@@ -309,7 +313,7 @@ class LedgerRules:
         return None
 
     def _states(self, claimed: Iterable[tuple[int, int]], survey: Survey | None) -> Steps[list[HeldBlock]]:
-        """Determines the state of claimed blocks. A survey saves reading the claims of pods that are alive."""
+        """Determines the state of claimed blocks. A survey saves reading the claims of live pods."""
         orphans = {(block, epoch): owner for block, epoch, owner in survey.orphans} if survey else {}
         self._owners.update({claim: (owner, None) for claim, owner in orphans.items()})
         states: list[HeldBlock] = []
@@ -334,13 +338,13 @@ class LedgerRules:
         return states
 
     def _forget_answered(self, claimed: Mapping[int, int], done: Collection[int]) -> None:
-        """Forgets the lost answers that this look has settled. A cached listing may not show the other claims yet."""
+        """Drops lost replies that this scan has resolved. A cached listing may not show the other claims yet."""
         for block, epoch in list(self._unanswered):
             if block in done or claimed.get(block, -1) >= epoch:
                 self._unanswered.discard((block, epoch))
 
     def _take_released(self, released: Sequence[tuple[int, int]]) -> Steps[Claim | None]:
-        """Claims one of the blocks that their pods gave back."""
+        """Claims one of the released blocks."""
         for block, epoch in _from(self._place, released):
             release = yield Read(f"{RELEASED}/{block:06d}.{epoch}")
             if release is None:
@@ -353,10 +357,10 @@ class LedgerRules:
         return None
 
     def _first_of(self, free: Sequence[int]) -> Steps[Claim | None]:
-        """Claims the first of these blocks that no other pod claimed faster, and keeps the rest of them.
+        """Claims the first available block and remembers the remaining ones as free.
 
-        Pods that begin together each start at a place of their own. If all started at the first block, most would be
-        refused. A block's number is its place in the order, so no pod leaves the order by more than the number of pods.
+        Pods that start together begin at different places in the list. If all began at the first block, most claims
+        would be refused. The list is in claim order, so no pod deviates from it by more than the number of pods.
         """
         refused = 0
         left = list(free)
@@ -376,20 +380,20 @@ class LedgerRules:
         return None
 
     def _succeed(self, block: int, epoch: int, owner: str, seal: Mapping[str, Any]) -> Steps[Claim | None]:
-        """Claims the epoch after one of another pod, and seals that pod's journal."""
+        """Claims the epoch after another pod's and seals that pod's journal."""
         content = {"owner": self.identity.name, "predecessor": owner, **seal}
         if not (yield from self._link(block, epoch + 1, content)):
             return None
         return self._hold((yield from self._claim_of(block, epoch + 1, content)))
 
     def _seal(self, block: int, owner: str) -> Steps[dict[str, Any]]:
-        """Returns the seal of a pod that is gone: how much of its journal counts, and what was handed off."""
+        """Returns the seal of a pod that is gone: the valid length of its journal, and what was handed off."""
         blocks = block_numbers((yield Names(TASKS)))
         given = yield from self.hand_offs.made_of(block, blocks)
         return {"sealed": (yield Length(owner)), "left": None, "given": given}
 
     def _remembered(self, block: int, epoch: int) -> Steps[Claim]:
-        """Returns a claim of ours whose answer had been lost."""
+        """Restores a claim of ours whose reply was lost."""
         if not epoch:
             return Claim(block, epoch)
         content = yield Read(claim_path(block, epoch))
@@ -403,7 +407,8 @@ class LedgerRules:
         return Claim(block, epoch, None if left is None else tuple(left), without)
 
     def _belongs(self, number: int) -> Steps[bool]:
-        """Tells whether a handed-off block counts. Marks it done if its origin's next holder did not know it."""
+        """Returns whether a handed-off block counts. Marks the block done if the next holder of its origin did not
+        know it."""
         origin = yield from self.hand_offs.origin(number)
         successor = yield Read(claim_path(origin.block, origin.epoch + 1))
         if successor is None or "done" in successor or isinstance(successor["given"], int):
@@ -414,7 +419,8 @@ class LedgerRules:
         return False
 
     def owner(self, block: int, epoch: int) -> Steps[tuple[str, int | None]]:
-        """Returns the owner of a claim and, if it ended its block, how many blocks were handed off. Raises NotYet."""
+        """Returns the holder of a claim and, if the claim ended its block, the number of blocks handed off. Raises
+        NotYet."""
         if (block, epoch) not in self._owners:
             content = yield Read(claim_path(block, epoch))
             if content is None:
@@ -423,10 +429,10 @@ class LedgerRules:
         return self._owners[block, epoch]
 
     def _link(self, block: int, epoch: int, content: Mapping[str, Any], every: str | None = None) -> Steps[bool]:
-        """Claims one epoch of a block. Returns whether this pod got it.
+        """Claims one epoch of a block. Returns whether this pod won it.
 
         Args:
-            every: names the claims of this pod that have the same content, so that they share a private file.
+            every: Token shared by all claims of this pod with the same content, so that they share a private file.
         """
         token = f"{block}.{epoch}" if every is None else every
         name = f"{self.identity.name}.{token}"
@@ -441,14 +447,14 @@ class LedgerRules:
         self.held.add(claim)
         return claim
 
-    # --- letting go ---
+    # --- releasing and finishing ---
 
     def _drop(self, claim: Claim) -> None:
         self.held.discard(claim)
         self._dropped.add(claim)
 
     def release(self, claim: Claim, sealed: int, left: Iterable[str]) -> Steps[None]:
-        """Gives a block back. Everything committed for it is durable within ``sealed`` bytes of the journal."""
+        """Releases a block. Everything committed for it is durable within the first ``sealed`` bytes of the journal."""
         self._drop(claim)
         if not (yield from self.may_commit()):
             return
@@ -456,10 +462,10 @@ class LedgerRules:
         yield Publish(f"{RELEASED}/{claim.block:06d}.{claim.epoch}", content)
 
     def hand_off(self, claim: Claim, rollouts: Sequence[Rollout], token: str) -> Steps[bool]:
-        """Hands off rollouts of a held block that were not started. They must not be started hereafter.
+        """Hands off unstarted rollouts of a held block. The caller must not start them afterwards.
 
         Args:
-            token: names this hand-off. A repeated call with it, after an error, is the same hand-off.
+            token: Idempotency token. After an error, a call with the same token repeats the same hand-off.
         """
         if not (yield from self.may_commit()):
             return False
@@ -467,10 +473,10 @@ class LedgerRules:
         return True
 
     def mark_done(self, claim: Claim) -> Steps[None]:
-        """Marks a block done: every rollout of it is durable. Writes the finished mark after the last block.
+        """Marks a block done: all its rollouts are durable. Writes the finished mark after the last block.
 
         Raises:
-            LedgerError: the block was taken over. What this pod stored late does not count.
+            LedgerError: Another pod took over the block. Anything stored after that does not count.
         """
         if not (yield from self._end(claim.block, claim.epoch + 1, self.hand_offs.count(claim.block))):
             raise LedgerError(
@@ -482,7 +488,7 @@ class LedgerRules:
 
     def _end(self, block: int, epoch: int, handed_off: int) -> Steps[bool]:
         me = self.identity.name
-        claimed = self._owners.get((block, epoch)) == (me, handed_off)  # an earlier call failed at the mark
+        claimed = self._owners.get((block, epoch)) == (me, handed_off)  # an earlier call failed while writing the mark
         if not claimed:
             content = {"owner": me, "done": handed_off}
             claimed = yield from self._link(block, epoch, content, every=f"done.{handed_off}")
@@ -495,12 +501,12 @@ class LedgerRules:
 
 
 def _from(place: int, items: Sequence[T]) -> list[T]:
-    """Returns all items, starting at a pod's own place: pods that look at the same time start at different items."""
+    """Rotates items so that pods that scan at the same time start at different ones."""
     place %= max(1, len(items))
     return [*items[place:], *items[:place]]
 
 
 def _number(pod: str) -> int:
-    """Returns the number of a pod's array element, or else a number that its name gives."""
+    """Returns the index of a pod's array element, or else a number derived from its name."""
     element = re.search(r"_(\d+)(?:@|$)", pod)
     return int(element[1]) if element else zlib.crc32(pod.encode())

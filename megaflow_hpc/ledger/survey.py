@@ -1,4 +1,4 @@
-"""A survey: one pod looks at blocks, requests, consumers and every pod's lease for all pods. Pure."""
+"""Surveys: one pod scans blocks, requests, consumers and all leases on behalf of the others. Pure."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.ledger.rules import LedgerRules
 
 MAX_ORPHANS = 512
-"""Orphaned blocks that a survey names, because every pod reads it. The next surveys name the others."""
+"""Maximum number of orphaned blocks in a survey, because every pod reads it. Later surveys list the others."""
 
 
 @dataclass(frozen=True)
 class Surveyed:
-    """Everything that a survey found out."""
+    """Full result of a survey."""
 
     survey: Survey
-    """The part for all pods."""
+    """The part that is published for all pods."""
     leases: dict[str, dict[str, Any]]
-    """Content of every lease, by ``<pod>.<start>``."""
+    """``<pod>.<start>`` → content of its lease, for every lease."""
     live: set[str]
-    """Every ``<pod>.<start>`` that has neither ended nor is gone."""
+    """Every ``<pod>.<start>`` that has not ended and is not gone."""
 
 
 def survey(rules: LedgerRules) -> Steps[Surveyed]:
-    """Looks at everything: which blocks may be claimed, who requests work, whose lease has expired.
+    """Determines which blocks can be claimed, who requests work, and which leases have expired.
 
-    Marks the pods whose lease has expired as gone, so that other pods need not read it. Other operations of ``rules``
+    Marks pods with expired leases as gone, so that other pods need not read those leases. Other operations of ``rules``
     may run between these steps.
     """
     gone = set((yield Names(GONE)))
@@ -76,7 +76,7 @@ def survey(rules: LedgerRules) -> Steps[Surveyed]:
         except NotYet:
             continue
         if handed_off is not None:
-            yield Touch(done_path(block, epoch, handed_off))  # its pod may have died before it could
+            yield Touch(done_path(block, epoch, handed_off))  # the pod may have died before it could
             continue
         if owner in gone:
             claimable += 1

@@ -1,14 +1,14 @@
-"""A run's tasks in one file, of which a pod reads only the tasks of its blocks.
+"""A run's tasks in a single file, from which a pod reads only the tasks of its blocks.
 
 ::
 
-    RUN/tasks.jsonl    a line for each task, in the order of the plan: {"alike", "images", "task"}
+    RUN/tasks.jsonl    one line per task, in the order of the plan: {"alike", "images", "task"}
     RUN/tasks.index    position of each line, little-endian:
-                       magic "MFHPCTSK" | u64 lines | u64 bytes of tasks.jsonl | u32 crc of the rest
+                       magic "MFHPCTSK" | u64 lines | u64 bytes of tasks.jsonl | u32 CRC of the rest
                        u64 hashes of the ids, ascending | u64 offsets | u32 lengths
 
-Both are written once, before ``run.json``, which holds the number of tasks and the size of the first file. If the index
-is missing or damaged, it is computed from the lines.
+Both are written once, before ``run.json``, which contains the number of tasks and the size of tasks.jsonl. If the index
+is missing or damaged, it is rebuilt from the lines.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _HEAD = struct.Struct("<8sQQI")
 
 
 class PlannedTask(msgspec.Struct, frozen=True):
-    """A task, with the files of its images."""
+    """A task and the files of its images."""
 
     task: dict[str, Any]
-    """The result of :meth:`megaflow_hpc.types.Task.to_dict`."""
+    """Output of :meth:`megaflow_hpc.types.Task.to_dict`."""
     images: dict[str, str] = {}
-    """Image name in the task → SIF file or directory. Images that were not built are left out."""
+    """Image name in the task → SIF file or directory. Images that were not built are omitted."""
     alike: int = 1
-    """Number of tasks of the campaign, including this one, whose agent has an image of the same name."""
+    """Number of the campaign's tasks, including this one, whose agent uses the same image name."""
 
     @property
     def image(self) -> str | None:
@@ -65,7 +65,7 @@ class _Values(ValuesView[PlannedTask]):
 
 
 def write_tasks(run: RunDir, tasks: Iterable[PlannedTask]) -> PackedTasks:
-    """Writes the tasks of a run that has no ``run.json`` yet. Holds one task in memory at a time."""
+    """Writes the tasks of a run before its ``run.json`` exists. Holds one task in memory at a time."""
     lines: list[tuple[int, int, int]] = []
     end = 0
     with new_file(run.packed_tasks) as file:
@@ -80,12 +80,12 @@ def write_tasks(run: RunDir, tasks: Iterable[PlannedTask]) -> PackedTasks:
 
 
 def planned_tasks(run: RunDir, record: RunRecord) -> Mapping[str, PlannedTask]:
-    """Returns the tasks of a run by id, in the order of its plan. Each is read on access."""
+    """Returns the tasks of a run by id, in planned order. Each task is read on access."""
     return TaskFile(run, record.packed) if record.packed is not None else {}
 
 
 def image_files(tasks: Mapping[str, PlannedTask]) -> dict[str, str]:
-    """Returns the files of all images of a run, by name."""
+    """Returns image name → file for all images of a run."""
     files: dict[str, str] = {}
     for planned in tasks.values():
         files |= planned.images
@@ -93,9 +93,9 @@ def image_files(tasks: Mapping[str, PlannedTask]) -> dict[str, str]:
 
 
 class TaskFile(Mapping[str, PlannedTask]):
-    """The tasks of one run, each read on access. For one thread.
+    """Mapping of task ids to the tasks of one run, read on access. Not thread-safe.
 
-    Every access may raise ConfigError if the file is damaged or gone, and OSError if the run directory does not answer.
+    Any access may raise ConfigError if the file is damaged or missing, and OSError if the run directory is unavailable.
     """
 
     def __init__(self, run: RunDir, packed: PackedTasks) -> None:
@@ -124,11 +124,11 @@ class TaskFile(Mapping[str, PlannedTask]):
             yield planned.task["id"]
 
     def values(self) -> ValuesView[PlannedTask]:
-        """Returns a view that reads the file from its beginning and holds one task in memory at a time."""
+        """Returns a view that reads the file sequentially and holds one task in memory at a time."""
         return _Values(self)
 
     def in_order(self) -> Iterator[PlannedTask]:
-        """Yields every task in the order of the plan."""
+        """Yields all tasks in planned order."""
         for line in self._lines():
             yield self._decode(line)
 
@@ -140,7 +140,7 @@ class TaskFile(Mapping[str, PlannedTask]):
     def _read(self, offset: int, length: int) -> PlannedTask:
         try:
             line = os.pread(self._open(), length, offset)
-        except OSError:  # the handle may be stale; the next access opens the file again
+        except OSError:  # the handle may be stale; the next access reopens the file
             self._close()
             raise
         return self._decode(line)
@@ -209,7 +209,7 @@ def _pack(lines: list[tuple[int, int, int]], size: int) -> bytes:
 
 
 def _unpack(data: bytes, packed: PackedTasks) -> _Index | None:
-    """Returns the index in a file. ``None`` if it is damaged or belongs to another run."""
+    """Parses an index file. Returns ``None`` if it is damaged or belongs to another run."""
     body = memoryview(data)[_HEAD.size :]
     if len(data) != _HEAD.size + 20 * packed.count:
         return None

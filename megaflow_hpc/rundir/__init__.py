@@ -1,7 +1,7 @@
-"""The run directory: the paths under RUN, and a typed record for each kind of file, with its only reader and writer.
+"""Paths and typed records of a run directory (RUN). Each kind of file is read and written by one module only.
 
-It takes paths and returns records (``record`` for run.json, ``endpoints``, ``events``, ``marks``, ``weights``,
-``training``, ``budget``, ``engine_pool``). ``json_files`` reads all JSON files except run.json and the lines of events.
-Blocks and claims belong to the ledger, journals to trajectories. Every room may call this one. It calls ``errors`` and,
-for the resolved campaign file, ``config``. It imports neither pydantic nor numpy.
+Modules take paths and return records: ``record`` (run.json), ``endpoints``, ``events``, ``marks``, ``weights``,
+``training``, ``budget`` and ``engine_pool``. ``json_files`` reads all JSON files except run.json and event lines.
+Blocks and claims belong to ``ledger``, journals to ``trajectories``. Every package may import this one. It imports
+``errors``, ``host`` and, for the resolved campaign file, ``config``. It loads neither pydantic nor numpy.
 """

@@ -1,13 +1,13 @@
 """Enforce a campaign's total limits: ``limits.core_hours``, ``limits.gpu_hours`` and ``limits.wall``.
 
-Every pod reports the core-seconds of its allocation in its lease. Every engine server reports its GPU-seconds in a file
-of its own. One pod sums up all reports for the others. A limit is exceeded by no more than the use between two polls,
-without messages between jobs and without queries to Slurm.
+Every pod reports the core-seconds of its allocation in its lease. Every engine server reports its GPU-seconds in a
+separate file. One pod adds up all reports on behalf of the others. A limit is exceeded by at most the usage between two
+polls, without messages between jobs and without Slurm queries.
 
 ::
 
-    RUN/ledger/gpus/<server>.json    GPU-seconds of all starts of one engine server
-    RUN/ledger/limits.json           limits that replace those of the campaign file (``resume --limit``)
+    RUN/ledger/gpus/<server>.json    GPU-seconds of one engine server, over all its starts
+    RUN/ledger/limits.json           limits that override those of the campaign file (``resume --limit``)
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from megaflow_hpc.rundir.layout import RunDir
 
 LIMITS = ("core_hours", "gpu_hours", "wall")
 REPORT_INTERVAL_S = 30.0
-"""Seconds between two reports of GPU time."""
+"""Seconds between reports of GPU time."""
 MAX_S = 1e15
-"""Upper bound of a plausible sum of core-seconds: a billion cores for ten days."""
+"""Largest plausible number of core-seconds: a billion cores for more than ten days."""
 Hours = Annotated[float, Meta(gt=0, le=MAX_S)]
 _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def cores_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the CPUs of the whole allocation, which accounting charges for."""
+    """Returns the number of CPUs in the whole allocation, which is what Slurm accounting charges for."""
     counts = environment.get("SLURM_JOB_CPUS_PER_NODE", "")
     if not counts:
         return len(os.sched_getaffinity(0))
@@ -46,7 +46,7 @@ def cores_of(environment: Mapping[str, str] = os.environ) -> int:
 
 
 class RaisedLimits(msgspec.Struct, omit_defaults=True):
-    """Limits in hours that replace those of the campaign file. ``None`` means no limit."""
+    """Limits in hours that override those of the campaign file. ``None`` means unlimited."""
 
     core_hours: Hours | UnsetType | None = UNSET
     gpu_hours: Hours | UnsetType | None = UNSET
@@ -61,10 +61,10 @@ class GpuTime(msgspec.Struct):
 
 
 class CampaignBudget:
-    """The limits of one campaign, and the total use of all its jobs.
+    """Limits of one campaign and the total usage of all its jobs.
 
     Args:
-        limits: The section ``limits`` of the campaign file. A missing value means no limit.
+        limits: The ``limits`` section of the campaign file. Missing values mean unlimited.
     """
 
     def __init__(self, run: RunDir, limits: Mapping[str, Any]) -> None:
@@ -74,17 +74,17 @@ class CampaignBudget:
         self._held: dict[Path, float] = {}
 
     def limits(self) -> dict[str, float | None]:
-        """Returns the current limits in hours. ``None`` means no limit."""
+        """Returns the current limits in hours. ``None`` means unlimited."""
         with suppress(FileNotFoundError, ValueError):
             raised = read_json(self._run.raised_limits, RaisedLimits)
             self._raised = msgspec.to_builtins(raised)
         return {**self._planned, **self._raised}
 
     def raise_to(self, limits: Mapping[str, float | None]) -> None:
-        """Changes limits of an existing run. Running pods notice them at their next poll.
+        """Overrides limits of an existing run. Running pods pick them up at their next poll.
 
         Raises:
-            ConfigError: There is no such limit, or its value is not above 0.
+            ConfigError: The limit is unknown, or its value is not positive.
         """
         for name, value in limits.items():
             if name not in LIMITS or (value is not None and not value > 0):
@@ -93,10 +93,10 @@ class CampaignBudget:
             write_json(self._run.raised_limits, {**self.limits(), **limits})
 
     def exceeded(self, leases: Mapping[str, Mapping[str, Any]]) -> str:
-        """Returns a sentence about an exceeded limit. Empty if no limit is exceeded.
+        """Returns a sentence that describes an exceeded limit. Empty if no limit is exceeded.
 
         Args:
-            leases: The lease content of every start of a pod: ``core_s`` and, in seconds UTC, ``began_at``.
+            leases: Lease content of every pod start: ``core_s``, and ``began_at`` in Unix seconds.
         """
         limits = self.limits()
         core_h, gpu_h, wall = (limits[name] for name in LIMITS)
@@ -135,10 +135,10 @@ class Meter:
         self._next = 0.0
 
     def tick(self, now: bool = False) -> None:
-        """Reports if a report is due, or always with ``now``. A killed start loses the time since its last report.
+        """Writes a report if one is due, or always if ``now``. A killed server loses the time since its last report.
 
         Raises:
-            OSError: The run directory cannot be written.
+            OSError: The run directory is not writable.
         """
         if not self._gpus or (not now and time.monotonic() < self._next):
             return
@@ -152,14 +152,14 @@ class Meter:
 
 
 def gpus_of(planned: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the GPUs of an engine server: those that Slurm allocated to its element, else the ``planned`` number."""
+    """Returns the number of GPUs that Slurm allocated to an engine server, or ``planned`` if Slurm does not say."""
     gpus = environment.get("SLURM_GPUS_ON_NODE", "") if environment.get("SLURM_ARRAY_JOB_ID") else ""
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
     return int(gpus) * int(nodes) if gpus.isdigit() and nodes.isdigit() else planned
 
 
 def held_before(file: Path) -> float:
-    """Returns the GPU-seconds that a server has reported. 0 without a report."""
+    """Returns the GPU-seconds that a server has reported so far. 0 if there is no report."""
     try:
         return read_json(file, GpuTime).gpu_s
     except (FileNotFoundError, ValueError):
@@ -167,5 +167,5 @@ def held_before(file: Path) -> float:
 
 
 def measured(value: object) -> float | None:
-    """Returns a time or an amount from a file. ``None`` if the value is implausible."""
+    """Returns a time or an amount read from a file. ``None`` if the value is implausible."""
     return float(value) if isinstance(value, int | float) and 0 <= value <= MAX_S else None

@@ -1,18 +1,18 @@
-"""``RUN/endpoints``: files that engine servers publish, and the keys for requests to them.
+"""``RUN/endpoints``: files published by engine servers, and the keys for requests to them.
 
 ::
 
-    <policy>.<n>.json           :class:`Endpoint`: the server is serving; replaced with every heartbeat
-    <policy>.<n>.loading        :class:`LoadingServer`: briefly away to load weights; other servers wait for it
-    <policy>.<n>.starting       :class:`FailedServer`: the latest start failed, and another follows
+    <policy>.<n>.json           :class:`Endpoint`: the server is serving; rewritten with every heartbeat
+    <policy>.<n>.loading        :class:`LoadingServer`: paused briefly to load weights; other servers wait for it
+    <policy>.<n>.starting       :class:`FailedServer`: the latest start failed and will be retried
     <policy>.<n>.failed.json    :class:`FailedServer`: the server gave up
     .<policy>.<n>.admin         :class:`AdminKey`: key for the URL paths that change the engine
     .pool.<policy>.key          :class:`PoolMembership`: the engine pool that serves this policy's model
-    .listing                    :class:`EndpointListing`: all of them, listed by one pod for the others
+    .listing                    :class:`EndpointListing`: all endpoints, listed by one pod for the others
 
-Every file is replaced by rename, with mode 0600. A later start of the same array element may already have published its
-own files, so a start withdraws only files that carry its ``start``. Readers skip a file that is being withdrawn or is
-damaged.
+Every file is replaced by rename and has mode 0600. A later start of the same array element may already have published
+its own files, so a start withdraws only files that carry its ``start``. Readers skip files that are damaged or being
+withdrawn.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ class Endpoint(msgspec.Struct, kw_only=True):
     policy: str
     url: str
     key: str = ""
-    """Bearer token. It is left out of what an engine pool publishes."""
+    """Bearer token. Omitted from the endpoints that an engine pool publishes."""
     model_name: str = ""
     protocol: str = "plain"
-    """Requests that the engine supports for the gateway: ``text``, ``plain`` or ``split``."""
+    """Kind of requests that the engine accepts from the gateway: ``text``, ``plain`` or ``split``."""
     template: str = ""
-    """How the served chat template changes earlier messages. Empty if unknown."""
+    """Describes how the served chat template changes earlier messages. Empty if unknown."""
     weight: float = 1.0
-    """Share of the policy's requests, relative to its other servers."""
+    """Share of the policy's requests, relative to the policy's other servers."""
     tls_fingerprint: str = ""
-    """SHA-256 of the certificate. Empty without TLS."""
+    """SHA-256 fingerprint of the TLS certificate. Empty without TLS."""
     node: str = ""
     job_id: str = ""
     start: str = ""
-    """Random name of this start of the server."""
+    """Random id of this start of the server."""
     started_at: float = 0.0
-    """Seconds UTC."""
+    """Unix seconds."""
     heartbeat: int = 0
     weight_version: int = 0
     refused: RefusedWeights | None = None
     in_flight: int = 0
-    """Number of requests at the server."""
+    """Number of requests that the server is processing or has queued."""
     waiting: int = 0
     """Number of requests in the engine's queue."""
     wait_s: float = 0.0
-    """Estimated seconds until the last queued request starts, at the rate of the past half minute."""
+    """Estimated seconds until the last queued request starts, at the rate of the past 30 seconds."""
 
 
 class FailedServer(msgspec.Struct, kw_only=True):
@@ -83,13 +83,13 @@ class FailedServer(msgspec.Struct, kw_only=True):
     """True if another start would fail in the same way."""
     job_id: str = ""
     log: str = ""
-    """Path of the engine's output. Empty without one."""
+    """Path of the engine's log. Empty if there is none."""
     at: float = 0.0
-    """Seconds UTC."""
+    """Unix seconds."""
 
 
 class LoadingServer(msgspec.Struct, kw_only=True):
-    """An engine server that is loading weights and does not serve."""
+    """An engine server that is loading weights and not serving."""
 
     server: str = ""
     policy: str
@@ -98,30 +98,30 @@ class LoadingServer(msgspec.Struct, kw_only=True):
 
 
 class AdminKey(msgspec.Struct):
-    """The key for the URL paths that change an engine, and the server start to which it belongs."""
+    """Key for the URL paths that change an engine, and the server start that it belongs to."""
 
     start: str
     key: str
 
 
 class PoolMembership(msgspec.Struct, kw_only=True):
-    """Access of a campaign's policy to an engine pool that serves its model."""
+    """A campaign's access to the engine pool that serves one of its policies."""
 
     pool: str
     """The pool's run directory."""
     policy: str
     theirs: str
-    """Name of the pool's policy."""
+    """Name of the policy in the pool."""
     key: str
 
 
 class EndpointListing(msgspec.Struct, kw_only=True):
-    """All engines as listed by one pod for the others."""
+    """All endpoints, as listed by one pod for the others."""
 
     generation: str
-    """Changes whenever pods need to see a difference."""
+    """Changes whenever the listing changes in a way that pods must notice."""
     found: dict[str, Any]
-    """File name → decoded endpoint file. A pool's server has the URL and key that this member uses."""
+    """File name → decoded endpoint file. For a server of a pool, the URL and key are the ones that this member uses."""
 
 
 class EndpointFiles:
@@ -131,7 +131,7 @@ class EndpointFiles:
         self._folder = run.endpoints
 
     def serving(self, policy: str | None = None) -> list[Endpoint]:
-        """Returns the servers that are serving, of one policy or of all, ordered by file name."""
+        """Returns the servers that are serving one policy, or all policies, sorted by file name."""
         paths = [path for path in self._folder.glob("*.json") if not path.name.endswith(FAILED)]
         endpoints = _readable(paths, Endpoint)
         return [endpoint for endpoint in endpoints if endpoint.url and policy in (None, endpoint.policy)]
@@ -141,7 +141,7 @@ class EndpointFiles:
         return _readable(self._folder.glob(f"*{FAILED}"), FailedServer)
 
     def starting(self) -> list[FailedServer]:
-        """Returns the servers whose latest start failed and that keep trying."""
+        """Returns the servers whose latest start failed and that are still retrying."""
         return _readable(self._folder.glob(f"*{STARTING}"), FailedServer)
 
     def loading(self, policy: str) -> list[LoadingServer]:
@@ -158,13 +158,14 @@ class EndpointFiles:
         """Returns the engine pools that serve models of this campaign.
 
         Raises:
-            OSError, ValueError: A key cannot be read.
+            OSError: A key file cannot be read.
+            ValueError: A key file is damaged.
         """
         paths = sorted(self._folder.glob(".pool.*.key"))
         return [read_json(path, PoolMembership) for path in paths]
 
     def publish(self, endpoint: Endpoint) -> None:
-        """Publishes a heartbeat of a server. The server then no longer counts as loading or starting."""
+        """Publishes a server's heartbeat and withdraws its loading and starting files."""
         self._write(self._file(endpoint.server), endpoint)
         self._loading_file(endpoint.server).unlink(missing_ok=True)
         if endpoint.heartbeat <= 1:
@@ -176,11 +177,11 @@ class EndpointFiles:
         self.withdraw_starting(server.server)
 
     def publish_starting(self, server: FailedServer) -> None:
-        """Publishes the reason why a server's latest start failed."""
+        """Publishes why a server's latest start failed."""
         self._write(self._folder / f"{server.server}{STARTING}", server)
 
     def withdraw_starting(self, server: str) -> None:
-        """Withdraws the reason of a failed start, since the server now serves, gave up or leaves."""
+        """Withdraws the reason of a failed start, because the server now serves, gave up or is leaving."""
         (self._folder / f"{server}{STARTING}").unlink(missing_ok=True)
 
     def publish_loading(self, server: LoadingServer) -> None:
@@ -188,12 +189,12 @@ class EndpointFiles:
         self._write(self._loading_file(server.server), server)
 
     def publish_admin_key(self, server: str, key: AdminKey) -> None:
-        """Publishes the key of a new start, and withdraws the failure of an earlier one."""
+        """Publishes the admin key of a new start, and withdraws the failure of an earlier start."""
         (self._folder / f"{server}{FAILED}").unlink(missing_ok=True)
         self._write(self._admin_file(server), key)
 
     def publish_membership(self, membership: PoolMembership) -> None:
-        """Publishes the key to the engine pool that serves a policy's model."""
+        """Publishes the key for the engine pool that serves a policy's model."""
         self._write(self._folder / f".pool.{membership.policy}.key", membership)
 
     def publish_listing(self, listing: EndpointListing) -> None:
@@ -201,11 +202,11 @@ class EndpointFiles:
         self._write(self._folder / LISTING, listing)
 
     def listing(self) -> EndpointListing | None:
-        """Returns the listing that a pod published. ``None`` if it does not exist."""
+        """Returns the listing published by a pod, or ``None`` if there is none."""
         return try_read_json(self._folder / LISTING, EndpointListing)
 
     def withdraw(self, server: str, start: str) -> bool:
-        """Withdraws the files of this start of a server. Returns False if a later start has published its own."""
+        """Withdraws this start's files of a server. Returns False if a later start has published its own."""
         endpoint = try_read_json(self._file(server), Endpoint)
         if endpoint is None or endpoint.start != start:
             return False
@@ -214,13 +215,13 @@ class EndpointFiles:
         return True
 
     def withdraw_loading(self, server: str, start: str) -> None:
-        """Withdraws the loading state of this start of a server. A later start's file stays."""
+        """Withdraws this start's loading state. The file of a later start is kept."""
         loading = try_read_json(self._loading_file(server), LoadingServer)
         if loading is not None and loading.start == start:
             self._loading_file(server).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Withdraws every endpoint, for servers that were killed and could not withdraw them."""
+        """Withdraws all endpoints, on behalf of servers that were killed."""
         for endpoint in self.serving():
             self._file(endpoint.server).unlink(missing_ok=True)
         for server in self.starting():
@@ -240,6 +241,6 @@ class EndpointFiles:
 
 
 def _readable(paths: Iterable[Path], kind: type[T]) -> list[T]:
-    """Return the records of the files that can be read, in the order of their paths."""
+    """Return the records of all readable files, in the order of their paths."""
     records = [try_read_json(path, kind) for path in sorted(paths)]
     return [record for record in records if record is not None]

@@ -1,16 +1,15 @@
-"""An engine pool: the model servers of one campaign, shared with other campaigns, possibly of other users.
+"""Engine pools: the model servers of one campaign, shared with other campaigns, possibly of other users.
 
 ::
 
     POOL/pool/about.json             policies, and the number of servers of each
     POOL/pool/servers/<server>.json  an endpoint file without its key
     POOL/pool/cancelled              the pool was cancelled, so clients should not wait for its servers
-    POOL/pool/members/<digest>       contains its own name, the SHA-256 of a campaign's key; the file's owner is the
-    user
+    POOL/pool/members/<digest>       SHA-256 of a campaign's key, also the file's content; the file's owner is the user
 
-A campaign creates its own key, stores it in a file that only its user can read, and enrols the key's digest. No key is
-sent to another user, and the file system tells to which user a digest belongs. Removing the file ends the membership.
-With ``share: group`` the directories are open to the group of the pool's owner. The members' directory then has the
+A campaign generates a key, stores it in a file that only its user can read, and registers the key's digest. Keys are
+never sent to another user. The owner of a digest's file shows which user registered it. Removing the file ends the
+membership. With ``share: group``, the directories are open to the pool owner's group, and the members directory has the
 sticky bit.
 """
 
@@ -38,16 +37,16 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class AboutPool(msgspec.Struct):
-    """The public description of a pool."""
+    """Public description of a pool."""
 
     policies: dict[str, int]
     """Number of servers of each policy."""
     share: str = "user"
-    """``user`` or ``group``: who may use the pool."""
+    """Users who may use the pool: ``user`` (its owner only) or ``group``."""
 
 
 class EnginePool:
-    """The part of a pool's run directory that other users can see."""
+    """The part of a pool's run directory that is visible to other users."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self.path = Path(run) / "pool"
@@ -55,14 +54,14 @@ class EnginePool:
         self._cancelled = self.path / "cancelled"
 
     def create(self, policies: Mapping[str, int], share: str) -> None:
-        """Creates the directories.
+        """Creates the pool's directories.
 
         Args:
             policies: Number of servers of each policy.
-            share: ``user`` or ``group``: who may use the pool.
+            share: ``user`` restricts the pool to its owner; ``group`` admits the owner's group.
         """
         group = share == "group"
-        # The setgid bit gives new files the group of the run directory instead of the writer's group.
+        # The setgid bit makes new files inherit the run directory's group instead of the writer's.
         if group:
             self.path.parent.chmod(self.path.parent.stat().st_mode & 0o7777 | 0o2710)
         for folder, mode in ((self.path, 0o2750), (self.servers, 0o2750), (self.members, 0o3770)):
@@ -75,22 +74,23 @@ class EnginePool:
         write_atomic(self._cancelled, "", 0o640)
 
     def reopen(self) -> None:
-        """Removes the mark that the pool was cancelled."""
+        """Removes the cancelled mark."""
         self._cancelled.unlink(missing_ok=True)
 
     @property
     def closed(self) -> str:
-        """The reason not to wait for the pool's servers. Empty while the pool is open."""
+        """Reason not to wait for the pool's servers. Empty while the pool is open."""
         run = self.path.parent
         if not self._cancelled.exists():
             return ""
         return f"the engine pool {run} was cancelled; its owner can continue it with: megaflow-hpc resume {run}"
 
     def policy(self, name: str) -> str:
-        """Returns the pool's policy for a campaign's policy ``name``: the one of the same name, else the only one.
+        """Returns the pool's policy that serves a campaign's policy ``name``: the one of that name, or else the only
+        one.
 
         Raises:
-            ConfigError: The pool was cancelled, or it has several policies and none of that name.
+            ConfigError: The pool was cancelled, or it has several policies and none has that name.
         """
         record = self.about()
         if closed := self.closed:
@@ -103,8 +103,8 @@ class EnginePool:
         """Returns the number of servers by policy.
 
         Raises:
-            ConfigError: The directory is not a pool or this user may not use it. Also raised if other users could have
-                replaced the pool, since they would then read every prompt.
+            ConfigError: The directory is not a pool, this user may not use it, or other users could have replaced it. A
+                replaced pool could read every prompt.
         """
         try:
             if why := who_may_replace(self.path, self.path.stat().st_uid, "this engine pool"):
@@ -124,16 +124,16 @@ class EnginePool:
         write_json(self.servers / f"{endpoint.server}.json", shown, 0o640)
 
     def withdraw(self, server: str) -> None:
-        """Removes a server from the published ones."""
+        """Stops advertising a server."""
         (self.servers / f"{server}.json").unlink(missing_ok=True)
 
     def serving(self, policy: str) -> list[Endpoint]:
-        """Returns the servers of a policy that are serving, without keys."""
+        """Returns the serving servers of a policy, without their keys."""
         endpoints = [try_read_json(path, Endpoint) for path in sorted(self.servers.glob("*.json"))]
         return [endpoint for endpoint in endpoints if endpoint and endpoint.url and endpoint.policy == policy]
 
     def enrol(self, run: RunDir, policy: str, theirs: str) -> None:
-        """Makes a campaign a member of the pool and writes its key to its run directory.
+        """Registers a campaign as a member of the pool and writes the key to the campaign's run directory.
 
         Args:
             policy: The campaign's policy whose model the pool serves.
@@ -152,7 +152,7 @@ class EnginePool:
             raise ConfigError(f"{self.members}: cannot enrol in this pool: {error.strerror}") from None
 
     def users(self) -> dict[str, str]:
-        """Returns the login name of the user who enrolled each digest."""
+        """Returns digest → login name of the user who registered it."""
         users = {}
         for path in self.members.iterdir():
             if DIGEST.fullmatch(path.name):
@@ -162,7 +162,8 @@ class EnginePool:
                     continue
                 try:
                     status = os.fstat(descriptor)
-                    # A member may put any file there. A link to another user's file contains another name.
+                    # Members may create any file here. A link to another user's file would contain a different digest
+                    # than its name.
                     if stat.S_ISREG(status.st_mode) and os.read(descriptor, 65) == path.name.encode():
                         users[path.name] = user_name(status.st_uid)
                 finally:
@@ -171,5 +172,5 @@ class EnginePool:
 
 
 def digest_of(key: str) -> str:
-    """Returns the SHA-256 of a key in hexadecimal."""
+    """Returns the hexadecimal SHA-256 of a key."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -1,9 +1,8 @@
-"""What happens in a pod: ``RUN/events/<pod>.<start>.jsonl``, one JSON line per event, appended to one open file.
+"""Pod events: ``RUN/events/<pod>.<start>.jsonl``, one JSON object per line, append-only.
 
-:class:`EventWriter` is the only writer and :class:`EventReader` the reader. Nothing depends on these files for
-correctness, so they are flushed but not fsynced. A separate thread writes them, because the loop that reports an event
-must not wait for a disk. Each line has ``t`` (seconds UTC) and ``event``, the kind. Readers skip unknown kinds and
-incomplete lines, and ignore further keys.
+Only :class:`EventWriter` writes these files; :class:`EventReader` reads them. Nothing depends on them for correctness,
+so they are flushed but not fsynced. A separate thread writes them, so the event loop never waits for a disk. Each line
+has ``t`` (Unix seconds) and ``event`` (the kind). Readers ignore unknown kinds, incomplete lines and unknown keys.
 """
 
 from __future__ import annotations
@@ -28,37 +27,37 @@ from megaflow_hpc.host.files import behind_hole, open_regular
 from megaflow_hpc.types import Status
 
 FORMAT_VERSION = 1
-"""Written to the first line of a file. Files of the first releases lack it; they are of version 1 too."""
+"""Written to the first line of a file. Files without it, from the first releases, also have version 1."""
 ERROR_CHARS = 300
-"""Maximum number of characters of an error in an event. The trajectory contains the whole error."""
+"""Maximum length of an error in an event, in characters. The trajectory contains the full error."""
 PIECE = 16 << 20
-"""Bytes of an event file that are read at once. A longer line was not written by a pod."""
+"""Bytes of an event file that are read at a time. Pods never write longer lines."""
 
 
 Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]
-"""Seconds UTC, until the end of the year 9999. A record with a value out of range is damaged."""
+"""Unix seconds, up to the end of the year 9999. A record with a value out of range is damaged."""
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Number = Annotated[float, Meta(ge=-3.4028234663852886e38, le=3.4028234663852886e38)]
-"""A measurement or a reward in the range of float32, so that sums of many cannot overflow. Never NaN."""
+"""A measurement or a reward. Limited to the range of float32, so that sums cannot overflow. Never NaN."""
 
 
 Outcome = Annotated[str, Meta(pattern=rf"\A(?:{'|'.join(get_args(Status))})\Z")]
-"""The status of an ended rollout (:data:`~megaflow_hpc.types.Status`)."""
+"""Status of a rollout that has ended (:data:`~megaflow_hpc.types.Status`)."""
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
-    """One line. Fields that are ``None`` are not written.
+    """Base of all events; one line of an event file. Fields that are ``None`` are not written.
 
-    The most frequent kinds are not tracked by the garbage collector (``gc=False``), since they contain only texts and
-    numbers.
+    The most frequent kinds contain only strings and numbers, so the garbage collector does not track them
+    (``gc=False``).
     """
 
     t: Time = 0.0
-    """Seconds UTC, set by :meth:`EventWriter.write`."""
+    """Unix seconds, set by :meth:`EventWriter.write`."""
 
 
 class PodEvent(Event, tag="pod"):
-    """The pod started, drains or ended. ``state`` is ``started``, ``draining`` or the pod's last word."""
+    """The pod started, is draining or ended. ``state`` is ``started``, ``draining`` or the pod's last word."""
 
     state: str
     format_version: Count | None = None
@@ -67,12 +66,12 @@ class PodEvent(Event, tag="pod"):
     ranks: Count | None = None
     """MPI ranks of the pod."""
     stored: Count | None = None
-    """Rollouts that this pod has stored."""
+    """Number of rollouts that this pod has stored."""
     why: str | None = None
 
 
 class WorkerEvent(Event, tag="worker"):
-    """A worker rank is ``ready``, ``lost`` or ``excluded`` (gets no more work)."""
+    """A worker rank is ``ready``, ``lost`` or ``excluded`` (it gets no more work)."""
 
     rank: Count
     state: str
@@ -80,11 +79,11 @@ class WorkerEvent(Event, tag="worker"):
     node: str | None = None
     why: str | None = None
     rollouts: Count | None = None
-    """Number of rollouts that a lost worker was running."""
+    """Number of rollouts that were running on a lost worker."""
 
 
 class EngineEvent(Event, tag="engine"):
-    """An engine server in the pod's own allocation has started to answer."""
+    """An engine server in the pod's own allocation is ready to serve."""
 
     rank: Count
     state: str
@@ -92,7 +91,7 @@ class EngineEvent(Event, tag="engine"):
 
 
 class ClaimEvent(Event, tag="claim"):
-    """A block was ``claimed``, ``done`` or ``released``, or the pod ``gave`` a part of it to another pod."""
+    """A block was ``claimed``, ``done`` or ``released``, or the pod ``gave`` part of it to another pod."""
 
     block: Count
     epoch: Count
@@ -101,7 +100,7 @@ class ClaimEvent(Event, tag="claim"):
 
 
 class StartEvent(Event, tag="start", gc=False):
-    """An attempt at a rollout starts on a rank."""
+    """An attempt at a rollout started on a rank."""
 
     id: str
     rank: Count
@@ -109,28 +108,28 @@ class StartEvent(Event, tag="start", gc=False):
 
 
 class RolloutEvent(Event, tag="rollout", omit_defaults=False, gc=False):
-    """One stored rollout."""
+    """A rollout was stored."""
 
     id: str
     status: Outcome
     kind: str = ""
-    """Kind of the error. Empty without an error."""
+    """Kind of the error. Empty if there was no error."""
     error: str = ""
     reward: Number | None = None
     seconds: Number = 0.0
     turns: Count = 0
     inexact: Count = 0
-    """Turns whose sampled token ids are not exact."""
+    """Number of turns whose sampled token ids are not exact."""
     constrained: Count = 0
     """Number of turns with constrained tokens."""
     cpu_s: Number | None = None
-    """CPU seconds of its sandboxes. ``None`` if unknown; the same holds for the next two fields."""
+    """CPU seconds of the rollout's sandboxes. ``None`` if unknown, as for the next two fields."""
     memory_peak_mb: Number | None = None
     disk_peak_mb: Number | None = None
 
 
 class AttemptEvent(Event, tag="attempt", gc=False):
-    """An attempt failed and will be repeated. ``kind`` is the cause."""
+    """An attempt failed and will be retried. ``kind`` is the cause."""
 
     id: str
     attempt: Count
@@ -140,7 +139,7 @@ class AttemptEvent(Event, tag="attempt", gc=False):
 
 
 class EndpointsEvent(Event, tag="endpoints"):
-    """The pod's set of engine servers has changed."""
+    """The pod's set of engine servers changed."""
 
     servers: list[str]
 
@@ -149,47 +148,47 @@ AnyEvent = PodEvent | WorkerEvent | EngineEvent | ClaimEvent | StartEvent | Roll
 
 
 def shown(error: str) -> str:
-    """Returns the beginning of an error, for an event."""
+    """Truncates an error for use in an event."""
     return error[:ERROR_CHARS]
 
 
 def rounded(value: float | None, digits: int) -> float | None:
-    """Returns a rounded measurement, for an event. ``None`` if it is unknown or NaN."""
+    """Rounds a measurement for use in an event. Returns ``None`` if it is unknown or NaN."""
     return None if value is None or math.isnan(value) else round(value, digits)
 
 
 _LAST = re.compile(rb'"event": "pod".*"state": "(done|drained|paused)"')
-"""Matches a pod's last event, after which the pod closes its file."""
+"""Matches the last event of a pod, after which its file is closed."""
 T = TypeVar("T", bound=Event)
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 _encoder = msgspec.json.Encoder()
 
 
 def encode(event: Event) -> bytes:
-    """Returns the event as one line. A NaN reward is written as ``null``."""
+    """Encodes an event as one line. A NaN reward becomes ``null``."""
     try:
         return msgspec.json.format(_encoder.encode(event), indent=0) + b"\n"
-    except UnicodeEncodeError:  # lone surrogates, from program output that is not text
+    except UnicodeEncodeError:  # lone surrogates, from program output that is not valid text
         return json.dumps(msgspec.to_builtins(event)).encode() + b"\n"
 
 
 def decode(line: bytes) -> AnyEvent | None:
-    """Returns the event of a line. ``None`` if the line is incomplete or its kind is unknown."""
+    """Decodes a line. Returns ``None`` if the line is incomplete or its kind is unknown."""
     try:
         try:
             return _decoder.decode(line)
         except msgspec.ValidationError:
             return None
-        except ValueError:  # NaN or lone surrogates, which Python writes although JSON lacks them
+        except ValueError:  # NaN or lone surrogates: written by Python's json, but invalid JSON
             return msgspec.convert(json.loads(line, parse_constant=lambda _: None), AnyEvent)
     except (ValueError, RecursionError):
         return None
 
 
 class EventWriter:
-    """Appends to one event file.
+    """Appends events to one file.
 
-    Any thread may call :meth:`write`. Only one thread may call :meth:`flush` and :meth:`close`.
+    :meth:`write` is thread-safe. :meth:`flush` and :meth:`close` must be called from a single thread.
     """
 
     def __init__(self, path: Path) -> None:
@@ -198,12 +197,12 @@ class EventWriter:
         self._lines: deque[bytes] = deque()
 
     def write(self, event: Event) -> None:
-        """Queues an event for the next flush and sets its time."""
+        """Timestamps an event and queues it for the next flush."""
         event.t = round(time.time(), 3)
         self._lines.append(encode(event))
 
     def flush(self) -> None:
-        """Writes queued events. If the disk is full, events are lost and no error is raised."""
+        """Writes queued events. If the disk is full, events are dropped without an error."""
         if not self._lines:
             return
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
@@ -223,14 +222,14 @@ class EventWriter:
 
 
 class EventReader(Generic[T]):
-    """Follows the event files of a run. It keeps files open between reads, as far as the limit of descriptors allows.
+    """Follows the event files of a run. Files stay open between reads, as far as the descriptor limit allows.
 
     Args:
         folder: ``RUN/events``.
-        only: The kind of event to decode; empty decodes every kind.
-        about: The rollout whose events are decoded. Empty decodes all events.
-        begin: Called with a file before its first read. Returns the number of bytes to skip, and events that replace
-            them. Default: every byte is read.
+        only: Kind of event to decode. Empty decodes every kind.
+        about: Rollout whose events are decoded. Empty decodes all events.
+        begin: Called with each file before its first read. Returns the number of bytes to skip, and the events that
+            stand in for them. By default nothing is skipped.
     """
 
     _readers: ClassVar[weakref.WeakSet[EventReader[Any]]] = weakref.WeakSet()
@@ -247,16 +246,16 @@ class EventReader(Generic[T]):
         self._about = f'"id": "{about}"'.encode("utf-8", "replace") if about else b""
         self._offsets: dict[Path, int] = {}
         self._ended: set[Path] = set()
-        """Files that will not grow any more."""
+        """Files that will not grow any further."""
         self._open: dict[Path, BinaryIO] = {}
         self._most_open = 0
         self._readers.add(self)
 
     def read(self, pods: Iterable[str] | None = None) -> Iterator[tuple[str, list[AnyEvent | T]]]:
-        """Yields each file's ``<pod>.<start>`` and the events appended to it since the last call, possibly none.
+        """Yields each file's ``<pod>.<start>`` and the events appended since the last call, possibly none.
 
         Args:
-            pods: The pods whose files are read. Default: all.
+            pods: Pods whose files are read. Defaults to all pods.
         """
         others = sum(len(reader._open) for reader in list(self._readers) if reader is not self)
         self._most_open = descriptors.limit() // 2 - others
@@ -283,7 +282,7 @@ class EventReader(Generic[T]):
             yield path.stem, [*first, *(event for event in decoded if event is not None)]
 
     def _read_appended(self, path: Path, offset: int) -> tuple[list[bytes], int]:
-        """Returns the complete lines after ``offset``, and the offset of their end."""
+        """Returns the complete lines after ``offset``, and the offset where they end."""
         file = self._open.pop(path, None)
         if file is None:
             if offset and path.stat().st_size <= offset:

@@ -1,4 +1,4 @@
-"""Reads and writes the JSON files of a run directory as typed records. Their content is not trusted."""
+"""Read and write the JSON files of a run directory as typed records. File content is untrusted."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def read_json(path: str | os.PathLike[str], kind: type[T], max_bytes: int = LARGEST) -> T:
-    """Reads one file. Keys that ``kind`` does not have are ignored.
+    """Reads one file. Unknown keys are ignored.
 
     Raises:
-        OSError: The file is missing, is not a regular file, or cannot be read now.
+        OSError: The file is missing, not a regular file, or temporarily unreadable.
         ValueError: The file is damaged. The message names the file, the field and the expected type.
     """
     data = read_regular(path, max_bytes)
@@ -29,7 +29,7 @@ def read_json(path: str | os.PathLike[str], kind: type[T], max_bytes: int = LARG
 
 
 def try_read_json(path: str | os.PathLike[str], kind: type[T], max_bytes: int = LARGEST) -> T | None:
-    """Reads one file. Returns ``None`` if it is missing or damaged, or cannot be read now."""
+    """Reads one file. Returns ``None`` if it is missing, damaged or temporarily unreadable."""
     try:
         return read_json(path, kind, max_bytes)
     except (OSError, ValueError):
@@ -37,5 +37,5 @@ def try_read_json(path: str | os.PathLike[str], kind: type[T], max_bytes: int = 
 
 
 def write_record(path: Path, record: msgspec.Struct, mode: int | None = None) -> None:
-    """Publishes a record at ``path``; see :func:`~megaflow_hpc.host.atomic.write_atomic`."""
+    """Writes a record atomically to ``path``; see :func:`~megaflow_hpc.host.atomic.write_atomic`."""
     write_json(path, msgspec.to_builtins(record), mode)

@@ -90,14 +90,14 @@ class RunDir:
             make_directory(self.path / room)
 
     def check_ours(self, to_run: bool = False) -> None:
-        """Checks that the run directory belongs to this user, and that no link redirects writes to another place.
+        """Checks that this user owns the run directory, and that no symlink redirects writes elsewhere.
 
         Args:
-            to_run: Also call :meth:`check_place`, because jobs will run files of the directory.
+            to_run: Also call :meth:`check_place`, because jobs will run files from the directory.
 
         Raises:
-            ConfigError: The directory belongs to another user, or one of its directories is a symbolic link, as in an
-                unpacked archive.
+            ConfigError: The directory belongs to another user, or one of its subdirectories is a symlink, as may happen
+                in an unpacked archive.
         """
         try:
             owner = self.path.stat().st_uid
@@ -116,31 +116,31 @@ class RunDir:
     def check_place(self) -> None:
         """Checks that no other user could replace the run directory.
 
-        Jobs run files of this directory, perhaps days after it was planned.
+        Jobs run files from this directory, perhaps days after it was planned.
 
         Raises:
-            ConfigError: Names the directory that other users may write to, and the remedy.
+            ConfigError: Another user may write to a parent directory. The message names it and the remedy.
         """
         if why := who_may_replace(self.path):
             raise ConfigError(f"run directory {self.path}: {why}; jobs would run its files")
 
     def block(self, number: int) -> Path:
-        """Returns the file of a block of rollouts."""
+        """Returns the path of a block of rollouts."""
         return self.tasks / f"{number:06d}.json"
 
     def journal_file(self, pod: str, start: str) -> Path:
-        """Returns the journal of one start of a pod."""
+        """Returns the path of the journal of one pod start."""
         return self.journal / f"{pod}.{start}.journal"
 
     def event_file(self, pod: str, start: str) -> Path:
-        """Returns the event file of one start of a pod."""
+        """Returns the path of the event file of one pod start."""
         return self.events / f"{pod}.{start}.jsonl"
 
     def log(self, role: str) -> str:
-        """Returns Slurm's pattern for the log of an array element: ``%A`` array job, ``%a`` element."""
+        """Returns Slurm's file name pattern for an array element's log: ``%A`` is the array job, ``%a`` the element."""
         return str(self.logs / f"{role}-%A_%a.log")
 
 
 def new_run_name(campaign: str) -> str:
-    """Returns ``<campaign>-<UTC stamp>-<4 hex digits>``."""
+    """Returns a new name of the form ``<campaign>-<UTC stamp>-<4 hex digits>``."""
     return f"{campaign}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"

@@ -1,12 +1,12 @@
-"""``RUN/live``: live status of running rollouts, written only while a viewer asks for it.
+"""``RUN/live``: live status of running rollouts, written only while a viewer requests it.
 
 ::
 
-    <host>.<process>.ask    :class:`Ask`: rollouts that a viewer shows; the viewer renews it every few seconds
-    <pod>.<start>.json      :class:`PodLiveStatus`: status of those rollouts that run in that pod
+    <host>.<process>.ask    :class:`Ask`: rollouts that a viewer shows; renewed every few seconds
+    <pod>.<start>.json      :class:`PodLiveStatus`: status of the requested rollouts that run in that pod
 
-Pods poll for viewers every few seconds; of many pods, one polls for all. A viewer whose counter does not change is
-assumed gone, by the pod's own clock. Nothing depends on these files, and the last pod removes them.
+Pods poll for viewers every few seconds; in large runs one pod polls for all. A viewer whose counter stops changing, by
+the pod's own clock, is assumed gone. Nothing depends on these files. The last pod removes them.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from megaflow_hpc.rundir.json_files import try_read_json
 from megaflow_hpc.rundir.layout import RunDir
 
 RENEW_S = 10.0
-"""Interval at which a viewer renews its ask."""
+"""Seconds between renewals of a viewer's request."""
 POLL_INTERVAL_S = 3.0
-"""Interval at which pods poll for viewers. A person waits for the answer."""
+"""Seconds between pods' polls for viewers. Short, because a person is waiting."""
 STALE_S = 45.0
-"""A viewer whose counter did not change for this long is gone."""
+"""A viewer is assumed gone if its counter has not changed for this many seconds."""
 STALE_VIEWER_CLEANUP_S = 600.0
 """Delete a vanished viewer's file after this many seconds."""
 MAX_ROLLOUTS = 128
-"""Rollouts that all viewers together may ask about."""
+"""Maximum number of rollouts requested by all viewers together."""
 MAX_TRANSCRIPTS = 4
 MAX_BYTES = 8 << 20
-"""Largest file that is read."""
+"""Maximum size of a file that is read."""
 
 
 class Ask(msgspec.Struct, kw_only=True):
-    """The question of one viewer."""
+    """Request of one viewer."""
 
     counter: Count
     rollouts: list[str] = []
-    """Rollouts on its screen."""
+    """Rollouts on the viewer's screen."""
     transcript: str = ""
-    """The rollout whose conversation it shows."""
+    """Rollout whose conversation is shown."""
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """The questions of all viewers together, bounded."""
+    """Combined requests of all viewers, limited in size."""
 
     rollouts: tuple[str, ...] = ()
     transcripts: tuple[str, ...] = ()
@@ -65,28 +65,28 @@ class LiveStatus(msgspec.Struct):
     """Live status of one rollout."""
 
     calls: Count
-    """Answered model calls."""
+    """Number of completed model calls."""
     tokens: Count
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     waits: bool
-    """A model call waits for its answer."""
+    """True if a model call is pending."""
     quiet_s: Number
-    """Seconds since these values changed."""
+    """Seconds since these values last changed."""
 
 
 class Transcript(msgspec.Struct):
-    """The current end of a conversation."""
+    """The most recent messages of a conversation."""
 
     calls: Count
-    """Answered model calls."""
+    """Number of completed model calls."""
     messages: list[tuple[str, str]]
     """Role and text of each message."""
     left_out: Count = 0
-    """Number of earlier messages."""
+    """Number of earlier messages that were left out."""
 
 
 class PodLiveStatus(msgspec.Struct):
-    """Live status of the rollouts that viewers ask about and that run in one pod."""
+    """Live status of one pod's rollouts that viewers have requested."""
 
     rollouts: dict[str, LiveStatus] = {}
     transcripts: dict[str, Transcript] = {}
@@ -96,26 +96,26 @@ class PodLiveStatus(msgspec.Struct):
 
 
 class LiveFiles:
-    """The files of one run.
+    """Reads and writes the live-status files of one run.
 
     Args:
-        clock: seconds of a clock that never jumps.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = run.live, clock
         self._viewers: dict[str, tuple[int, float]] = {}
-        """Viewer → its counter, and when the counter was first seen."""
+        """Viewer → (its counter, time at which that value was first seen)."""
         self._own = re.sub(r"[^\w.-]", "_", f"{os.uname().nodename}.{os.getpid()}.ask")
         self._counter = 0
 
     # --- for viewers ---
 
     def ask(self, rollouts: list[str], transcript: str = "") -> None:
-        """Asks for the live status of some rollouts. Call it every :data:`RENEW_S` to keep asking.
+        """Requests the live status of some rollouts. Must be repeated every :data:`RENEW_S` seconds.
 
         Raises:
-            OSError: the run directory cannot be written, at all or by this user.
+            OSError: The run directory is not writable.
         """
         if self._folder.parent.stat().st_uid != os.getuid():  # also for root, whose files the owner could not remove
             raise PermissionError(errno.EPERM, "pods are asked by the run's owner alone")
@@ -125,18 +125,18 @@ class LiveFiles:
             write_atomic(folder / self._own, msgspec.json.encode(ask))
 
     def leave(self) -> None:
-        """Stops asking. Raises OSError."""
+        """Withdraws this viewer's request. Raises OSError."""
         if self._counter:
             (self._folder / self._own).unlink(missing_ok=True)
 
     def status(self, pod: str) -> PodLiveStatus | None:
-        """Returns the live status that a pod (``<pod>.<start>``) shows, ``None`` while it shows none."""
+        """Returns the live status that a pod (``<pod>.<start>``) has published, or ``None``."""
         return try_read_json(self._folder / f"{pod}.json", PodLiveStatus, MAX_BYTES)
 
     # --- for pods ---
 
     def asked(self) -> Asked:
-        """Returns what viewers ask for. Costs one listing, and one read for each viewer. Raises OSError."""
+        """Returns the combined requests of all viewers. Costs one listing and one read per viewer. Raises OSError."""
         try:
             names = {name for name in os.listdir(self._folder) if name.endswith(".ask") and not name.startswith(".")}
         except FileNotFoundError:
@@ -158,7 +158,7 @@ class LiveFiles:
         return Asked(tuple(sorted({*rollouts}))[:MAX_ROLLOUTS], tuple(sorted({*transcripts}))[:MAX_TRANSCRIPTS])
 
     def publish(self, pod: str, status: PodLiveStatus) -> None:
-        """Shows the live status of a pod. An empty status withdraws the last one. Raises OSError."""
+        """Publishes the live status of a pod. An empty status withdraws the previous one. Raises OSError."""
         path = self._folder / f"{pod}.json"
         if status:
             write_atomic(path, _encode(status))
@@ -167,7 +167,7 @@ class LiveFiles:
 
 
 class Viewers:
-    """The viewers of a run, as one pod serves them. A disk that refuses these files stops nothing.
+    """Serves a run's viewers from one pod. Disk errors are ignored.
 
     Args:
         pod: ``<pod>.<start>``.
@@ -176,19 +176,19 @@ class Viewers:
     def __init__(self, run: RunDir, pod: str) -> None:
         self._run, self._pod, self._files = run, pod, LiveFiles(run)
         self.asked = Asked()
-        """The rollouts that viewers asked for at the last poll."""
+        """Rollouts that viewers requested as of the last poll."""
         self._shows = False
         self._polled_at = 0.0
 
     def poll(self, find: Callable[[], Asked]) -> None:
-        """Updates :attr:`asked` by ``find`` when that is due."""
+        """Updates :attr:`asked` by calling ``find``, if a poll is due."""
         if time.monotonic() - self._polled_at >= POLL_INTERVAL_S:
             self._polled_at = time.monotonic()
             with suppress(OSError):
                 self.asked = find()
 
     def show(self, status: PodLiveStatus) -> None:
-        """Shows the live status of this pod. An empty status withdraws the last one."""
+        """Publishes the live status of this pod. An empty status withdraws the previous one."""
         if status or self._shows:
             self._shows = bool(status)
             with suppress(OSError):
@@ -199,14 +199,14 @@ class Viewers:
         self.show(PodLiveStatus())
 
     def clear(self) -> None:
-        """Removes the files of all pods and viewers, because nothing runs any more."""
+        """Removes the files of all pods and viewers, once nothing is running."""
         remove_tree(self._run.live, ignore_errors=True)
 
 
 def _encode(status: PodLiveStatus) -> bytes:
     try:
         return msgspec.json.encode(status)
-    except UnicodeEncodeError:  # a program wrote lone surrogates
+    except UnicodeEncodeError:  # lone surrogates in program output
         for transcript in status.transcripts.values():
             transcript.messages = [(_text(role), _text(text)) for role, text in transcript.messages]
         return msgspec.json.encode(status)

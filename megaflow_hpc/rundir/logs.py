@@ -1,8 +1,8 @@
-"""Read the logs of a run: list them, read the end of one, and find all lines about one rollout.
+"""Read the logs of a run: list them, read the tail of one, or find all lines about one rollout.
 
 Each process of a run writes ``RUN/logs/<role>-<job>.log``, or ``<role>-local.log`` without Slurm. An engine writes
-``<policy>.<n>.engine.log``. Lines about a rollout in a pod's log start with its id. Logs contain untrusted text of any
-size, possibly with incomplete lines. They are read from the end, in bounded pieces, and undecodable bytes stay visible.
+``<policy>.<n>.engine.log``. In a pod's log, lines about a rollout start with its id. Logs contain untrusted text, can
+be of any size and may have incomplete lines. They are read backwards in bounded chunks. Undecodable bytes are kept.
 """
 
 from __future__ import annotations
@@ -30,29 +30,27 @@ from megaflow_hpc.rundir.events import (
 from megaflow_hpc.rundir.layout import RunDir
 
 PIECE = 1 << 20
-"""Bytes read at once."""
+"""Bytes read at a time."""
 LINE = 1 << 14
-"""Maximum number of bytes shown of a line."""
+"""Maximum number of bytes shown per line."""
 TAIL_BYTES = 16 << 20
-"""Bytes at a log's end that are searched for the last lines."""
+"""Maximum number of bytes searched for the last lines of a log."""
 SEARCHED_BYTES = 256 << 20
-"""Bytes of all pods' logs that are searched for one rollout, newest logs first."""
+"""Maximum number of bytes searched for one rollout, over all pods' logs, newest first."""
 _END = 4096
 _ENGINE = ".engine"
 
 
 @dataclass(frozen=True)
 class Log:
-    """One log file."""
-
     path: Path
     bytes: int
     changed_at: float
-    """Seconds UTC."""
+    """Unix seconds."""
 
     @property
     def last(self) -> str:
-        """The last line, truncated if it is long. Read again on each access."""
+        """The last line, truncated if it is long. Every access reads the file again."""
         try:
             lines = tail(self.path, 1, _END).lines if self.bytes else []
         except OSError:  # removed in the meantime
@@ -61,7 +59,7 @@ class Log:
 
     @property
     def name(self) -> str:
-        """The name that users type: the file's name without ``.log``."""
+        """The file name without ``.log``, as users type it."""
         return self.path.name.removesuffix(".log")
 
     @property
@@ -71,7 +69,7 @@ class Log:
 
 
 def all_logs(run: RunDir) -> list[Log]:
-    """Returns the logs of a run, ordered by name, without opening them."""
+    """Returns the logs of a run, sorted by name, without opening them."""
     logs = []
     try:
         names = sorted(os.listdir(run.logs))
@@ -83,16 +81,16 @@ def all_logs(run: RunDir) -> list[Log]:
             status = path.lstat()
             if name.endswith(".log") and stat.S_ISREG(status.st_mode):
                 logs.append(Log(path, status.st_size, status.st_mtime))
-        except OSError:  # removed in the meantime, or not readable
+        except OSError:  # removed in the meantime, or unreadable
             continue
     return logs
 
 
 def find_log(run: RunDir, wanted: str) -> Log:
-    """Returns the log that a user names by its name, a role, a job, an array element, a pod or a server.
+    """Returns the log identified by a log name, role, job, array element, pod or server.
 
     Raises:
-        ConfigError: There is no such log, or there are several. The error names them.
+        ConfigError: No log matches, or several do. The message lists the candidates.
     """
     there = all_logs(run)
     name = wanted.removesuffix(".log")
@@ -113,7 +111,7 @@ def find_log(run: RunDir, wanted: str) -> Log:
 
 
 def pod_log(run: RunDir, pod: str) -> Path | None:
-    """Returns the log of a pod, which events and status name ``<pod>.<start>``. ``None`` if it does not exist."""
+    """Returns the log of a pod, given as ``<pod>.<start>`` as in events and status. ``None`` if there is none."""
     name = pod.rpartition(".")[0]
     path = run.logs / ("pod-local.log" if name.startswith("local-") else f"pod-{name}.log")
     return path if path.exists() else None
@@ -125,17 +123,17 @@ def _names(logs: list[Log], most: int = 10) -> str:
 
 @dataclass(frozen=True)
 class Tail:
-    """The end of a log."""
+    """The last lines of a log."""
 
     lines: list[str]
     before: int
-    """Bytes of the log before these lines."""
+    """Number of bytes before these lines."""
     offset: int = 0
-    """Length of the log when it was read."""
+    """Size of the log when it was read."""
 
 
 def tail(path: Path, lines: int, most: int = TAIL_BYTES) -> Tail:
-    """Returns the last ``lines`` lines of a log, as far as they are in its last ``most`` bytes.
+    """Returns the last ``lines`` lines of a log, reading at most ``most`` bytes.
 
     Raises:
         OSError: The log cannot be read.
@@ -170,10 +168,10 @@ def whole(path: Path) -> Iterator[str]:
 
 
 class GrowingLog:
-    """Follows a growing log. A log that has become shorter is read from its beginning.
+    """Follows a growing log. A log that was truncated is read again from the start.
 
     Args:
-        offset: Position of the first read. Later reads continue after the previous one.
+        offset: Position of the first read. Later reads continue from the previous one.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -181,7 +179,7 @@ class GrowingLog:
         self.offset, self._rest = offset, b""
 
     def read(self) -> list[str]:
-        """Returns the lines completed since the last call, up to one piece. Empty if there is nothing new."""
+        """Returns the lines completed since the last call, limited to one chunk. Empty if there are none."""
         try:
             with open_regular(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self.offset:
@@ -191,7 +189,7 @@ class GrowingLog:
                     data = file.read(PIECE)
                     self.offset += len(data)
                     *lines, rest = (self._rest + data).split(b"\n")
-                    self._rest = rest[: LINE + 1]  # keep only the part of an unfinished line that will be shown
+                    self._rest = rest[: LINE + 1]  # of an unfinished line, keep only the part that will be shown
                     if not lines and len(data) == PIECE:
                         self.offset = behind_hole(file, self.offset)
                     if lines or len(data) < PIECE:
@@ -200,13 +198,13 @@ class GrowingLog:
             return []
 
     def rest(self) -> list[str]:
-        """Returns the unfinished last line."""
+        """Returns the last line if it is unterminated."""
         rest, self._rest = self._rest, b""
         return [_text(rest)] if rest else []
 
 
 class RolloutLog:
-    """Follows all events and pod log lines about one rollout."""
+    """Follows all events and pod log lines of one rollout."""
 
     def __init__(self, run: RunDir, rollout: str) -> None:
         self._run, self._rollout = run, rollout
@@ -214,12 +212,12 @@ class RolloutLog:
         self._logs: dict[Path, GrowingLog] = {}
         self._said = re.compile(rf"(?<![\w./-]){re.escape(rollout)}(?![\w./-])")
         self.ended = False
-        """True if the outcome of the rollout is stored."""
+        """True once the rollout's outcome is stored."""
         self.skipped = 0
-        """Bytes of logs that were not searched because of the limit."""
+        """Bytes of logs that were not searched because of the size limit."""
 
     def read(self) -> list[str]:
-        """Returns the lines written since the last call, events first. Empty if there is nothing new."""
+        """Returns the lines written since the last call, events first. Empty if there are none."""
         texts = [(event.t, describe(event)) for _, events in self._events.read() for event in events]
         self.ended = self.ended or any(text.startswith("stored: ") for _, text in texts)
         lines = [f"{_clock(t)} {text}" for t, text in sorted(texts)]
@@ -229,7 +227,7 @@ class RolloutLog:
         return lines
 
     def _changed_logs(self) -> list[GrowingLog]:
-        """Return the pods' logs whose length has changed since the last read."""
+        """Return the pod logs whose size has changed since the last read."""
         pods = [log for log in all_logs(self._run) if log.role == "pod"]
         left = SEARCHED_BYTES
         for log in sorted(pods, key=lambda log: -log.changed_at):
@@ -242,7 +240,7 @@ class RolloutLog:
 
 
 def last_word(run: RunDir, pod: str) -> PodEvent | None:
-    """Returns the last event of a pod that has ended (``<pod>.<start>``). ``None`` if the pod was killed."""
+    """Returns the final event of a pod that has ended (``<pod>.<start>``). ``None`` if the pod was killed."""
     try:
         lines = tail(run.events / f"{pod}.jsonl", 1, _END)
     except OSError:

@@ -1,20 +1,20 @@
-"""Flag files: files whose existence is the message. Batch scripts of a run call this module by its name.
+"""Flag files, whose existence is the message. Batch scripts of a run call this module by name.
 
 ::
 
-    RUN/ledger/finished         all blocks are done, and this is their number; the pod that ends the last one writes it
-    RUN/ledger/open/<consumer>  the lease of a consumer, who may add blocks: the campaign is not finished
-    RUN/ledger/cancelled        the campaign was cancelled, and these were its consumers; ``resume`` removes the file
+    RUN/ledger/finished         all blocks are done; contains their number; written by the pod that ends the last one
+    RUN/ledger/open/<consumer>  lease of a consumer, who may add blocks: the campaign is not finished
+    RUN/ledger/cancelled        the campaign was cancelled; lists its consumers; removed by ``resume``
     RUN/ledger/leaving/<pod>    this element of a pod array drains and is not requeued
-    RUN/ledger/unstarted/<pod>  its last start ended before rank 0 had its lease: node, exit status, log and its end
-    RUN/ledger/mpi[@<cluster>]  the type of srun --mpi by which ranks found each other after another type had failed
+    RUN/ledger/unstarted/<pod>  the last start ended before rank 0 had a lease: node, exit status, log path, log tail
+    RUN/ledger/mpi[@<cluster>]  type of srun --mpi that connected the ranks after another type had failed
 
 The batch shell of a pod and its rank 0 exchange files in a private directory (``MEGAFLOW_POD_DIR``)::
 
-    drain                       the pod must drain; holds one of :data:`WHY_DRAIN`, or nothing
+    drain                       the pod must drain; contains a key of :data:`WHY_DRAIN`, or nothing
     state                       the pod's last word, one of :data:`LAST_WORDS`
     progress                    this start has stored something, so it was not in vain
-    world                       the ranks have found each other, so later failures are not due to the type of srun --mpi
+    world                       all ranks are connected, so later failures are not caused by the type of srun --mpi
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from megaflow_hpc.rundir.json_files import read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 
 FINISHED = "ledger/finished"
-"""Path of the finished mark in the run directory. The ledger's rules publish it."""
+"""Path of the finished mark, relative to RUN. Written by the ledger's rules."""
 OPEN = "ledger/open"
-"""Path of the directory of open leases in the run directory."""
+"""Directory of open leases, relative to RUN."""
 _PLANNED = re.compile(r"\d{6}\.json\Z")
 DRAIN = "drain"
 WHY_DRAIN = {
@@ -48,22 +48,22 @@ WHY_DRAIN = {
     "stopped": "the run was interrupted",
     "leaving": "asked to leave, by scale",
 }
-"""Words of the drain file and their meaning. After ``now`` and ``cancelled`` Slurm kills the step soon."""
+"""Words of the drain file and their meaning. After ``now`` and ``cancelled``, Slurm soon kills the step."""
 STATE = "state"
 PROGRESS = "progress"
 WORLD = "world"
 LAST_WORDS = ("done", "drained", "paused", "lost")
-"""All rollouts are stored; blocks were given back; a limit stopped the pod; another pod took the blocks."""
+"""How a pod ended: all rollouts stored, blocks released, stopped by a limit, or blocks taken over by another pod."""
 ORDERLY = LAST_WORDS[:3]
-"""Last words of a pod that ended as it should."""
+"""Last words of a pod that ended normally."""
 
 CAUSES = ("pod: ", "trainer: ", "giving up: ", "Error: ", "srun: error: ", "slurmstepd: error: ", "error")
-"""Parts of log lines that explain the end better than the last line does. The first one explains most."""
+"""Substrings of log lines that explain a failure better than the last line does, most informative first."""
 
 
 @dataclass(frozen=True)
 class Unstarted:
-    """A pod whose last start ended before rank 0 had its lease."""
+    """A pod whose last start ended before rank 0 had a lease."""
 
     pod: str
     node: str
@@ -71,18 +71,18 @@ class Unstarted:
     """Exit status of srun."""
     log: str
     cause: str
-    """The line of the log that tells most about the cause."""
+    """The log line that best explains the failure."""
 
 
 class CancelledMark(msgspec.Struct):
-    """The mark of a cancelled campaign."""
+    """Content of the cancelled mark."""
 
     consumers: list[str] = []
-    """The consumers that could add blocks."""
+    """Consumers that could add blocks when the campaign was cancelled."""
 
 
 class Marks:
-    """The flag files of one run."""
+    """Reads and writes the flag files of one run."""
 
     def __init__(self, run: RunDir) -> None:
         self._finished, self._cancelled = run.path / FINISHED, run.ledger / "cancelled"
@@ -93,7 +93,8 @@ class Marks:
 
     @property
     def finished(self) -> bool:
-        """Every block is done and no consumer may add some. Costs a read, and two listings if there is a mark."""
+        """True if every block is done and no consumer may add more. Costs one read, plus two listings if the mark
+        exists."""
         try:
             mark = json.loads(read_regular(self._finished) or b"{}")
         except FileNotFoundError:
@@ -104,21 +105,21 @@ class Marks:
 
     @property
     def open(self) -> list[str]:
-        """The consumers that may add blocks."""
+        """Consumers that may add blocks."""
         return sorted(path.name for path in self._open.glob("[!.]*"))
 
     @property
     def cancelled(self) -> bool:
-        """Whether the campaign was cancelled."""
+        """True if the campaign was cancelled."""
         return self._cancelled.exists()
 
     @property
     def over(self) -> bool:
-        """Whether the campaign is finished or cancelled: engines and autoscalers leave."""
+        """True if the campaign is finished or cancelled, so engines and autoscalers should exit."""
         return self.finished or self.cancelled
 
     def cancel(self) -> None:
-        """Marks the campaign as cancelled, and closes it to consumers. The mark remembers them."""
+        """Marks the campaign as cancelled and closes it to consumers. The mark records their names."""
         consumers = sorted({*self.closed, *self.open})
         write_record(self._cancelled, CancelledMark(consumers))
         for consumer in consumers:
@@ -126,18 +127,18 @@ class Marks:
 
     @property
     def closed(self) -> list[str]:
-        """The consumers that a cancelled campaign had."""
+        """Consumers that a cancelled campaign had."""
         try:
             return read_json(self._cancelled, CancelledMark).consumers
         except (FileNotFoundError, ValueError):
             return []
 
     def uncancel(self) -> None:
-        """Removes the mark of a cancelled campaign, if there is one."""
+        """Removes the cancelled mark, if any."""
         self._cancelled.unlink(missing_ok=True)
 
     def leave(self, pod: str) -> None:
-        """Marks an element of a pod array (``123_4``) as leaving. It is not requeued when it has drained."""
+        """Marks an element of a pod array (``123_4``) as leaving, so that it is not requeued after it drains."""
         make_directory(self._leaving)
         (self._leaving / pod).touch()
 
@@ -146,7 +147,7 @@ class Marks:
         return {path.name for path in self._leaving.glob("*")}
 
     def unstarted(self) -> list[Unstarted]:
-        """Returns the pods of which no start ever wrote a lease."""
+        """Returns the pods none of whose starts ever wrote a lease."""
         pods = []
         paths = sorted(self._unstarted.glob("[!.]*"))
         started = {lease.name.rpartition(".")[0] for lease in self._leases.glob("*")} if paths else set()
@@ -160,27 +161,27 @@ class Marks:
         return pods
 
     def forget_unstarted(self) -> None:
-        """Removes these flags before the pods are started again."""
+        """Removes the ``unstarted`` flags before the pods are started again."""
         for path in self._unstarted.glob("*"):
             path.unlink(missing_ok=True)
 
 
 def planned(names: Iterable[str]) -> int:
-    """Returns how many of the names in ``tasks/`` are planned blocks. Handed-off blocks have one digit more."""
+    """Returns the number of planned blocks among the names in ``tasks/``. Handed-off blocks have one more digit."""
     return sum(_PLANNED.match(name) is not None for name in names)
 
 
 def counts(mark: Mapping[str, object] | None, blocks: int) -> bool:
-    """Tells whether a finished mark is about all blocks. An old mark without a number is.
+    """Returns whether a finished mark covers all blocks. An old mark without a number always does.
 
     Args:
-        blocks: number of blocks, without handed-off ones.
+        blocks: Number of blocks, excluding handed-off ones.
     """
     return mark is not None and mark.get("blocks", blocks) == blocks
 
 
 def cause(lines: Sequence[str]) -> str:
-    """Returns the line of a log's end that tells most about the cause."""
+    """Returns the line of a log's tail that best explains the failure."""
     texts = [line.strip() for line in lines if line.strip()]
     for mark in CAUSES:
         if matching := [line for line in texts if mark in line]:

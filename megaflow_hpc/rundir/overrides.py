@@ -1,11 +1,11 @@
-"""Changed Slurm requests for a run's new jobs (``resume --time``, ``--mem``, ``--partition``).
+"""Slurm requests of a run's new jobs, overridden after planning (``resume --time``, ``--mem``, ``--partition``).
 
 ::
 
     RUN/ledger/slurm.json    {"pods": {"time": "8:00:00"}, "servers": {"partition": "gpu-long"}}
 
-They replace values of the campaign file. ``run.json`` is never changed, and queued jobs keep their requests. ``null``
-stands for the site's default.
+They override the campaign file. ``run.json`` is never changed, and queued jobs keep their requests. ``null`` selects
+the site's default.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ OPTIONS = {
     "mem_gb": ("mem", "mem-per-cpu", "mem-per-gpu"),
     "partition": ("partition", "p"),
 }
-"""Keys that may be changed, each with the sbatch options in ``extra`` that mean the same."""
+"""Keys that may be overridden, each with the equivalent sbatch options in ``extra``."""
 
 Changes = Mapping[str, Mapping[str, Any]]
 
 
 def overridden(run: RunDir, config: CampaignConfig) -> CampaignConfig:
-    """Returns the campaign with the changed requests, for new jobs.
+    """Returns the campaign with the overridden requests, for new jobs.
 
     Raises:
         ConfigError: This version does not understand a value.
@@ -44,15 +44,15 @@ def overridden(run: RunDir, config: CampaignConfig) -> CampaignConfig:
 def override(
     run: RunDir, config: CampaignConfig, changes: Changes, check: Callable[[CampaignConfig], None] = lambda _: None
 ) -> CampaignConfig:
-    """Changes requests of new jobs, in addition to earlier changes. Returns the campaign with all changes.
+    """Overrides requests of new jobs, in addition to earlier overrides. Returns the campaign with all overrides.
 
     Args:
-        config: The campaign as it was planned.
+        config: The campaign as planned.
         changes: Values of :data:`OPTIONS` by role.
-        check: Raises an error if the site would refuse the changed campaign. Then nothing is changed.
+        check: Called with the resulting campaign. Raises an error if the site would reject it.
 
     Raises:
-        ConfigError: There is no such role, or a value is invalid. Nothing is changed.
+        ConfigError: A role is unknown, or a value is invalid. Nothing is changed.
     """
     merged = {role: dict(values) for role, values in _read(run).items()}
     for role, values in changes.items():

@@ -1,7 +1,7 @@
-"""``RUN/run.json``: the plan of a run as one typed record, written once and never changed.
+"""``RUN/run.json``: the plan of a run as a typed record, written once and never changed.
 
-A pod needs no other file, so a run keeps its meaning if the campaign file is edited later. Default values are defined
-here or in the campaign file's sections (:mod:`megaflow_hpc.config`). Keys of a later version are ignored.
+Pods need no other file, so later edits of the campaign file do not affect a run. Defaults are defined here or in the
+sections of the campaign file (:mod:`megaflow_hpc.config`). Keys of later versions are ignored.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ MAX_RUN_JSON_BYTES = 2**30
 
 _CLUSTER = r"(?:@[A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?"
 JOB_ID = re.compile(rf"[0-9][0-9_+,%\[\]-]{{0,99}}{_CLUSTER}")
-"""A job, an array or elements of an array, with ``@name`` if it is on another cluster.
+"""Matches a job, an array or elements of an array, followed by ``@name`` if it is on another cluster.
 
-Job ids in a run directory are untrusted, and they go to ``scancel`` and into scripts. Text of any other form, such as
-an option, is not accepted as a job id.
+Job ids in a run directory are untrusted, and they are passed to ``scancel`` and to scripts. Anything else, such as an
+option, is rejected.
 """
 
 T = TypeVar("T")
@@ -52,11 +52,11 @@ class _Named(msgspec.Struct):
 
 
 class RunHead(msgspec.Struct):
-    """The part of ``run.json`` that a list of runs needs."""
+    """The part of ``run.json`` that is needed to list runs."""
 
     campaign: _Named = msgspec.field(default_factory=_Named)
     total: int = 0
-    """Number of planned rollouts, without those added later."""
+    """Number of planned rollouts, excluding those added later."""
 
 
 class ServerRecord(msgspec.Struct):
@@ -64,34 +64,34 @@ class ServerRecord(msgspec.Struct):
 
     policy: str
     model: dict[str, Any]
-    """The section ``model`` of the server's policy, reduced to this kind of server. It includes ``sleep_level`` if the
-    server is part of its trainer's job and sleeps during training steps."""
+    """The ``model`` section of the server's policy, reduced to what this kind of server needs. Contains
+    ``sleep_level`` if the server is part of its trainer's job and sleeps during training steps."""
     held: bool = False
-    """True if the element is submitted held, for the autoscaler to release."""
+    """True if the element is submitted held, to be released by the autoscaler."""
 
 
 class ServerGroup(msgspec.Struct, array_like=True):
-    """Consecutive servers of one shape, which form one Slurm array."""
+    """Consecutive servers with the same resources, submitted as one Slurm array."""
 
     first: int
     """Index of the first server."""
     count: int
     gpus: int
-    """GPUs on each node."""
+    """GPUs per node."""
     held: bool = False
     nodes: int = 1
-    """Nodes of each server."""
+    """Nodes per server."""
 
 
 class PolicyRecord(msgspec.Struct):
-    """One agent with one model, or none; see :class:`megaflow_hpc.config.Policy`."""
+    """One agent with its model, if it has one; see :class:`megaflow_hpc.config.Policy`."""
 
     agent: dict[str, Any] = {}
     model: dict[str, Any] | None = None
     samples: int = 1
-    """Number of samples of each group, without spare ones."""
+    """Number of samples per group, excluding spares."""
     include: list[str] = []
-    """Shell patterns on task ids. Empty means every task."""
+    """Shell patterns for task ids. Empty matches every task."""
 
 
 class JobRecord(msgspec.Struct):
@@ -102,51 +102,52 @@ class JobRecord(msgspec.Struct):
     id: Annotated[str, Meta(pattern=rf"\A[0-9]{{1,20}}{_CLUSTER}\Z")]
     """Job or array id. ``123@name`` on another cluster."""
     elements: int | None = None
-    """Number of array elements. ``None`` for a plain job or if the number is unknown."""
+    """Number of array elements. ``None`` for a plain job, or if unknown."""
     base: int = 0
-    """Offset from an element's index to its server's index."""
+    """Index of the server that runs as element 0."""
     policy: str = ""
-    """The policy that a trainer trains."""
+    """Policy that a trainer job trains."""
     submitted_at: Time = 0.0
-    """Seconds UTC."""
+    """Unix seconds."""
 
 
 class PackedTasks(msgspec.Struct, frozen=True):
-    """Description in ``run.json`` of the file of tasks (:mod:`megaflow_hpc.ledger.tasks`)."""
+    """Description of the task file in ``run.json`` (:mod:`megaflow_hpc.ledger.tasks`)."""
 
     count: int
     bytes: int
 
 
 class RunRecord(msgspec.Struct, kw_only=True, dict=True):
-    """The content of ``run.json``."""
+    """Content of ``run.json``."""
 
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
     version: str = ""
-    """Version of megaflow-hpc that planned the run."""
+    """Version of megaflow-hpc with which the run was planned."""
     python: str = ""
     versions: dict[str, Any] = {}
     """Versions of software, engines and models, by name."""
     planned_at: float = 0.0
-    """Seconds UTC."""
+    """Unix seconds."""
     site: dict[str, Any] = {}
-    """The site profile that supplied defaults to the campaign file: its ``name``, ``file`` and ``fields``."""
+    """Site profile that supplied defaults to the campaign file: ``name``, ``file`` and ``fields``."""
     campaign: dict[str, Any] = {}
-    """The resolved campaign file. Read it as :attr:`config`."""
+    """The resolved campaign file. Use :attr:`config` to read it."""
     source: str = ""
-    """SHA-256 of the campaign file's text, which is stored in ``RUN/campaign.yaml``."""
+    """SHA-256 of the campaign file, a copy of which is ``RUN/campaign.yaml``."""
     beside: str = ""
-    """Directory of the campaign file, which is searched for its own agents after ``RUN/code``. Empty without one."""
+    """Directory of the campaign file, searched for the campaign's agents after ``RUN/code``. Empty if there is no
+    file."""
     policies: dict[str, PolicyRecord] = {}
     packed: PackedTasks | None = None
-    """The file of tasks. ``None`` if the run has no tasks."""
+    """The task file. ``None`` if the run has no tasks."""
     held_out: list[str] = []
-    """Tasks that are only used for evaluation during training."""
+    """Tasks that are used only for evaluation during training."""
     servers: list[ServerRecord] = []
     server_groups: list[ServerGroup] = []
     pools: dict[str, int] = {}
-    """Policy → number of servers of the engine pool that serves its model."""
+    """Policy → number of servers in the engine pool that serves its model."""
     total: int = 0
     """Number of rollouts of the campaign."""
     learned: list[list[Any]] = []
@@ -170,10 +171,10 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
 
 
 def check_version(planned: RunRecord, run: RunDir) -> None:
-    """Refuses a run planned by another minor version, which must not write into it.
+    """Rejects a run that was planned by another minor version, which this version must not modify.
 
     Raises:
-        ConfigError: Names both versions.
+        ConfigError: The versions do not match. The message names both.
     """
     if planned.version.split(".")[:2] != __version__.split(".")[:2]:
         raise ConfigError(
@@ -191,18 +192,18 @@ def read_run(run: RunDir) -> RunRecord:
     """Reads ``run.json``.
 
     Raises:
-        ConfigError: The file is missing, damaged, of a later format, or unreadable for this user.
+        ConfigError: The file is missing, damaged, in a later format, or unreadable for this user.
     """
     return _read(run, RunRecord)
 
 
 def read_head(run: RunDir) -> RunHead:
-    """Reads the part of ``run.json`` that a list of runs needs. Raises the same errors as :func:`read_run`."""
+    """Reads the part of ``run.json`` that is needed to list runs. Raises like :func:`read_run`."""
     return _read(run, RunHead)
 
 
 def read_jobs(run: RunDir) -> dict[str, JobRecord]:
-    """Returns every recorded submission, by job or array. Unreadable files are skipped."""
+    """Returns every recorded submission, by job or array id. Unreadable files are skipped."""
     jobs: dict[str, JobRecord] = {}
     for path in run.jobs.glob("[0-9]*.json"):
         if job := try_read_json(path, JobRecord):
@@ -251,7 +252,7 @@ def decode(data: bytes, kind: type[T]) -> T:
             return msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError:
             raise
-        except ValueError:  # NaN in a task's metadata, which Python's json module writes
+        except ValueError:  # NaN in a task's metadata, as written by Python's json module
             return msgspec.convert(json.loads(data), kind)
     except RecursionError:
         raise ValueError("nested too deeply") from None

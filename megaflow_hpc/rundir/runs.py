@@ -1,8 +1,8 @@
-"""Find the runs under a directory, newest first, for ``latest`` and for ``megaflow-hpc list``.
+"""Find runs below a directory, newest first, for ``latest`` and ``megaflow-hpc list``.
 
-The directory may be a home directory with a million files, or a share with other users' files. The search therefore
-goes level by level, so that near runs are found first, and it stops at a bound that it reports. Links to directories
-are followed, since ``runs`` is often a link to scratch. Each directory is read once.
+The directory may be a home directory with a million files, or a share with files of other users. The search is
+therefore breadth-first, so that nearby runs are found first, and stops at a limit, which it reports. It follows
+symlinks to directories, since ``runs`` is often a link to scratch. Each directory is read once.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from megaflow_hpc.host.files import open_regular
 from megaflow_hpc.rundir.record import FORMAT
 
 DEPTH = 3
-"""Default depth of the search: it finds ``runs/NAME`` in a project in the current directory."""
+"""Default search depth. Finds ``runs/NAME`` in a project below the current directory."""
 DIRECTORIES = 5000
-"""Maximum number of directories read in one search, since each is a request to a file server."""
+"""Maximum number of directories read per search, since each one is a request to a file server."""
 ENTRIES = 300_000
-"""Maximum number of names read in one search."""
+"""Maximum number of names read per search."""
 LATEST = "latest"
 
 _ROOMS = {"ledger", "tasks", "journal"}
-"""Subdirectories that every run directory has from the start."""
+"""Subdirectories that every run directory has from the beginning."""
 _HEAD = 4096
-"""Bytes of run.json that contain its format."""
+"""Number of leading bytes of run.json that contain its format."""
 
 
 @dataclass
 class FoundRuns:
-    """The result of a search."""
+    """Result of a search."""
 
     runs: list[Path] = field(default_factory=list)
     """Run directories, newest first; some may be damaged."""
     unreadable: list[Path] = field(default_factory=list)
     """Directories that this user may not read."""
     cut: bool = False
-    """True if the search stopped at its bound, so there may be more runs."""
+    """True if the search stopped at its limit, so there may be more runs."""
 
 
 def find(under: str | os.PathLike[str] = ".", depth: int = DEPTH) -> FoundRuns:
-    """Returns the run directories in ``under`` and at most ``depth`` levels below it, newest first.
+    """Returns the run directories up to ``depth`` levels below ``under``, newest first.
 
-    ``run.json`` is written once, so its time is the age of the run. The search does not enter run directories.
+    ``run.json`` is written only once, so its modification time is the age of the run. Run directories are not searched.
 
     Raises:
         ConfigError: ``under`` is not a readable directory.
@@ -62,10 +62,10 @@ def find(under: str | os.PathLike[str] = ".", depth: int = DEPTH) -> FoundRuns:
 
 
 def latest(under: str | os.PathLike[str] = ".") -> Path:
-    """Returns this user's newest run directory, else any user's. Incompletely planned runs are ignored.
+    """Returns this user's newest run directory, or else the newest of any user. Incomplete runs are ignored.
 
     Raises:
-        ConfigError: No run was found, or there are too many files to search, so the newest might be missed.
+        ConfigError: No run was found, or the search hit its limit and might have missed the newest run.
     """
     search, directory = find(under), Path(under).absolute()
     if search.cut:
@@ -80,7 +80,7 @@ def latest(under: str | os.PathLike[str] = ".") -> Path:
 
 
 def named(text: str) -> Path:
-    """Returns the run directory that a user names: a path, ``latest``, or ``DIR/latest``.
+    """Returns the run directory specified by the user: a path, ``latest`` or ``DIR/latest``.
 
     Raises:
         ConfigError: See :func:`latest`.
@@ -90,8 +90,8 @@ def named(text: str) -> Path:
 
 
 def _directories(root: Path, depth: int, search: FoundRuns) -> Iterator[tuple[Path, dict[str, bool]]]:
-    """Yield directories level by level, with their names and whether each is a directory. The caller clears the names
-    to stop the search there."""
+    """Yield directories breadth-first, each with its entries and whether each entry is a directory. The caller
+    clears the entries to prune the search."""
     seen: set[tuple[int, int]] = set()
     level, looked, entries = [root], 0, 0
     for below in range(depth, -1, -1):
@@ -112,7 +112,7 @@ def _directories(root: Path, depth: int, search: FoundRuns) -> Iterator[tuple[Pa
                         names[entry.name] = _is_directory(entry)
                         if len(names) + entries > ENTRIES:
                             break
-            except FileNotFoundError:  # removed in the meantime, or a dangling link
+            except FileNotFoundError:  # removed in the meantime, or a dangling symlink
                 if path == root:
                     search.unreadable.append(path)
                 continue
@@ -131,12 +131,12 @@ def _directories(root: Path, depth: int, search: FoundRuns) -> Iterator[tuple[Pa
 def _is_directory(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a circular link, or a link into an unreadable directory
+    except OSError:  # a circular symlink, or one into an unreadable directory
         return False
 
 
 def _planned_at(path: Path, names: dict[str, bool]) -> int | None:
-    """Return when a run was planned, in nanoseconds UTC. ``None`` if the directory is not a run."""
+    """Return when a run was planned, in Unix nanoseconds. ``None`` if the directory is not a run."""
     try:
         if "run.json" not in names:
             return path.stat().st_mtime_ns if names.keys() >= _ROOMS else None

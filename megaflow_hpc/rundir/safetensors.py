@@ -1,10 +1,10 @@
-"""Read the headers of safetensors files without their tensors, and check them as an engine would.
+"""Read the headers of safetensors files without their tensors, and validate them as an engine would.
 
 ::
 
     8 bytes      length N of the header, little-endian
     N bytes      JSON: {NAME: {"dtype": "BF16", "shape": [2, 3], "data_offsets": [BEGIN, END]}, "__metadata__": {…}}
-    the rest     the tensors, end to end
+    the rest     the tensors, contiguous
 
 (https://github.com/huggingface/safetensors, "Format".)
 """
@@ -22,7 +22,7 @@ from megaflow_hpc.host.files import open_regular, read_regular
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000
-"""Maximum length of a header in bytes, as in the safetensors library."""
+"""Maximum length of a header in bytes, the same as in the safetensors library."""
 BITS: Mapping[str, int] = {
     "F4": 4,
     "F6_E2M3": 6,
@@ -48,7 +48,7 @@ BITS: Mapping[str, int] = {
 
 
 class Tensor(NamedTuple):
-    """One tensor as described in its file's header."""
+    """A tensor, as described in the file's header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of one file by name.
 
     Raises:
-        ConfigError: The file is not a safetensors file, or it is truncated. The error says what is wrong.
+        ConfigError: The file is truncated or not a safetensors file. The message names the fault.
     """
 
     def broken(why: str) -> ConfigError:
@@ -91,7 +91,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def read_directory(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of all safetensors files in a directory, including those that its index names.
+    """Returns the tensors of all safetensors files in a directory, including those listed in its index.
 
     Raises:
         ConfigError: A file is missing or cannot be loaded.
@@ -113,10 +113,10 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
 
 
 def why_not_of(new: Mapping[str, Tensor], served: Mapping[str, Tensor]) -> str:
-    """Returns why tensors belong to another model than the served ones. Empty if there is no evidence of it.
+    """Explains why tensors belong to a different model than the served ones. Empty if nothing indicates that.
 
-    When saving, libraries add prefixes (``model.`` or ``model.language_model.``) and drop tied tensors. So only shapes
-    under equal names are compared, and whether any names have a common ending.
+    When saving, libraries add prefixes (``model.`` or ``model.language_model.``) and drop tied tensors. So this
+    compares only the shapes of tensors with equal names, and whether any names share a suffix.
     """
     for name in new.keys() & served.keys():
         if new[name].shape != served[name].shape:

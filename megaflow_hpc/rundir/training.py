@@ -1,15 +1,14 @@
-"""Files by which a trainer shows its state to other processes: finished steps, its starts, and the outcome of its last
-start.
+"""Files that expose a trainer's state to other processes: completed steps, its starts, and the outcome of the last one.
 
 ::
 
     RUN/training/<policy>/
-      commits/000012.json     :class:`Commit`: step 12 is done
-      trainers/000002.json    :class:`Trainer`: the second start of the trainer; earlier starts no longer commit
-      last                    outcome of the last ended start, and the end of its log; written by the batch shell
+      commits/000012.json     :class:`Commit`: step 12 is complete
+      trainers/000002.json    :class:`Trainer`: the trainer's second start; earlier starts may no longer commit
+      last                    outcome of the last start that ended, and its log tail; written by the batch shell
       gpu-<job>-<node>.*      GPUs that trainer and engine use in turn: :class:`SharedGpu`
 
-The other files there are private to the trainer (:mod:`megaflow_hpc.training`).
+All other files there are private to the trainer (:mod:`megaflow_hpc.training`).
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import cause
 
 LAST_WORD_LOG_BYTES = 4000
-"""Bytes of a log's end that are stored with the last word."""
+"""Size in bytes of the log tail that is stored with the last word."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 _NUMBERED = re.compile(r"(\d{6,})\.json")
-"""File name of a record. It contains the record's number."""
+"""File name of a numbered record."""
 FOR_GOOD = ("failed", "lost")
-"""Last words of a trainer that is not restarted: an error, or too many starts that committed nothing."""
+"""Last words after which a trainer is not restarted: an error, or too many starts without a commit."""
 
 
 def numbered(folder: Path) -> list[int]:
-    """Returns the sorted numbers of a directory's records. Empty if there is no directory. Raises OSError."""
+    """Returns the sorted numbers of the records in a directory. Empty if it does not exist. Raises OSError."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -52,20 +51,19 @@ def numbered(folder: Path) -> list[int]:
 
 
 class Commit(msgspec.Struct, kw_only=True):
-    """A finished step."""
+    """A completed step."""
 
     step: int
     plan: str = ""
     """Digest of the plan."""
     checkpoint: str | None = None
-    """Directory of the trainer's state after the step, relative to RUN if it is inside. ``None`` if no state was kept.
-    """
+    """Directory of the trainer's state after the step, relative to RUN if inside it. ``None`` if no state was saved."""
     weights: int = 0
-    """Number of the policy's newest weight version after the step. 0 means the campaign's own model."""
+    """The policy's newest weight version after the step. 0 is the campaign's initial model."""
     trainer: int = 0
     metrics: dict[str, float] = {}
     at: float = 0.0
-    """Seconds UTC."""
+    """Unix seconds."""
 
 
 class Trainer(msgspec.Struct, kw_only=True):
@@ -79,26 +77,26 @@ class Trainer(msgspec.Struct, kw_only=True):
 
     @classmethod
     def here(cls, consumer: str) -> Trainer:
-        """Returns the record of this process."""
+        """Returns a record of the current process."""
         job = os.environ.get("SLURM_JOB_ID", "")
         return cls(consumer=consumer, node=node_name(), pid=os.getpid(), job_id=job, at=time.time())
 
 
 @dataclass(frozen=True)
 class LastWord:
-    """The outcome of a start of the trainer."""
+    """Outcome of one start of the trainer."""
 
     word: str
-    """``done``; ``requeued``; ``left`` if Slurm or the job's owner decides; or one of :data:`FOR_GOOD`."""
+    """``done``, ``requeued``, ``left`` (ended by Slurm or the job's owner), or one of :data:`FOR_GOOD`."""
     node: str
     exit_status: int
     log: str
     cause: str
-    """The line of the log that explains the outcome, if one was found."""
+    """The log line that explains the outcome, if one was found."""
 
 
 def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, written: int = 0) -> None:
-    """Writes the last word on a start of the trainer, in the same way as ``trainer.sh``.
+    """Writes the last word on a start of the trainer, in the format of ``trainer.sh``.
 
     Args:
         written: Number of bytes that earlier starts wrote to the log.
@@ -111,29 +109,30 @@ def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, w
 
 
 class GpuRequest(msgspec.Struct, frozen=True):
-    """The trainer's file. It means that the trainer wants the GPUs or has them."""
+    """Written by the trainer while it wants or holds the GPUs."""
 
     turn: str
-    """Unique name of one use of the GPUs."""
+    """Unique id of one use of the GPUs."""
     process: str
-    """The process that lives as long as any process may use them (:class:`~megaflow_hpc.host.process.Identity`)."""
+    """Process that outlives every other process of this turn (:class:`~megaflow_hpc.host.process.Identity`)."""
     boot: str
 
 
 class GpuGrant(msgspec.Struct, frozen=True):
-    """The server's file. None of its engines uses the GPUs while the trainer's file exists and its process lives."""
+    """Written by the server. Its engines do not use the GPUs while the trainer's file exists and the trainer is
+    alive."""
 
     turn: str
     wake_s: float = 0.0
-    """Seconds that the engine took to wake after the previous turn, including loading of weights."""
+    """Seconds that the engine took to wake up after the previous turn, including loading weights."""
 
 
 class SharedGpu:
-    """GPUs that a policy's trainer and its engine use in turn. Two files, each with one writer, replace a lock.
+    """GPUs that a policy's trainer and its engine use in turn. Two files, each with one writer, serve as the lock.
 
-    Both sides run on one node in one job, so each can check whether a process of the other lives. The trainer uses the
-    GPUs only while the server's file names its turn. The server starts or wakes an engine only while no live trainer
-    wants them. So neither side needs to know whether or when the other was killed.
+    Both sides run on the same node in the same job, so each can check whether a process of the other is alive. The
+    trainer uses the GPUs only while the server's file names its turn. The server starts or wakes an engine only while
+    no live trainer wants them. So neither side needs to know whether or when the other was killed.
     """
 
     def __init__(self, run: RunDir, policy: str) -> None:
@@ -145,39 +144,39 @@ class SharedGpu:
     # --- used by the trainer ---
 
     def want(self, turn: str, process: Identity) -> None:
-        """Requests the GPUs, for as long as the process lives or until :meth:`release`."""
+        """Requests the GPUs until :meth:`release` is called or the process ends."""
         write_atomic(self._wish_file, msgspec.json.encode(GpuRequest(turn, str(process), boot_id())))
 
     def given(self, turn: str) -> GpuGrant | None:
-        """Returns the server's answer to this turn. ``None`` while it does not release the GPUs for it."""
+        """Returns the server's grant for this turn. ``None`` until the server releases the GPUs."""
         given = try_read_json(self._given_file, GpuGrant)
         return given if given and given.turn == turn else None
 
     def release(self) -> None:
-        """Reports that the trainer holds nothing on the GPUs any more."""
+        """Reports that the trainer no longer uses the GPUs."""
         self._wish_file.unlink(missing_ok=True)
 
     # --- used by the server ---
 
     def wanted(self) -> str:
-        """Returns the turn of a live trainer that wants or has the GPUs. Empty without one."""
+        """Returns the turn of a live trainer that wants or holds the GPUs. Empty if there is none."""
         try:
             self._wish = read_json(self._wish_file, GpuRequest)
         except FileNotFoundError:
             self._wish = None
-        except (OSError, ValueError):  # the file system is temporarily unavailable: keep the last answer
+        except (OSError, ValueError):  # the file system is temporarily unavailable: keep the last value
             pass
         wish = self._wish
         process = Identity.parse(wish.process) if wish and wish.boot == boot_id() else None
         return wish.turn if wish and process and process.alive() else ""
 
     def give(self, given: GpuGrant) -> None:
-        """Releases the GPUs to a turn. Raises OSError."""
+        """Grants the GPUs to a turn. Raises OSError."""
         write_atomic(self._given_file, msgspec.json.encode(given))
 
 
 class TrainingView:
-    """The visible state of one policy's training. Files that were read once are cached."""
+    """Read-only view of one policy's training. Files are cached once read."""
 
     def __init__(self, run: RunDir, policy: str) -> None:
         self.policy, self._path, self._lease = policy, run.training / policy, run.ledger / "open" / policy
@@ -185,16 +184,16 @@ class TrainingView:
 
     @property
     def open(self) -> bool:
-        """True if the trainer may still request rollouts, because it has not ended."""
+        """True while the trainer has not ended, so it may still request rollouts."""
         return self._lease.exists()
 
     def commits(self, count: int) -> list[Commit]:
-        """Returns the last ``count`` commits, oldest first. Unreadable ones are left out."""
+        """Returns the last ``count`` commits, oldest first. Unreadable commits are skipped."""
         numbers = self._numbers("commits")[-count:]
         commits = {}
         for number in numbers:
             commit = self._commits.get(number)
-            if commit is None or number == numbers[-1]:  # the last commit may be rewritten with a checkpoint
+            if commit is None or number == numbers[-1]:  # the last commit may be rewritten to add a checkpoint
                 commit = self._read(Commit, "commits", number)
             if commit is not None:
                 commits[number] = commit
@@ -207,7 +206,7 @@ class TrainingView:
         return [start for start in starts if start]
 
     def last_word(self) -> LastWord | None:
-        """Returns the last word on the last ended start. ``None`` if no start has ended or the file is unreadable."""
+        """Returns the last word on the most recent start that ended. ``None`` if there is none or it is unreadable."""
         try:
             first, _, end = read_regular(self._path / "last").decode("utf-8", "replace").partition("\n")
             word, node, status, log = first.split(" ", 3)

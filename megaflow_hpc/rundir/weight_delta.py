@@ -1,16 +1,16 @@
-"""Store a weight version as its difference from an earlier whole version, and restore it bit for bit.
+"""Store a weight version as a delta to an earlier full version, and restore it bit for bit.
 
 ::
 
     RUN/weights/7/
       delta.json                 {"base": 5, "files": {"model.safetensors": {"size": …, "word": 2, "sha256": …}}}
-      model.safetensors.delta    positions and values of the words of that file that differ from version 5
-      config.json, …             as in a whole version
+      model.safetensors.delta    positions and values of the words in that file that differ from version 5
+      config.json, …             as in a full version
 
-At small learning rates most bfloat16 weights do not change: after one step of Adam at 1e-6 about 2 % differ. The files
-are compared word by word (2 bytes for bfloat16, 4 for float32). The gaps between different words, and their exclusive
-or with the base, are deflated separately. An unchanged word costs a fraction of a bit. A file is read and written in
-parts of :data:`WORDS` words and is never in memory as a whole.
+At small learning rates most bfloat16 weights do not change: one Adam step at 1e-6 changes about 2 %. Files are compared
+word by word (2 bytes for bfloat16, 4 for float32). The gaps between changed words, and the XOR of those words with the
+base, are deflated separately. An unchanged word costs a fraction of a bit. Files are processed in chunks of
+:data:`WORDS` words and never held in memory as a whole.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from megaflow_hpc.rundir.weight_source import ADAPTER, DELTA, Delta, DeltaFile
 
 try:
     from isal.isal_zlib import compress as _compress
-except ImportError:  # no wheel for this processor: zlib writes the same streams, slower
+except ImportError:  # no wheel for this architecture: zlib writes the same format, only slower
     from zlib import compress as _compress
 
 WORDS = 2**23
-"""Number of words compared at once: 16 MB in bfloat16."""
+"""Number of words compared at a time: 16 MB in bfloat16."""
 MIN_DELTA_FACTOR = 4
-"""Minimum factor by which a delta must be smaller than the whole. Otherwise a new whole version is written."""
+"""Minimum ratio of full size to delta size. If a delta is larger, a full version is written instead."""
 SUFFIX = ".delta"
 WIDTHS = {"BF16": 2, "F16": 2}
-"""Bytes of a word, by the dtype of a file's first tensor as safetensors names it. Other types have 4."""
+"""Word size in bytes by the safetensors dtype of a file's first tensor. Other dtypes use 4."""
 _HEADER = struct.Struct("<4I")
-"""Bytes of the gaps, bytes of the deflated gaps, number of different words, bytes of the deflated words."""
+"""Bytes of the gaps, bytes of the deflated gaps, number of changed words, bytes of the deflated words."""
 
 
 def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int, int] | None:
-    """Writes the difference between the model directory ``whole`` and ``base`` to the new directory ``folder``.
+    """Writes the delta from the model directory ``base`` to ``whole`` into the new directory ``folder``.
 
     Args:
         whole: The model directory to publish, with safetensors.
-        base: The earlier whole version ``number``.
+        base: The earlier full version ``number``.
 
     Returns:
-        Size of the tensors in bytes, and size of the difference. ``None`` if the two directories do not have the same
-        files of the same sizes; then nothing is written.
+        Size of the tensors and size of the delta, in bytes. ``None``, with nothing written, if the two directories do
+        not have the same files of the same sizes.
     """
     names = sorted(path.name for path in whole.iterdir() if path.suffix == ".safetensors")
     sizes = {name: (whole / name).stat().st_size for name in names}
@@ -88,8 +88,8 @@ def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int
 
 
 def write_small_delta(whole: Path, base: Path, number: int, folder: Path) -> bool:
-    """Calls :func:`write_delta` and keeps the result if it is small enough. Returns whether it was kept. Adapters are
-    never stored as deltas."""
+    """Calls :func:`write_delta` and keeps the result if it is small enough. Returns whether it was kept. LoRA
+    adapters are never stored as deltas."""
     if (whole / ADAPTER).exists():
         return False
     delta = write_delta(whole, base, number, folder)
@@ -100,7 +100,7 @@ def write_small_delta(whole: Path, base: Path, number: int, folder: Path) -> boo
 
 
 def put_together(delta: Path, base: Path, whole: Path) -> Path:
-    """Restores the whole model directory ``whole`` from a delta version. It appears completely or not at all.
+    """Restores the full model directory ``whole`` from a delta version, atomically.
 
     Raises:
         ConfigError: The base is missing, or the result differs from what was published.
@@ -138,7 +138,7 @@ def put_together(delta: Path, base: Path, whole: Path) -> Path:
 
 
 def _width(path: Path) -> int:
-    """Return the word size of a file in bytes, which is the size of its first tensor's numbers."""
+    """Return the word size of a file in bytes, which is the item size of its first tensor."""
     return next((WIDTHS.get(tensor.dtype, 4) for tensor in read_header(path).values()), 4)
 
 
@@ -147,8 +147,7 @@ def _words(data: bytes, word: int) -> NDArray[Any]:
 
 
 def _encode(new: bytes, old: bytes, word: int) -> bytes:
-    """Encode a part: the gaps between different words as bytes (255 means 255 plus the next byte), and the
-    differences."""
+    """Encode a chunk: the gaps between changed words as bytes (255 means 255 plus the next byte), and the XORs."""
     change = _words(new, word) ^ _words(old, word)
     at = np.flatnonzero(change)
     gaps = np.diff(at, prepend=-1) - 1

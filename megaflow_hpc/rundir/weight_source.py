@@ -1,5 +1,4 @@
-"""Check directories that a trainer wants to publish: an engine must be able to load their weights for the policy's
-model."""
+"""Validate weights before a trainer publishes them: an engine must be able to load them for the policy's model."""
 
 from __future__ import annotations
 
@@ -18,49 +17,48 @@ from megaflow_hpc.rundir.safetensors import read_directory, why_not_of
 
 TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 ADAPTER = "adapter_config.json"
-"""File that marks a directory as a LoRA adapter in PEFT's format."""
+"""File that identifies a directory as a LoRA adapter in PEFT's format."""
 DELTA = "delta.json"
-"""File that marks a directory as the difference from another version; see :mod:`megaflow_hpc.rundir.weight_delta`."""
+"""File that identifies a directory as a delta to another version; see :mod:`megaflow_hpc.rundir.weight_delta`."""
 LORA_RANK = 16
-"""vLLM's default of ``max-lora-rank``."""
+"""vLLM's default for ``max-lora-rank``."""
 MATCHING_KEYS = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
-"""Keys of ``config.json`` that must agree between a trained and a served model."""
+"""Keys of ``config.json`` that must be equal in the trained and the served model."""
 MAX_COPIED_BYTES = 64 * 2**20
-"""Maximum size of a file of the campaign's model (configuration, tokenizer) that is copied to a version that lacks it.
-"""
+"""Maximum size of a file (configuration, tokenizer) copied from the campaign's model into a version that lacks it."""
 
 
 class Adapter(msgspec.Struct):
-    """The part of an adapter's configuration that decides whether an engine can load it."""
+    """The parts of an adapter's configuration that decide whether an engine can load it."""
 
     r: int
     """The adapter's rank."""
 
 
 class DeltaFile(msgspec.Struct):
-    """A tensor file that is stored as a difference."""
+    """A tensor file that is stored as a delta."""
 
     size: int
-    """Size of the whole file in bytes."""
+    """Size of the full file in bytes."""
     word: int
-    """Size of one number in bytes."""
+    """Word size in bytes."""
     sha256: str
-    """Digest of the whole file."""
+    """SHA-256 of the full file."""
 
 
 class Delta(msgspec.Struct):
-    """The content of :data:`DELTA`."""
+    """Content of :data:`DELTA`."""
 
     base: int
-    """Number of the version to which the difference refers."""
+    """Number of the base version."""
     files: dict[str, DeltaFile]
 
 
 def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
-    """Returns the policy for which weights are published, and its model section.
+    """Returns the policy for which weights are published, and its ``model`` section.
 
     Raises:
-        ConfigError: There is no such policy, or its model is an external endpoint.
+        ConfigError: The policy is unknown, or its model is an external endpoint.
     """
     models = {name: entry.model for name, entry in read_run(run).policies.items() if entry.model}
     if policy is None and len(models) == 1:
@@ -75,10 +73,10 @@ def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
 
 
 def check(source: Path, model: Mapping[str, Any]) -> None:
-    """Checks that a directory has weights which the engine of a model section can load.
+    """Checks that a directory contains weights that the engine of a ``model`` section can load.
 
     Raises:
-        ConfigError: It has not. The message says why.
+        ConfigError: The weights are missing or cannot be loaded. The message says why.
     """
     if not source.is_dir():
         raise ConfigError(f"{source}: not a directory; give the model directory that the trainer wrote")
@@ -97,7 +95,7 @@ def check(source: Path, model: Mapping[str, Any]) -> None:
 
 
 def why_not_served(base: Path, served: Path) -> str:
-    """Returns why a model trained from ``base`` cannot replace ``served``. Empty if no reason is found."""
+    """Explains why a model trained from ``base`` cannot replace ``served``. Empty if no reason is found."""
     if base == served:
         return ""
     ours, theirs = (_read(folder / "config.json") for folder in (base, served))
@@ -113,13 +111,12 @@ def why_not_served(base: Path, served: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a model directory. Empty if it is missing or unreadable."""
+    """Read a JSON file of a model directory. Returns an empty result if it is missing or unreadable."""
     return try_read_json(path, dict[str, Any]) or {}
 
 
 def _check_tensors(source: Path, model: Mapping[str, Any], whole: bool) -> None:
-    """Check tensors by their headers. If the engine found the error, the policy would be without service for
-    minutes."""
+    """Check tensors by their headers. If an engine found the error instead, the policy would be down for minutes."""
     tensors = read_directory(source)
     base = Path(str(model.get("path") or ""))
     if not whole or not base.is_dir():
@@ -150,7 +147,7 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
 
 
 def base_of(folder: Path) -> int | None:
-    """Returns the number of the version to which a delta refers. ``None`` for a whole version."""
+    """Returns the number of a delta's base version. ``None`` for a full version."""
     try:
         return read_json(folder / DELTA, Delta).base
     except FileNotFoundError:
@@ -160,7 +157,7 @@ def base_of(folder: Path) -> int | None:
 
 
 def complete(staged: Path, model: Mapping[str, Any]) -> None:
-    """Adds the campaign model's other files that this version lacks, since engines may also start from a version."""
+    """Copies other files of the campaign's model that this version lacks, since engines may start from a version."""
     base = Path(str(model.get("path") or ""))
     if model.get("engine") == "scripted" or not model.get("path") or not base.is_dir() or (staged / ADAPTER).exists():
         return

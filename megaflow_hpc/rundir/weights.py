@@ -1,25 +1,25 @@
-"""Versions of a policy's weights in a run directory. A trainer publishes them; model servers notice and load them.
+"""Versions of a policy's weights in a run directory. Trainers publish them; model servers detect and load them.
 
 ::
 
     RUN/weights/
       current.<policy>.json   {"version": 3, "ordinal": 2, "policy": …}: the version to serve now
-      3/                      a whole model directory in the engine's format, and megaflow-weights.json
+      3/                      a full model directory in the engine's format, and megaflow-weights.json
       4/                      or a LoRA adapter (adapter_config.json) for the campaign's own model
-      5/                      or the difference from an earlier version (delta.json); see weight_delta
-      1/megaflow-weights.json the rest of a removed version; its number is never used again
+      5/                      or a delta to an earlier version (delta.json); see weight_delta
+      1/megaflow-weights.json remains of a removed version; its number is never reused
 
 A version is complete before it becomes visible. Its files are written and fsynced in a hidden directory. One rename
-gives it the number ``n``, another moves the pointer. *Numbers* are positive and grow, across all policies of a run.
-Version 0 is the model of the campaign file. *Ordinals* count the versions of one policy: 0 is the campaign's model,
-then 1, 2, … Staleness is a difference of ordinals. A *token* (a trainer's step) identifies one act of publishing.
-Publishing with the same token again returns the existing version.
+gives it the number ``n``; another updates the pointer. *Numbers* are positive and increase across all policies of a
+run. Version 0 is the model of the campaign file. *Ordinals* count the versions of one policy: 0 is the campaign's
+model, then 1, 2, … Staleness is a difference of ordinals. A *token* (a trainer's step) makes publishing idempotent:
+publishing with the same token again returns the existing version.
 
-Publishers may run at the same time on several nodes, and be killed at any instant. The rename decides, since only one
+Publishers may run concurrently on several nodes and be killed at any moment. The rename decides, since only one
 publisher can win a number. The winner of ``n`` has read all lower versions, so the ordinal and token in its files are
-correct without a lock. The pointer ends at the highest number, whichever publisher writes last. If a publisher was
-killed before moving it, the next one does. A killed publisher leaves a hidden directory. No process reads it, and the
-next publisher removes it.
+correct without a lock. The pointer ends up at the highest number, whichever publisher writes last. If a publisher was
+killed before updating the pointer, the next one updates it. A killed publisher leaves a hidden directory behind. No
+process reads it, and the next publisher removes it.
 """
 
 from __future__ import annotations
@@ -47,30 +47,29 @@ from megaflow_hpc.rundir.weight_source import ADAPTER, base_of, check, complete,
 
 ABOUT = "megaflow-weights.json"
 STALE_PUBLISHER_S = 86_400.0
-"""Age in seconds at which files of a killed publisher on another node are removed. Copying a large model takes far
-less."""
+"""Age in seconds after which files of a publisher on another node are removed. Copying a large model takes far less."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """One set of weights. ``version`` 0 with an empty path is the campaign's own model."""
+    """One weight version. ``version`` 0 with an empty path is the campaign's own model."""
 
     version: int = 0
     path: str = ""
     """Directory of the version. Empty if its files were removed."""
     policy: str = ""
     published_at: float = 0.0
-    """Seconds UTC."""
+    """Unix seconds."""
     ordinal: int = 0
-    """Position among the versions of its policy, from 1. 0 is the campaign's model."""
+    """Position among the policy's versions, from 1. 0 is the campaign's model."""
     token: str = ""
-    """The publisher's name for this act of publishing."""
+    """Idempotency token chosen by the publisher."""
     digest: str = ""
-    """The publisher's digest of the content."""
+    """Digest of the content, supplied by the publisher."""
 
     @property
     def adapter(self) -> bool:
-        """True if it is a LoRA adapter for the campaign's own model."""
+        """True if the version is a LoRA adapter for the campaign's own model."""
         return bool(self.path) and (Path(self.path) / ADAPTER).is_file()
 
 
@@ -82,27 +81,27 @@ class Pointer(msgspec.Struct):
 
 
 class VersionRecord(msgspec.Struct, kw_only=True):
-    """The record in a version's directory."""
+    """Record stored in a version's directory."""
 
     policy: str
     published_at: float = 0.0
-    """Seconds UTC."""
+    """Unix seconds."""
     ordinal: int
     token: str = ""
     digest: str = ""
     source: str = ""
-    """The directory that was published."""
+    """Directory that was published."""
     staged: str = ""
-    """Name under which the version was prepared."""
+    """Name of the directory in which the version was staged."""
     removed: bool = False
-    """True if the version's other files were removed."""
+    """True if the version's other files have been removed."""
 
 
 def current(run: RunDir, policy: str) -> Version:
-    """Returns the version to serve now. It takes one open and one read, so cached attributes do no harm.
+    """Returns the version to serve now. Opens and reads one file, so cached file attributes do no harm.
 
     Raises:
-        OSError: The run directory cannot be read now. The version is then unknown.
+        OSError: The run directory is temporarily unreadable, so the version is unknown.
     """
     try:
         pointer = read_json(_pointer(run, policy), Pointer)
@@ -115,10 +114,10 @@ def current(run: RunDir, policy: str) -> Version:
 def newest(run: RunDir, policy: str) -> Version:
     """Returns the highest version of a policy. The pointer lags behind it briefly, or longer if a publisher was killed.
 
-    It lists ``RUN/weights`` and reads a small file for each version above the pointer's.
+    Lists ``RUN/weights`` and reads one small file for each version above the pointer's.
 
     Raises:
-        OSError: The run directory cannot be read now.
+        OSError: The run directory is temporarily unreadable.
     """
     for number in reversed(_numbers(run)):
         for version in _history(run, [number]):
@@ -128,18 +127,18 @@ def newest(run: RunDir, policy: str) -> Version:
 
 
 def versions(run: RunDir, policy: str | None = None) -> list[Version]:
-    """Returns every version that still has its files, of one policy or of all, oldest first."""
+    """Returns all versions, of one policy or of all, whose files still exist, oldest first."""
     return [version for version in _history(run, _numbers(run)) if version.path and policy in (None, version.policy)]
 
 
 def ordinals(run: RunDir, policy: str, known: Mapping[int, int] | None = None) -> dict[int, int]:
-    """Returns the ordinal of each version of a policy by number, including removed versions. Version 0 has ordinal 0.
+    """Returns version number → ordinal for a policy, including removed versions. Version 0 has ordinal 0.
 
     Args:
-        known: Result of an earlier call. Only newer versions are read, with a small file each.
+        known: Result of an earlier call. Only newer versions are read, one small file each.
 
     Raises:
-        OSError: The run directory cannot be read now.
+        OSError: The run directory is temporarily unreadable.
     """
     counted = {0: 0, **(known or {})}
     newest = max(counted)
@@ -191,7 +190,7 @@ def publish(
 
 
 def point(run: RunDir, policy: str) -> Version:
-    """Moves the pointer to the policy's highest version. Repeats if a higher one was published in the meantime."""
+    """Moves the pointer to the policy's highest version. Repeats if a higher one is published meanwhile."""
     written = None
     while written != (latest := newest(run, policy)):
         write_json(_pointer(run, policy), asdict(latest))
@@ -202,7 +201,7 @@ def point(run: RunDir, policy: str) -> Version:
 def prune(run: RunDir, policy: str, keep: int) -> list[int]:
     """Removes all but the ``keep`` newest versions of a policy. Returns the removed numbers.
 
-    The current version stays, and so do the base versions of remaining deltas.
+    The current version and the base versions of remaining deltas are kept.
     """
     present = versions(run, policy)
     kept = [current(run, policy), *present[-max(1, keep) :]]
@@ -232,7 +231,7 @@ def _numbers(run: RunDir) -> list[int]:
 
 
 def _about(folder: Path) -> VersionRecord | None:
-    """Return the record of a version's directory. ``None`` if it is not a version. Raises OSError."""
+    """Return the record in a version's directory. ``None`` if it is not a version. Raises OSError."""
     try:
         return read_json(folder / ABOUT, VersionRecord)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -252,7 +251,7 @@ def _history(run: RunDir, numbers: Iterable[int]) -> list[Version]:
 
 
 def _published(history: Iterable[Version], policy: str, token: str, digest: str) -> Version | None:
-    """Return the version with a token.
+    """Return the version that was published with a token.
 
     Raises:
         ConfigError: It was published with another digest.
@@ -272,8 +271,8 @@ def _published(history: Iterable[Version], policy: str, token: str, digest: str)
 
 
 def _add(run: RunDir, source: Path, model: Mapping[str, Any], new: Version, move: bool, delta: bool) -> Version:
-    """Stage a new version and give it the next number. Returns it, or the version that another process published first
-    with the same token."""
+    """Stage a new version and give it the next number. Returns it, or the version that another process published
+    first with the same token."""
     host = _place()
     staged = run.weights / f".publishing.{host}.{Identity.of(os.getpid())}.{secrets.token_hex(4)}"
     try:
@@ -299,9 +298,10 @@ def _add(run: RunDir, source: Path, model: Mapping[str, Any], new: Version, move
 
 
 def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Version:
-    """Rename to the first free number. A rename onto a non-empty directory fails, so each number is won once.
+    """Rename to the first free number. Renaming onto a non-empty directory fails, so each number is won once.
 
-    Versions never vanish, so the winner of ``n`` knows all lower versions. The ordinal that it wrote before is correct.
+    Version directories never disappear, so the winner of ``n`` knows all lower versions. The ordinal that it wrote
+    beforehand is correct.
     """
     numbers = _numbers(run)
     below = _history(run, numbers)
@@ -327,7 +327,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
             os.rename(staged, folder)
         except OSError:
             taken = _about(folder)
-            if taken is None or taken.staged != staged.name:  # otherwise a network file system repeated our own request
+            if taken is None or taken.staged != staged.name:  # otherwise a network file system resent our own request
                 if not folder.exists():
                     raise
                 below += _history(run, [number])
@@ -338,7 +338,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
 
 
 def _empty(folder: Path) -> None:
-    """Remove a version's files. Its number and record stay, so ordinals never change."""
+    """Remove a version's files. Its number and record are kept, so ordinals never change."""
     about = _about(folder)
     if about is None:
         return
@@ -351,7 +351,7 @@ def _empty(folder: Path) -> None:
 
 
 def _place() -> str:
-    """Return a name of this node's boot and process namespace, within which pids are unique."""
+    """Identify this node's boot and PID namespace, within which pids are unique."""
     return hashlib.sha256(f"{boot_id()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:12]
 
 

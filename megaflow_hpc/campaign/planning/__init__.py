@@ -1,1 +1,1 @@
-"""Planning before anything is written: reads the campaign file, tasks, models and agents, and estimates the cost."""
+"""Planning before anything is written: read the campaign file, tasks, models and agents, and estimate the cost."""

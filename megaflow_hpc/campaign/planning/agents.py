@@ -1,4 +1,4 @@
-"""Checks that the agents of a campaign can be created, and finds the files that they consist of."""
+"""Checks that a campaign's agents can be created, and finds the files that they consist of."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megaflow_hpc.errors import ConfigError, Mistakes
 
 
 def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where: Where) -> tuple[str, ...]:
-    """Checks that each policy's agent can be created, and that it can reach a model if it needs one.
+    """Checks that each policy's agent can be created, and that it has access to a model if it needs one.
 
-    Code that is not part of this package is imported in a separate process, as a rollout imports it.
+    Code from outside this package is imported in a separate process, in the same way as for a rollout.
 
     Args:
         base: Directory of the campaign file, searched first for agents.
@@ -26,7 +26,7 @@ def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where
         Names of the agents' files and directories in ``base``.
 
     Raises:
-        Mistakes: Agents cannot be created; names the place in the campaign file and the agent of each.
+        Mistakes: Agents cannot be created. Each message names the location in the campaign file and the agent.
     """
     asked = [name for name, policy in policies.items() if forked(policy.agent.name)]
 

@@ -1,4 +1,4 @@
-"""Reads a campaign file with its tasks and collects all mistakes, before the site is queried."""
+"""Reads a campaign file with its tasks and collects all mistakes before the site is queried."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 class PlanWatch(Protocol):
-    """Receives the progress of planning."""
+    """Receives progress reports during planning."""
 
     def step(self, text: str) -> None:
         """Reports the next step, such as ``reading tasks``."""
 
     def say(self, line: str) -> None:
-        """Reports a line of output of an image build or download."""
+        """Reports a line of output from an image build or download."""
 
     def show(self, state: BuildProgress) -> None:
-        """Reports the progress of image builds, several times a second."""
+        """Reports the progress of image builds. Called several times per second."""
 
 
 class Silent:
@@ -56,31 +56,31 @@ class Silent:
 
 @dataclass
 class Draft:
-    """A campaign that was read, before images are built, the site is queried or anything is written."""
+    """A campaign that has been read. No images are built, the site is not queried, and nothing is written."""
 
     config: CampaignConfig
     base: Path
-    """Directory that relative paths are relative to."""
+    """Directory against which relative paths are resolved."""
     policies: dict[str, Policy] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
-    """Tasks with rollouts, then held-out tasks."""
+    """Tasks with rollouts, followed by held-out tasks."""
     held_out: tuple[str, ...] = ()
-    """Ids of tasks that are only evaluated, during training."""
+    """Ids of tasks that are used only for evaluation during training."""
     rollouts: list[Rollout] = field(default_factory=list)
     durations: Durations | None = None
     own_code: tuple[str, ...] = ()
-    """Files and directories of own agents in ``base``."""
+    """Files and directories in ``base`` that contain the campaign's agents."""
     images: Images | None = None
     mapping: ImageMapping | None = None
     requests: list[ImageRequest] = field(default_factory=list)
     image_files: dict[str, str] = field(default_factory=dict)
-    """Image name in the tasks → SIF file or directory, once images are built."""
+    """Image name in the tasks → SIF file or directory. Filled once images are built."""
     source: str = ""
-    """The campaign file as the user wrote it."""
+    """The campaign file's text as written by the user."""
     mistakes: list[str] = field(default_factory=list)
-    """Mistakes of the file, each with its place."""
+    """Mistakes in the file, each with its location."""
     refusal: SiteError | None = None
-    """Reason why images are not available here. Reported after the mistakes."""
+    """Reason why images are unavailable here. Reported after the mistakes."""
 
     @property
     def servers(self) -> list[ServerRecord]:
@@ -89,12 +89,12 @@ class Draft:
 
     @property
     def server_groups(self) -> list[ServerGroup]:
-        """Neighbouring servers with equal resources, one Slurm array each."""
+        """Consecutive servers with the same resources. Each group is one Slurm array."""
         return group_servers(self.servers)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Collects mistakes that are raised inside the context."""
+        """Context manager that collects the mistakes raised in its body."""
         try:
             yield
         except Mistakes as error:
@@ -103,7 +103,7 @@ class Draft:
             self.mistakes.append(str(error))
 
     def check(self) -> None:
-        """Raises :class:`Mistakes` if there are any."""
+        """Raises :class:`Mistakes` if any were collected."""
         if self.mistakes:
             raise Mistakes(self.mistakes)
 
@@ -111,11 +111,11 @@ class Draft:
 def read(
     config: CampaignConfig, base: Path, where: Where, only: Sequence[str] = (), watch: PlanWatch | None = None
 ) -> Draft:
-    """Reads the tasks of a campaign and collects mistakes. :meth:`Draft.check` raises them.
+    """Reads the tasks of a campaign and collects mistakes, which :meth:`Draft.check` raises.
 
     Args:
-        base: Directory that relative paths are relative to.
-        only: Rollout or task ids (shell patterns); empty selects all.
+        base: Directory against which relative paths are resolved.
+        only: Rollout or task ids (shell patterns). Empty selects all.
     """
     watch, draft = watch or Silent(), Draft(config, base)
     watch.step("looking at models and agents")
@@ -167,7 +167,7 @@ def _open_images(draft: Draft, base: Path, where: Where) -> None:
 
 
 def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: PlanWatch) -> None:
-    """Reads the tasks, and the rollouts and images that they need."""
+    """Reads the tasks, and determines their rollouts and the images they need."""
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
     from megaflow_hpc.tasks.images import image_requests
     from megaflow_hpc.tasks.loading import load_tasks
@@ -219,7 +219,7 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
 
 
 def try_sandboxes(draft: Draft, watch: PlanWatch) -> None:
-    """Raises :class:`SiteError` if images, or sandboxes with the required networks, are not available here."""
+    """Raises :class:`SiteError` if images, or sandboxes with the required networks, are unavailable here."""
     from megaflow_hpc.environments.sandbox.probe import require
     from megaflow_hpc.environments.sandbox.scratch import default_scratch
 
@@ -232,7 +232,7 @@ def try_sandboxes(draft: Draft, watch: PlanWatch) -> None:
 
 
 def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
-    """Returns the durations of earlier campaigns, if the campaign names any."""
+    """Returns the durations learned from earlier campaigns, if the campaign names any."""
     from megaflow_hpc.trajectories.reading.durations import Durations
 
     earlier = config.scheduling.learn_from
@@ -245,7 +245,7 @@ def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | Non
 
 
 def expand(tasks: Sequence[Task], policies: dict[str, Policy], spare: int = 0) -> list[Rollout]:
-    """Returns every rollout. The samples of a group are neighbours, ``spare`` ones last."""
+    """Returns all rollouts. The samples of a group are consecutive, with spares last."""
     return [
         Rollout(task.id, name, sample, policy.agent.name)
         for task in tasks
@@ -256,22 +256,22 @@ def expand(tasks: Sequence[Task], policies: dict[str, Policy], spare: int = 0) -
 
 
 def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
-    """Returns whether a pattern of ``--only`` matches the rollout's id, group or task."""
+    """Returns whether a ``--only`` pattern matches the rollout's id, group or task."""
     names = (rollout.id, rollout.group_id, rollout.task_id)
     return not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only for name in names)
 
 
 def whole_groups(config: CampaignConfig) -> bool:
-    """Returns whether all samples of a group must run in one pod, because rules compare their rewards."""
+    """Returns whether all samples of a group must run in one pod because rules compare their rewards."""
     scheduling = config.scheduling
     return bool(scheduling.spare or scheduling.signal_after)
 
 
 def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None = None) -> list[ServerRecord]:
-    """Returns the engine array: the maximum number of servers of each policy, sorted by resources.
+    """Returns the engine array, with each policy's maximum number of servers, sorted by resources.
 
     Args:
-        sleeping: Policies whose server runs in the trainer's job, with its sleep level. These servers come last.
+        sleeping: Sleep level by policy, for policies whose server runs in the trainer's job. These servers come last.
     """
     servers = [
         ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)
@@ -288,8 +288,8 @@ def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None
 
 
 def group_servers(servers: Sequence[ServerRecord]) -> list[ServerGroup]:
-    """Returns groups of neighbouring servers with equal resources, one Slurm array each, without those in trainers'
-    jobs."""
+    """Groups consecutive servers with the same resources, one Slurm array each. Servers in trainers' jobs are
+    excluded."""
     groups: list[ServerGroup] = []
     for index, server in enumerate(servers):
         if server.model.get("sleep_level"):
@@ -308,7 +308,7 @@ def _shape(server: ServerRecord) -> tuple[bool, int, int, bool]:
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
-    """Returns the campaign with the quotas in force: its own, and its site's caps where it sets none."""
+    """Returns the campaign with its effective quotas: its own, or the site's caps where it sets none."""
     caps, source = site_caps()
     try:
         quotas = settle(config.quotas, config.slurm.pods, servers, caps, source)

@@ -1,9 +1,9 @@
-"""Estimates the jobs, hours, time and disk space of a campaign before anything is queued.
+"""Estimates a campaign's jobs, hours, duration and disk space before anything is queued.
 
-Slots run rollouts in waves, so the time is the number of waves times the mean duration of a rollout, and at least the
-longest rollout. The durations come from the user (``--rollout-seconds``), from an earlier run (``--like``, or the
-campaign's ``scheduling.learn_from``), or from the time-outs, which are upper bounds. The estimate assumes that engines
-keep up and that jobs start at once, because only Slurm knows its queue.
+Slots run rollouts in waves, so the duration is the number of waves times the mean rollout duration, or the longest
+rollout if that is longer. Durations come from the user (``--rollout-seconds``), from an earlier run (``--like``, or the
+campaign's ``scheduling.learn_from``), or from the timeouts, which are upper bounds. The estimate assumes that engines
+keep up and that jobs start immediately, because only Slurm knows its queue.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from megaflow_hpc.slurm import fits, resources
 from megaflow_hpc.slurm.script import Job, option_name
 
 ROLLOUT_BYTES = 1e6
-"""Bytes of a rollout in its journal and in trajectories.h5, unless an earlier run says more."""
+"""Bytes per rollout in its journal and in trajectories.h5, unless an earlier run provides a better value."""
 FILES, FILES_OF_POD = 40, 15
-"""Approximate number of files in a run directory, and further files of each pod."""
+"""Approximate number of files in a run directory, and of additional files per pod."""
 
 
 @dataclass(frozen=True)
 class JobEstimate:
-    """One array, or one job that is not an array."""
+    """One array job, or a job that is not an array."""
 
     role: str
     elements: int
     at_once: int
-    """Elements that the array's throttle lets run at the same time."""
+    """Number of elements that may run concurrently under the array's throttle."""
     nodes: int
-    """Nodes of one element. Cores and GPUs are also those of one element."""
+    """Nodes per element. Cores and GPUs are also per element."""
     cores: int
     gpus: int
     walltime_s: float | None
-    """``None`` if it is unknown or unlimited."""
+    """``None`` if unknown or unlimited."""
     held: bool = False
-    """True if it starts only on demand."""
+    """True if the job starts only on demand."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Hours:
     """Core-hours or GPU-hours."""
 
     expected: float
-    """Hours of all jobs that run from the start, for the estimated time."""
+    """Hours of all jobs that start with the campaign, for its estimated duration."""
     by_walltime: float | None
-    """Hours if every job runs once to its walltime; ``None`` if a walltime is unknown."""
+    """Hours if every job runs once until its walltime. ``None`` if a walltime is unknown."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Space that one place needs and has."""
+    """Space required and available in one place."""
 
     what: str
     path: str
@@ -71,52 +71,52 @@ class Storage:
     free_bytes: float
     free_inodes: float | None
     by: str
-    """Source of the free space: the file system, or a quota."""
+    """Source of the available space: the file system, or a quota."""
 
     @property
     def fits(self) -> bool:
-        """True if there is enough space."""
+        """True if the available space is sufficient."""
         return self.bytes <= self.free_bytes and (self.free_inodes is None or self.inodes <= self.free_inodes)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of a whole campaign."""
+    """Estimate for a whole campaign."""
 
     rollouts: int
     tasks: int
     blocks: int
-    """Units that pods claim; 0 if a trainer asks for the rollouts."""
+    """Number of blocks. 0 if a trainer requests the rollouts."""
     pods: int
-    """Pods that run at the same time."""
+    """Number of pods that run concurrently."""
     slots: int
-    """Rollouts that run at the same time."""
+    """Number of rollouts that run concurrently."""
     rollout_s: float
-    """Mean duration of a rollout."""
+    """Mean rollout duration."""
     basis: str
-    """Source of the durations."""
+    """Source of the rollout durations."""
     time_s: float
     nodes: int
-    """Nodes in use at the same time, if the site starts all jobs."""
+    """Number of nodes in use concurrently if the site starts all jobs."""
     core_hours: Hours
     gpu_hours: Hours
     requeues: int
-    """Number of times that an element may be requeued and use its walltime again."""
+    """Number of times that an element may be requeued, each time for another walltime."""
     jobs: list[JobEstimate] = field(default_factory=list)
     site: list[str] = field(default_factory=list)
-    """Effects of the site's limits on the campaign."""
+    """How the site's limits affect the campaign."""
     storage: list[Storage] = field(default_factory=list)
     images: dict[str, int] = field(default_factory=dict)
-    """Number of images, and of those that the store lacks."""
+    """Number of images, and how many of them are missing from the store."""
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields."""
+        """Returns the fields as a dictionary."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class DurationEstimates:
-    """The assumed durations of rollouts in seconds."""
+    """Assumed rollout durations in seconds."""
 
     mean_s: float
     longest_s: float
@@ -124,10 +124,10 @@ class DurationEstimates:
 
 
 def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path | None = None) -> DurationEstimates:
-    """Returns the durations that the estimate assumes.
+    """Returns the rollout durations on which to base the estimate.
 
     Raises:
-        ConfigError: ``like`` is not a gathered run, or no rollout was carried out in it.
+        ConfigError: ``like`` is not a gathered run, or none of its rollouts ran.
     """
     from megaflow_hpc.trajectories.reading.durations import Durations as Earlier
 
@@ -169,15 +169,15 @@ def estimate(
     local_ranks: int = 0,
     like: Path | None = None,
 ) -> Estimate:
-    """Returns the estimate of a draft.
+    """Estimates a draft.
 
     Args:
-        run: the path of its future run directory.
-        jobs: the jobs that would be queued.
-        durations: the result of :func:`durations_of`.
-        site: effects of the site's limits.
+        run: Path of the future run directory.
+        jobs: Jobs that would be queued.
+        durations: Result of :func:`durations_of`.
+        site: How the site's limits affect the campaign.
         local_ranks: MPI ranks of a pod on this machine, if nothing is queued.
-        like: an earlier run, whose size per rollout is assumed.
+        like: An earlier run from which to take the size per rollout.
     """
     config = draft.config
     notes = list(site)
@@ -220,7 +220,7 @@ def estimate(
 
 
 def _slots(draft: Draft, pods: int, local_ranks: int) -> int:
-    """Returns the rollouts that run at the same time in ``pods`` of the campaign's pods."""
+    """Returns the number of rollouts that run concurrently if ``pods`` of the campaign's pods are running."""
     section = draft.config.slurm.pods
     slots_per_rank = section.slots_per_rank or section.cpus_per_rank or CPUS_PER_RANK
     if local_ranks:
@@ -230,7 +230,7 @@ def _slots(draft: Draft, pods: int, local_ranks: int) -> int:
 
 
 def _listed(job: Job) -> list[JobEstimate]:
-    """Returns the parts of a job: one, or the pod and the engines of a heterogeneous job."""
+    """Returns the components of a job: the pod and the engines of a heterogeneous job, otherwise one."""
     parts = []
     for role, options in [(str(job.role), job.options), *(("servers", {**job.options, **e}) for e in job.engines)]:
         named_options = {option_name(name): value for name, value in options.items()}
@@ -248,9 +248,9 @@ def _listed(job: Job) -> list[JobEstimate]:
 
 
 def _hours(amounts: Sequence[tuple[JobEstimate, int]], time_s: float) -> Hours:
-    """Returns the hours of cores or GPUs, given the amount that each job has.
+    """Returns the core-hours or GPU-hours, given each job's number of cores or GPUs.
 
-    Expected hours leave out the gather job, which takes minutes, and jobs that start on demand.
+    Expected hours exclude the gather job, which takes minutes, and jobs that start on demand.
     """
     expected = by_walltime = 0.0
     bounded = True
@@ -265,7 +265,7 @@ def _hours(amounts: Sequence[tuple[JobEstimate, int]], time_s: float) -> Hours:
 
 
 def _passed_limits(draft: Draft, jobs: Sequence[JobEstimate], time_s: float) -> list[str]:
-    """Returns the limits of the campaign and the walltimes that end before the campaign does."""
+    """Returns a warning for each campaign limit or walltime that is reached before the campaign ends."""
     limits, effects = draft.config.limits, []
     for name, hours in (
         ("core_hours", sum(j.cores * j.at_once for j in jobs if j.role == "pods") * time_s / 3600),
@@ -286,7 +286,7 @@ def _passed_limits(draft: Draft, jobs: Sequence[JobEstimate], time_s: float) -> 
 
 
 def _images(draft: Draft) -> tuple[int, int]:
-    """Returns the number of images that the store lacks, and that it has."""
+    """Returns the number of images missing from the store, and the number that it has."""
     from megaflow_hpc.environments.images.resolve import is_built
 
     if draft.images is None or draft.mapping is None:
@@ -314,7 +314,7 @@ def _storage(draft: Draft, run: Path, like: Path | None, pods: int, rollouts: in
 
 
 def _bytes_of_rollout(like: Path | None) -> float | None:
-    """Returns the bytes of a rollout in the journals and results of an earlier run."""
+    """Returns the bytes per rollout in the journals and results of an earlier run."""
     if like is None or not like.is_dir():
         return None
     from megaflow_hpc.trajectories.reading.durations import durations

@@ -1,4 +1,4 @@
-"""Checks campaigns in which a trainer and an engine use the same GPUs in turn (``slurm.trainer.share: sleep``)."""
+"""Checks campaigns in which a trainer and an engine take turns on the same GPUs (``slurm.trainer.share: sleep``)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import Mistakes
 
 SLEEPING = ("vllm", "scripted")
-"""Engines that can sleep."""
+"""Engines that support sleeping."""
 
 
 def sleeping(config: CampaignConfig) -> dict[str, int]:
-    """Returns the policies whose engine sleeps while its trainer steps, with the level of its sleep.
+    """Returns policy → sleep level, for policies whose engine sleeps while its trainer runs a step.
 
-    At level 2 vLLM drops its weights, since it loads the trainer's next version anyway. At level 1 an engine keeps them
-    in the node's memory: an adapter's model, which is not published, and the weights of engines that cannot reload.
+    At level 2, vLLM drops its weights, since it loads the trainer's next version anyway. At level 1, an engine keeps
+    its weights in the node's memory. Level 1 is for LoRA adapters, whose base model is not published, and for engines
+    that cannot reload weights.
     """
     if config.training is None or config.slurm.trainer.share != "sleep":
         return {}
@@ -28,10 +29,10 @@ def sleeping(config: CampaignConfig) -> dict[str, int]:
 
 
 def check_sharing(config: CampaignConfig, where: Where) -> None:
-    """Checks that trainer and engine can use the same GPUs in turn.
+    """Checks that the trainer and the engine can take turns on the same GPUs.
 
     Raises:
-        Mistakes: Names each key that prevents it, its value, and the remedy.
+        Mistakes: A key prevents it. Each message names key, value and remedy.
     """
     if not sleeping(config):
         return

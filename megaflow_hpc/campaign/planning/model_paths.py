@@ -1,4 +1,4 @@
-"""Makes the model paths of a campaign file absolute, and checks that models can be loaded."""
+"""Makes the model paths of a campaign file absolute, and checks that the models can be loaded."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from megaflow_hpc.rundir.safetensors import read_directory
 from megaflow_hpc.rundir.weight_source import why_not_served
 
 Where = Callable[[str], str]
-"""Dotted key → ``file:line`` for messages."""
+"""Maps a dotted key to ``file:line``, for use in messages."""
 
 
 ELSEWHERE = "; MEGAFLOW_SITE_CHECK=0 plans all the same, where only the nodes have it"
 
 
 def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -> Policy:
-    """Resolves the paths of a policy's model against the campaign file. Names that are no paths are kept.
+    """Resolves the paths of a policy's model relative to the campaign file. Names that are not paths are kept.
 
     Args:
         base: Directory of the campaign file.
-        named: True if the model is in ``models``, under its policy's name.
+        named: True if the model is listed in ``models`` under its policy's name.
 
     Raises:
-        ConfigError: A file does not exist; names file, line and key.
+        ConfigError: A file does not exist. The message names file, line and key.
     """
     model = policy.model
     if model is None:
@@ -59,13 +59,14 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
 
 
 def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: Where) -> list[str]:
-    """Returns the reasons, each with its place, why engines and trainers could not load their models on a node.
+    """Returns a message for each reason, with its location, why engines or trainers could not load their model on a
+    node.
 
-    ``MEGAFLOW_SITE_CHECK=0`` skips the check, for login nodes that lack what compute nodes have. A missing engine is no
-    error if ``slurm.setup`` may provide it.
+    ``MEGAFLOW_SITE_CHECK=0`` skips the check, for login nodes that lack what compute nodes provide. A missing engine is
+    not an error if ``slurm.setup`` may provide it.
 
     Args:
-        policies: Policies with absolute paths, like those of ``config.training``.
+        policies: Policies with absolute paths. Paths in ``config.training`` must be absolute too.
     """
     if os.environ.get("MEGAFLOW_SITE_CHECK") == "0":
         return []
@@ -90,8 +91,7 @@ def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: 
 
 
 def _why_not_loaded(model: Mapping[str, Any]) -> str:
-    """Returns the reason why an engine cannot load its model. Reads only the headers of weights, a few kilobytes per
-    file."""
+    """Explains why an engine cannot load its model. Reads only the headers of weight files, a few kilobytes each."""
     if why := why_not_loaded(model):
         return why
     try:
@@ -117,7 +117,7 @@ def absolute_training(training: TrainingConfig, base: Path, where: Where) -> Tra
 
 
 def _looks_like_name(value: str) -> bool:
-    """Returns whether a model may be a Hugging Face name, ``owner/name``."""
+    """Returns whether a model may be a Hugging Face repository id, ``owner/name``."""
     return not value.startswith((".", "/", "~", "$")) and "/" in value
 
 

@@ -1,4 +1,4 @@
-"""Warns of campaigns that are valid but waste resources: idle pods, and rollouts longer than the walltime."""
+"""Warns about valid campaigns that waste resources: idle pods, and rollouts longer than the walltime."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megaflow_hpc.types import Task
 
 
 def warnings(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]) -> list[str]:
-    """Returns the warnings.
+    """Returns all warnings.
 
     Args:
-        walltimes_s: Walltimes of pods in seconds, by their section of the campaign file; ``None`` if unknown.
+        walltimes_s: Walltimes of pods in seconds, by section of the campaign file. ``None`` if unknown.
     """
     if draft.config.is_pool:
         return []
@@ -47,7 +47,7 @@ def _cut_off(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]
     for key, walltime_s in walltimes_s.items():
         if walltime_s is None or math.isinf(walltime_s) or walltime_s in seen:
             continue
-        seen.add(walltime_s)  # warn once of pools with equal walltimes
+        seen.add(walltime_s)  # warn once about pools with equal walltimes
         left_s = walltime_s - WARN_S
         long = [task for task in _own(draft) if longest_s(task, draft.policies.values()) > left_s]
         if not long:
@@ -68,6 +68,6 @@ def _own(draft: Draft) -> list[Task]:
 
 
 def longest_s(task: Task, policies: Iterable[Policy]) -> float:
-    """Returns the maximum duration of a task's rollout in seconds, by the timeouts of agent and tests."""
+    """Returns the maximum duration of a task's rollout in seconds, based on the agent and test timeouts."""
     agents = [policy.agent.timeout_s or task.agent_timeout_s for policy in policies]
     return max(agents, default=task.agent_timeout_s) + task.verifier_timeout_s

@@ -1,7 +1,7 @@
-"""Writes a first campaign file for this directory and this site (``megaflow-hpc init``).
+"""Writes a first campaign file for this directory and site (``megaflow-hpc init``).
 
-Detected values are filled in: tasks in the directory, a model in Hugging Face's cache, an engine, partitions, accounts
-and walltimes of this Slurm, and a site profile. The rest is comments.
+Detected values are filled in: tasks in the directory, a model in the Hugging Face cache, an engine, a site profile, and
+Slurm partitions, accounts and walltimes. Everything else is commented out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RANKS = 4
 
 @dataclass
 class Starter:
-    """Values detected here."""
+    """Values detected in a directory and at this site."""
 
     name: str
     tasks: str = ""
@@ -40,10 +40,10 @@ class Starter:
     profiles: list[str] = field(default_factory=list)
     slurm: bool = False
     accounts: list[str] = field(default_factory=list)
-    """Accounts, the default one first."""
+    """Accounts, default account first."""
     partitions: list[Partition] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    """Values that could not be detected, and why."""
+    """Explanations of values that could not be detected."""
 
     @classmethod
     def of(cls, directory: Path) -> Starter:
@@ -68,7 +68,7 @@ class Starter:
         return starter
 
     def text(self) -> str:
-        """Returns the campaign file, at most 40 lines that :func:`megaflow_hpc.config.load` accepts."""
+        """Returns the campaign file, at most 40 lines, valid for :func:`megaflow_hpc.config.load`."""
         return "\n".join([*self._head(), *self._agent(), *self._environment(), *self._slurm(), *self._limits()]) + "\n"
 
     def _head(self) -> list[str]:
@@ -152,12 +152,12 @@ class Starter:
 
 
 def _quoted(value: str) -> str:
-    """Returns the value quoted so that YAML reads it as text."""
+    """Quotes a value so that YAML reads it as a string."""
     plain = re.fullmatch(r"[A-Za-z/][A-Za-z0-9._/-]*\*?", value) and value.lower() not in ("yes", "no", "on", "off")
     return value if plain and value.lower() not in ("true", "false", "null", "y", "n") else json.dumps(value)
 
 
 def _others(names: Iterable[str], before: str = "  # ") -> str:
-    """Returns a comment that names some of the other choices."""
+    """Returns a comment that lists some alternatives."""
     rest = [re.sub(r"[^\x21-\x7e]", "?", name) for name in names][1:6]
     return f"{before}also: {', '.join(rest)}" if rest else ""

@@ -1,6 +1,6 @@
-"""Evaluate the events of pods: running rollouts, outcomes, and summaries that save reading whole event files.
+"""Evaluate pod events: running rollouts, outcomes, and summaries that save readers most of an event file.
 
-The inputs are events of one or many pods. The outputs are places, counts and ``RUN/events/<pod>.<start>.summary``. Rank
-0 writes its own pod's summary. ``monitor`` and a pod that takes over blocks read the summaries. It calls only
-``rundir``.
+The inputs are events of one or more pods. The outputs are the places where rollouts run, counts, and
+``RUN/events/<pod>.<start>.summary``. Rank 0 writes its own pod's summary. ``monitor``, and pods that take over blocks,
+read the summaries. This package imports only ``rundir``.
 """

@@ -1,4 +1,4 @@
-"""Aggregate the events of one pod, as they are written, into the summary of its event file."""
+"""Aggregate the events of one pod into the summary of its event file while the file grows."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from megaflow_hpc.types import VERIFIED
 
 LOOK_S = 5.0
 SUMMARY_INTERVAL_S = 60.0
-"""Minimum time in seconds between two summaries."""
+"""Minimum number of seconds between summaries."""
 TAIL = 32 << 10
-"""Bytes of events after which a new summary is written. Half the summary's size, if that is larger."""
+"""Bytes of new events that justify a new summary, or half the summary's size if that is larger."""
 LAST_TAIL = 4 << 10
-"""The same bound when the pod ends."""
+"""The same threshold when the pod ends."""
 PIECE = 256 << 10
-"""Bytes of events read at once. The thread also has other work."""
+"""Bytes of events read at a time. Kept small because the thread also does other work."""
 MAX_LINE_BYTES = 2 << 20
-"""Maximum length of a line in bytes. A longer line is not an event of a rollout and is skipped."""
+"""Maximum length of a line. Longer lines are not rollout events and are skipped."""
 LAST_PIECES = 16
-"""Maximum number of pieces read when the pod ends, since other processes wait for it."""
+"""Maximum number of chunks read when the pod ends, since other processes wait for it."""
 PAUSE_FACTOR = 50
-"""Factor from a piece's duration to the pause after it, so that the pod's other work has priority."""
+"""After each chunk, pause for this many times the chunk's duration, so that the pod's other work has priority."""
 
 
 class EventAggregator:
-    """Aggregates every event of one pod, in order.
+    """Aggregates all events of one pod, in order.
 
-    Its memory grows with the running and the failed rollouts, and by 8 bytes for each successful rollout.
+    Memory grows with the number of running and failed rollouts, plus 8 bytes for each successful rollout.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class EventAggregator:
         self._open: dict[str, list[tuple[int, AnyEvent]]] = {}
         """Unfinished rollout → its events."""
         self._attempts: dict[str, list[tuple[int, AnyEvent]]] = {}
-        """Unsuccessful rollout → its failed attempts, which are needed if it is run again."""
+        """Unsuccessful rollout → its failed attempts, which are needed if it runs again."""
         self._running = RunningRollouts()
         self._bad: dict[str, RolloutEvent] = {}
         self._well: dict[str, Counter[str]] = {}
@@ -100,7 +100,7 @@ class EventAggregator:
             self._constrained[policy] += event.constrained
 
     def summary(self, covers: int) -> Summary:
-        """Returns the summary of the events, which are the first ``covers`` bytes of their file."""
+        """Returns the summary of all applied events, which are the first ``covers`` bytes of their file."""
         kept = [*self._workers, *chain(*self._open.values(), *self._attempts.values())]
         kept += [self._pod] if self._pod is not None else []
         self._recent = Counter({at: n for at, n in self._recent.items() if at >= int(self._seen_at - RECENT_S)})
@@ -140,34 +140,34 @@ class EventAggregator:
 
 
 def _merged(before: PodEvent, event: PodEvent) -> PodEvent:
-    """Return the later event, completed with fields that only the earlier one has."""
+    """Return the later event, with missing fields filled in from the earlier one."""
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     return PodEvent(**{name: getattr(before, name) if value is None else value for name, value in fields.items()})
 
 
 class SummaryWriter:
-    """Keeps the summary of one event file up to date, by reading what was appended. A full disk does no harm.
+    """Keeps the summary of one event file up to date by reading appended events. A full disk does no harm.
 
     Args:
         events: The event file.
-        clock: Seconds of a monotonic clock.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, events: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = events, clock
         self._aggregator = EventAggregator()
         self._covered = self._written = 0
-        """Bytes of events that were aggregated, and bytes that the summary on disk covers."""
+        """Bytes of events that were aggregated, and bytes covered by the summary on disk."""
         self._unended = 0
-        """Bytes after the aggregated ones that were read but contain no complete line."""
+        """Bytes read beyond the aggregated ones that do not yet contain a complete line."""
         self._size = 0
-        """Size of that summary in bytes."""
+        """Size of the summary on disk, in bytes."""
         self._look_at = clock() + LOOK_S
         self._write_at = clock() + SUMMARY_INTERVAL_S
         self._descriptor = -1
 
     def tick(self) -> None:
-        """Reads appended events if that is due, and replaces the summary if that is due."""
+        """Reads appended events and replaces the summary, each only if it is due."""
         if self._clock() < self._look_at:
             return
         began = time.thread_time()
@@ -178,7 +178,7 @@ class SummaryWriter:
         self._look_at = self._clock() + max(LOOK_S, PAUSE_FACTOR * (time.thread_time() - began))
 
     def finish(self) -> None:
-        """Writes the last summary, if it saves readers much. This object writes nothing afterwards."""
+        """Writes a final summary if it saves readers much. Nothing is written afterwards."""
         with suppress(OSError):
             for _ in range(LAST_PIECES):
                 if not self._take_in():
@@ -190,13 +190,13 @@ class SummaryWriter:
             self._descriptor = -1
 
     def _take_in(self) -> bool:
-        """Read a piece. Returns whether there was progress."""
+        """Read and aggregate one chunk. Returns whether there was progress."""
         if self._descriptor < 0:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         data = os.pread(self._descriptor, PIECE, self._covered + self._unended)
         end = data.rfind(b"\n") + 1
         if not end:
-            long = len(data) == PIECE  # a long line, or a hole left by a crash
+            long = len(data) == PIECE  # an overlong line, or a hole left by a crash
             self._unended += PIECE * long
             return long
         end += self._unended

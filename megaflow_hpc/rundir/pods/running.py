@@ -1,4 +1,4 @@
-"""Track running rollouts, their places and failed attempts, from pods' events."""
+"""Track running rollouts, the places where they run, and their failed attempts, from pod events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megaflow_hpc.rundir.pods.summary import Summary
 
 
 class AttemptPlace(msgspec.Struct, frozen=True, gc=False):
-    """The place where one attempt runs or ran."""
+    """Place where one attempt runs or ran."""
 
     id: str
     """Id of the rollout."""
@@ -23,30 +23,30 @@ class AttemptPlace(msgspec.Struct, frozen=True, gc=False):
     node: str
     attempt: int
     began_at: float
-    """Seconds UTC, by the pod's clock."""
+    """Unix seconds, by the pod's clock."""
 
 
 class RunningRollouts:
-    """Tracks the rollouts of a run. It needs each pod's events in order; the order of pods does not matter."""
+    """Tracks the rollouts of a run. Events of each pod must arrive in order; the order of pods does not matter."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[str, int], str] = {}
         """(pod, rank) → node."""
         self._running: dict[str, AttemptPlace] = {}
-        """Rollout → the place where it runs."""
+        """Rollout → place where it runs."""
         self._stored_at: dict[str, float] = {}
-        """Rollout → time at which its last outcome was stored."""
+        """Rollout → time at which its latest outcome was stored."""
         self._begun: dict[str, dict[str, AttemptPlace]] = {}
-        """Pod → rollout without an outcome from this pod → its last attempt there."""
+        """Pod → rollout that it has started without storing an outcome → last attempt there."""
         self.last: dict[str, AttemptPlace] = {}
         """Rollout → its last attempt."""
         self.failures: Counter[tuple[str, str]] = Counter()
-        """(cause, node) → number of attempts that failed there, including repeated ones."""
+        """(cause, node) → number of failed attempts, including those that were retried."""
         self.retries: Counter[str] = Counter()
-        """Cause → number of repeated attempts."""
+        """Cause → number of retried attempts."""
 
     def apply(self, pod: str, event: AnyEvent) -> None:
-        """Adds one event of ``pod`` (``<pod>.<start>``)."""
+        """Applies one event of ``pod`` (``<pod>.<start>``)."""
         match event:
             case StartEvent():
                 self._start(pod, event)
@@ -70,22 +70,22 @@ class RunningRollouts:
                 self._end(pod)
 
     def forget(self, rollout: str) -> None:
-        """Drops a rollout that has ended for good and has no further events."""
+        """Drops a rollout that has ended for good and will have no further events."""
         for kept in (self._running, self._stored_at, self.last):
             kept.pop(rollout, None)
 
     @property
     def ids(self) -> Iterable[str]:
-        """Ids of rollouts that run in any pod, or whose pod ended without reporting their outcome."""
+        """Ids of rollouts that are running in any pod, or whose pod ended without reporting an outcome."""
         return list(self._running)
 
     def adopt(self, pod: str, summary: Summary) -> None:
-        """Adds a summary of a pod's first events."""
+        """Applies a summary of a pod's first events."""
         counted = self.failures, self.retries
         self.failures, self.retries = Counter(), Counter()
         for event in summary.events:
             self.apply(pod, event)
-        self.failures, self.retries = counted  # the summary's counts include the events that it keeps
+        self.failures, self.retries = counted  # the summary's counts include the events that it retains
         self.retries.update(summary.retries)
         for cause, nodes in summary.failures.items():
             self.failures.update({(cause, node): count for node, count in nodes.items()})
@@ -105,8 +105,7 @@ class RunningRollouts:
             del self._running[rollout]
 
     def _start(self, pod: str, event: StartEvent) -> None:
-        """Record a start. Another pod or an earlier start may have had the rollout before, and its file may be read
-        later."""
+        """Record a start. Events of another pod or an earlier start that ran the rollout before may be read later."""
         node = self._nodes.get((pod, event.rank), "")
         attempt = AttemptPlace(event.id, pod, event.rank, node, event.attempt, event.t)
         self._begun.setdefault(pod, {})[event.id] = attempt

@@ -1,10 +1,10 @@
-"""``RUN/events/<pod>.<start>.summary``: summarises the first bytes of an event file, so that readers can skip them.
+"""``RUN/events/<pod>.<start>.summary``: a summary of the first bytes of an event file, so that readers can skip them.
 
-An event file grows with every rollout, so reading the events of a day-old run would take gigabytes. Each pod therefore
-replaces a summary of its own file from time to time. A summary has the number of bytes that it covers, the events that
-still matter (of the pod, its workers and unfinished rollouts), counts of the other events, and 8 bytes for each
-successful rollout. A reader continues after the covered bytes. A summary is only an optimisation. If it is missing,
-damaged, of another version or covers more than the event file has, all events are read.
+Event files grow with every rollout, so reading a day-old run would mean gigabytes. Each pod therefore periodically
+replaces a summary of its own file. A summary contains the number of bytes that it covers, the events that still matter
+(of the pod, its workers and unfinished rollouts), counts of the other events, and 8 bytes for each successful rollout.
+Readers continue after the covered bytes. A summary is only an optimisation. If it is missing, damaged, of another
+version or covers more bytes than the file has, all events are read.
 
 ::
 
@@ -40,28 +40,28 @@ from megaflow_hpc.rundir.events import (
 VERSION = 1
 SUFFIX = ".summary"
 DIGEST = 8
-"""Bytes of the digest of a rollout's id. Among ten million ids, a collision occurs in one of 400,000 campaigns."""
+"""Bytes per digest of a rollout id. With ten million ids, one in 400,000 campaigns has a collision."""
 RECENT_S = 300.0
-"""Seconds before the last event within which stored rollouts are counted per second."""
+"""Length in seconds of the period before the last event for which stored rollouts are counted by the second."""
 
 
 class EndedBadly(msgspec.Struct, array_like=True, gc=False):
-    """A rollout stored as failed or cancelled, which may be run again."""
+    """A rollout that was stored as failed or cancelled and may run again."""
 
     id: str
     status: Outcome
     kind: str
     error: str
-    """The error. Empty except for the first of its kind in this pod; the event has it."""
+    """Error message. Kept only for the first error of its kind in this pod; otherwise empty."""
     t: Time
     seconds: Number
     turns: Count
     inexact: Count
     began: tuple[Count, Count, Time] | None
-    """Rank, number and start time of its last attempt, if known."""
+    """(rank, attempt number, start time) of the last attempt, if known."""
 
     def to_event(self) -> RolloutEvent:
-        """Returns its event with the fields that were kept."""
+        """Restores the event, with the fields that were kept."""
         return RolloutEvent(
             t=self.t,
             id=self.id,
@@ -75,46 +75,46 @@ class EndedBadly(msgspec.Struct, array_like=True, gc=False):
 
 
 class Summary(Event, tag="summary"):
-    """Aggregated events of one pod. It precedes the events that follow it."""
+    """Aggregate of a pod's first events. Later events are applied after it."""
 
     covers: Count
-    """Number of covered bytes of the event file."""
+    """Number of bytes of the event file that this summary covers."""
     events: list[AnyEvent]
     """The events that still matter, in order."""
     ended_well: dict[str, dict[Outcome, Count]]
     """Policy → status → number of successful rollouts."""
     digests: bytes
-    """Unordered digests of their ids, :data:`DIGEST` bytes each."""
+    """Digests of the ids of successful rollouts, unordered, :data:`DIGEST` bytes each."""
     inexact: dict[str, Count]
-    """Policy → number of their turns whose sampled token ids are inexact."""
+    """Policy → number of turns of successful rollouts whose sampled token ids are inexact."""
     ended_badly: list[EndedBadly]
     retries: dict[str, Count]
-    """Cause → number of failed and repeated attempts, including those in :attr:`events`. The next fields count them
-    too."""
+    """Cause → number of failed attempts that were retried. Like the next fields, this includes attempts in
+    :attr:`events`."""
     failures: dict[str, dict[str, Count]]
     """Cause → node → number of failed attempts."""
     recent: dict[Count, Count]
-    """Second → number of rollouts stored in it, for the last minutes before :attr:`t`."""
+    """Second → number of rollouts stored in that second, for the last minutes before :attr:`t`."""
     constrained: dict[str, Count] = msgspec.field(default_factory=dict)
-    """Policy → number of turns of :attr:`ended_well` with constrained tokens."""
+    """Policy → number of turns of successful rollouts that contain constrained tokens."""
     busy_at: Time = 0.0
     """Time at which the pod last started or ended a rollout."""
     version: int = VERSION
 
 
 def digest(rollout: str) -> bytes:
-    """Returns the digest of a rollout's id."""
+    """Returns the digest of a rollout id."""
     return hashlib.blake2b(rollout.encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
 
 
 class WantedPods:
-    """Searches for rollouts among the digests of many pods.
+    """Searches the digests of many pods for given rollouts.
 
-    A filter on the low bits rejects nearly all of millions of digests before any becomes a Python number.
+    A filter on the low bits rejects nearly all of millions of digests before any is converted to a Python integer.
     """
 
     def __init__(self, rollouts: Iterable[str]) -> None:
-        import numpy as np  # imported here because most searches find no digests
+        import numpy as np  # imported lazily because most searches find no digests
 
         self._ids = {_number(digest(rollout)): rollout for rollout in rollouts}
         self._sieve = np.zeros(32 << len(self._ids).bit_length(), dtype=bool)
@@ -122,7 +122,7 @@ class WantedPods:
         self._sieve[np.fromiter(self._ids, np.uint64, len(self._ids)) & self._low_bits] = True
 
     def among(self, digests: bytes) -> list[str]:
-        """Returns the rollouts whose digests are present."""
+        """Returns the wanted rollouts whose digests are present."""
         import numpy as np
 
         numbers = np.frombuffer(digests, np.uint64)
@@ -135,16 +135,16 @@ def _number(one: bytes) -> int:
 
 
 def busy_at(before: float, event: AnyEvent) -> float:
-    """Returns when a pod last started or ended a rollout, or wrote its first event, after the given event.
+    """Returns when a pod last started or ended a rollout, or wrote its first event, as of the given event.
 
     Args:
-        before: The time before this event. 0 for the first event.
+        before: Result for the preceding event, or 0 for the first one.
     """
     return event.t if isinstance(event, (StartEvent, RolloutEvent, AttemptEvent)) or not before else before
 
 
 def policy_of(rollout: str) -> str:
-    """Returns the policy in a rollout's id, ``<task>/<policy>/<sample>``. Empty if the id is invalid."""
+    """Returns the policy part of a rollout id, ``<task>/<policy>/<sample>``. Empty if the id is invalid."""
     parts = rollout.rsplit("/", 2)
     return parts[1] if len(parts) == 3 else ""
 
@@ -158,14 +158,14 @@ def write(events: Path, summary: Summary) -> int:
     """Replaces the summary of an event file and returns its size in bytes. Raises OSError."""
     try:
         body = _encoder.encode(summary)
-    except UnicodeEncodeError:  # lone surrogates, from program output that is not text
+    except UnicodeEncodeError:  # lone surrogates, from program output that is not valid text
         body = _encoder.encode(_as_text(msgspec.to_builtins(summary, builtin_types=(bytes,))))
     write_atomic(path_of(events), zlib.crc32(body).to_bytes(4, "little") + body)
     return len(body)
 
 
 def read(events: Path) -> Summary | None:
-    """Returns the summary of an event file. ``None`` if there is no usable summary."""
+    """Returns the summary of an event file. ``None`` if there is no usable one."""
     try:
         data = read_regular(path_of(events))
         if zlib.crc32(memoryview(data)[4:]) != int.from_bytes(data[:4], "little"):
@@ -178,7 +178,7 @@ def read(events: Path) -> Summary | None:
 
 
 def begin(events: Path) -> tuple[int, list[Summary]]:
-    """Returns the summary of an event file's first bytes, and their number; see :class:`~.events.EventReader`."""
+    """Returns the summary of an event file's first bytes and how many they are; see :class:`~.events.EventReader`."""
     summary = read(events)
     return (summary.covers, [summary]) if summary is not None else (0, [])
 
