@@ -60,9 +60,7 @@ def _du(option: str, path: str) -> int:
 def gather(image: str, layer: str) -> None:
     """Moves files that differ from the image from ``LAYER/root`` to ``LAYER/upper`` and removes ``root``."""
     root, upper, partial = (os.path.join(layer, name) for name in ("root", "upper", "upper.partial"))
-    if os.path.isdir(
-        partial
-    ):  # left by a killed process; files it moved look like deleted ones
+    if os.path.isdir(partial):  # left by a killed process; files it moved look like deleted ones
         raise OSError(f"{partial}: the layer was left half gathered")
     os.mkdir(partial, 0o755)
     _take_changes(os.path.realpath(image), root, partial)
