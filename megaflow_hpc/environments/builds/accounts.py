@@ -47,8 +47,9 @@ def account(view: LayerView, user: str | None) -> Account:
 
 
 def owner(view: LayerView, text: str) -> tuple[int, int]:
-    """Returns the uid and gid of a ``--chown``. Without a group, a user name implies its own group, and a number the
-    same gid.
+    """Returns the uid and gid of a ``--chown``.
+
+    Without a group, a user name implies the user's group, and a numeric uid the same gid.
 
     Raises:
         ConfigError: The image has no such user or group.

@@ -93,8 +93,7 @@ class Builder:
         timeout_s: float,
         say: Callable[[str], None] = lambda line: None,
     ) -> LayeredImage:
-        """Builds the image of a Dockerfile and adds its layers to ``layers``. Several threads may build at the same
-        time.
+        """Builds the image of a Dockerfile and adds its layers to ``layers``. Thread-safe.
 
         Args:
             images: Image name → file or directory, for each of ``dockerfile.bases``.

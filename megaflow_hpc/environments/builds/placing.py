@@ -59,8 +59,7 @@ class Placer:
         self._view = LayerView([self._layer, *below.layers])
 
     def place(self, items: Path, how: Placement) -> None:
-        """Places each ``items/<number>/<name>``: the contents of a directory, or a file (named ``name`` inside a target
-        directory).
+        """Places each ``items/<number>/<name>``: a directory's contents, or a file as ``name`` in a target directory.
 
         Raises:
             ConfigError: A directory would replace a file, or the reverse.

@@ -1,5 +1,4 @@
-"""Builds one Dockerfile: each step that changes files adds a layer on top of the previous ones, or reuses an existing
-layer.
+"""Builds one Dockerfile: each step that changes files adds a layer or reuses an existing one.
 
 The key of a step is a hash of its inputs: the image below it, its words, variables, user and network, and the contents
 of the files it copies. A step that any task has already built is therefore not executed again. ``COPY``, ``ADD`` and

@@ -74,8 +74,7 @@ def place(file: str, items: str) -> None:
 
 
 def layer(file: str, upper: str, marks: str = "") -> None:
-    """Writes a layer from an overlay's upper directory, without the build's mount points, and prints a description of
-    it.
+    """Writes a layer from an overlay's upper directory, without the build's mount points. Prints its description.
 
     Also prints ``etc/hosts`` if the step has changed that file.
     """

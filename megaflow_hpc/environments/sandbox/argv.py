@@ -59,8 +59,7 @@ def set_namespace_limits(spec: SandboxSpec) -> str:
 
 
 def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
-    """Returns the argv prefix that starts Apptainer as uid 0 of a user namespace; empty if it is not needed or
-    impossible.
+    """Returns the argv prefix that starts Apptainer as uid 0 of a user namespace; empty if not applicable.
 
     ``--fakeroot`` has the same effect but keeps a second Apptainer running, which costs 40 ms and 9 MB per sandbox.
     """

@@ -211,8 +211,7 @@ class ApptainerSandbox:
             self._on_stop(self)
 
     async def finish(self, target: str | os.PathLike[str]) -> None:
-        """Kills all processes, moves the sandbox's changes to ``target`` on the same file system, and stops the
-        sandbox.
+        """Stops the sandbox and moves its changes to ``target`` on the same file system.
 
         ``target`` gets the form of an overlay's upper directory. If sandboxes are copies, files mark the deletions in
         it.
@@ -382,8 +381,7 @@ class ApptainerSandbox:
         host/unpack.py). Directories need ``tar`` in the image. Existing files and symlinks at ``target`` are replaced.
 
         Args:
-            budget: Remaining bytes and files that may be written; decreased by the copy. Default:
-                :meth:`download_budget`.
+            budget: Bytes and files that may still be written; the copy reduces it. Default: :meth:`download_budget`.
 
         Raises:
             SetupError: ``source`` does not exist or exceeds ``budget``, or the sandbox's programs sent an invalid

@@ -277,8 +277,7 @@ class SandboxWatch:
         return len(self.cpus) or _ALL
 
     def _process_breach(self, container: ContainerState, seen: usage.Look, now: float) -> Breach | None:
-        """Reports a breach only after two consecutive polls near the limit, so short spikes survive and fork bombs do
-        not.
+        """Reports a breach after two consecutive polls near the limit, so that short spikes are tolerated.
 
         At the limit, processes exit because fork fails, as fast as new ones start. Nearly full therefore counts as
         full.
