@@ -1,4 +1,4 @@
-"""Users and groups of an image that is being built, from its own ``/etc/passwd`` and ``/etc/group``."""
+"""Users and groups of an image under construction, read from its ``/etc/passwd`` and ``/etc/group``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _END_OF_IDS = 1 << 32
 
 @dataclass(frozen=True)
 class Account:
-    """The user of a step: numeric ids, supplementary groups and home directory."""
+    """The user that a step runs as: numeric ids, supplementary groups and home directory."""
 
     uid: int = 0
     gid: int = 0
@@ -24,7 +24,7 @@ class Account:
 def account(view: LayerView, user: str | None) -> Account:
     """Returns the account that ``USER`` names: a user with its groups, or a user and one group.
 
-    Numbers without an entry in the image are used as they are.
+    Numeric ids that are not listed in the image are used as they are.
 
     Raises:
         ConfigError: The image has no such user or group.
@@ -47,7 +47,9 @@ def account(view: LayerView, user: str | None) -> Account:
 
 
 def owner(view: LayerView, text: str) -> tuple[int, int]:
-    """Returns uid and gid of a ``--chown``. A name without a group gets its own group, a number the same number.
+    """Returns the uid and gid of a ``--chown``.
+
+    Without a group, a user name implies the user's group, and a numeric uid the same gid.
 
     Raises:
         ConfigError: The image has no such user or group.

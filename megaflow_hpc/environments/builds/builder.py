@@ -7,9 +7,10 @@
       w…/items/<n>/<i>/…    files of a step's mounts, read-only in its sandbox (script.STEPS_DIR)
       w…/uppers/…           files that a step has written
 
-Dockerfiles come from tasks, so their text and steps are untrusted. Steps run like the commands of an agent: in a
-sandbox with its processes, root and capabilities, with limits and a timeout, and without network unless the user allows
-it. The host copies files of the context (context.py). It never opens a file by a path that a step could have changed.
+Dockerfiles come from tasks, so their text and steps are untrusted. Steps run like an agent's commands: in a sandbox
+with a separate PID namespace, root and capabilities, with limits and a timeout, and without network unless the user
+allows it. The host copies files of the context (context.py). It never opens a file by a path that a step could have
+changed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from megaflow_hpc.host.apptainer import clean_environment, find_apptainer, last_
 from megaflow_hpc.host.files import remove_tree
 
 SETTINGS = ".singularity.d/env/92-megaflow{}.sh"
-"""Files from which Apptainer reads an image's variables, after those of its base (90-environment.sh)."""
+"""Files from which Apptainer reads an image's variables; they are read after those of its base (90-environment.sh)."""
 
 _SIF_ARCHITECTURE = {"x86_64": "2", "aarch64": "4", "ppc64le": "6", "s390x": "11", "riscv64": "12"}
 
@@ -59,10 +60,10 @@ class Builder:
     """Builds Dockerfiles on this node. Implements :class:`.resolve.DockerfileBuilder`.
 
     Args:
-        network: Network of the steps: none, or the host's. ``None`` means none, and that the user has not chosen.
+        network: Network of the steps: none, or the host's. ``None`` means no network because the user has not chosen.
         memory_mb: Memory limit of a step. Default: half of the machine's memory.
-        disk_mb: Limit of the bytes that a step writes.
-        scratch: A local directory. Default: that of sandboxes.
+        disk_mb: Maximum size of the files that a step writes.
+        scratch: A local directory. Default: the scratch directory of sandboxes.
     """
 
     def __init__(
@@ -92,15 +93,15 @@ class Builder:
         timeout_s: float,
         say: Callable[[str], None] = lambda line: None,
     ) -> LayeredImage:
-        """Builds the image of a Dockerfile and adds its layers to ``layers``. Threads may build several at once.
+        """Builds the image of a Dockerfile and adds its layers to ``layers``. Thread-safe.
 
         Args:
             images: Image name → file or directory, for each of ``dockerfile.bases``.
-            say: Called with a line for each step that is carried out.
+            say: Called with a progress message for each executed step.
 
         Raises:
             ConfigError: A source cannot be copied.
-            SiteError: A step failed or took too long. The message has its last output. Finished steps are kept.
+            SiteError: A step failed or timed out. The message includes its last output. Finished steps are kept.
         """
         if os.geteuid() != 0 and not unshare():
             raise SiteError(
@@ -110,14 +111,14 @@ class Builder:
         return self._run(self._build(dockerfile, images, layers, timeout_s, say))
 
     def stop(self) -> None:
-        """Cancels the running builds of all threads and refuses new ones."""
+        """Cancels running builds in all threads and refuses new ones."""
         with self._guard:
             self._stopped = True
             for task, loop in self._running.items():
                 loop.call_soon_threadsafe(task.cancel)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine in another thread, because the caller's thread may have an event loop already."""
+        """Runs a coroutine in another thread, because the caller's thread may already be running an event loop."""
 
         async def main() -> T:
             task = asyncio.ensure_future(work)
@@ -189,11 +190,11 @@ class Builder:
     # --- exporting ------------------------------------------------------------------------------------------------
 
     def export(self, image: str | os.PathLike[str], target: Path) -> None:
-        """Writes an image of a store to a SIF at ``target``, which appears complete.
+        """Writes an image from a store to a SIF at ``target``. The file appears atomically.
 
         Raises:
             SandboxError: The image cannot be read, or its digest is wrong.
-            SiteError: It cannot be packed.
+            SiteError: The image cannot be packed.
         """
         unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
@@ -216,12 +217,12 @@ class Builder:
 
 def _remove_workplace(directory: Path) -> None:
     remove_tree(directory, ignore_errors=True)
-    with suppress(OSError):  # It is not empty if this process has other files there.
+    with suppress(OSError):  # Not empty if this process has other files there.
         directory.parent.rmdir()
 
 
 def image_of(path: str) -> LayeredImage:
-    """Returns a file or directory as an image that others can be built on."""
+    """Returns a file or directory as a base image for builds."""
     if is_layered(path):
         return read_layered(path)
     return LayeredImage(Base.of(path, digest_in(path)), workdir=working_directory(path))
@@ -256,7 +257,7 @@ async def _write_sif(workspace: BuildWorkspace, image: LayeredImage, target: Pat
 
 
 async def _settings_tree(workspace: BuildWorkspace, image: LayeredImage) -> Path:
-    """Makes a tree with the file of an image's variables. Its name differs from those of exported base images."""
+    """Creates a tree with the file that sets an image's variables, under a name that no exported base image uses."""
     trees = await workspace.trees(image)
     top, name, number = workspace.new_path("settings"), SETTINGS.format(""), 0
     while any(os.path.lexists(tree / name) for tree in trees):

@@ -1,8 +1,8 @@
-"""Puts the files of a ``COPY`` or ``ADD`` into a layer, as Docker puts them into an image, without starting a process.
+"""Puts the files of a ``COPY`` or ``ADD`` into a layer, following Docker's rules, without starting a process.
 
-A view of the layers below tells what the image already has. Links in the target path are followed inside the image.
-Links in a copied tree are not. Directories that lead to copied files are added to the layer with their attributes in
-the image, because an overlay shows the attributes of the uppermost layer.
+A view of the lower layers shows what the image already contains. Symlinks in the target path are followed inside the
+image; symlinks in a copied tree are not. Parent directories of copied files are added to the layer with the attributes
+that they have in the image, because an overlay shows the attributes of the uppermost layer.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from megaflow_hpc.host.unpack import MAX_DEPTH
 
 @dataclass(frozen=True)
 class Placement:
-    """The target and options of a copy."""
+    """Target and options of a copy."""
 
     target: str
     """Absolute path in the image."""
     into: bool = False
-    """``target`` is a directory, even if it does not exist yet."""
+    """True if ``target`` is a directory, even if it does not exist yet."""
     owner: tuple[int, int] | None = None
-    """``--chown``: owner of the copied files and of directories made for them."""
+    """``--chown``: owner of the copied files and of any directories created for them."""
     mode: str = ""
     """``--chmod``: mode of files and directories (:class:`Mode`)."""
     own_owner: bool = False
-    """Without ``--chown``, keep the items' owners. Otherwise they belong to root."""
+    """True to keep the items' owners if there is no ``--chown``. Otherwise the items belong to root."""
     replaces: bool = False
-    """An archive's entries replace what the image has at their place."""
+    """True if the entries of an archive replace existing files of the image."""
     archived: Mapping[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
-    """Device and inode of an item → mode, uid and gid in its archive. ``--chmod`` does not change them."""
+    """Device and inode of an item → mode, uid and gid in its archive. ``--chmod`` does not affect them."""
 
 
 class Placer:
-    """Writes items into the layer of ``packer``, over the image that ``below`` shows."""
+    """Writes items into the layer of ``packer``, on top of the image shown by ``below``."""
 
     def __init__(self, packer: Packer, below: LayerView) -> None:
         self._packer = packer
@@ -59,10 +59,10 @@ class Placer:
         self._view = LayerView([self._layer, *below.layers])
 
     def place(self, items: Path, how: Placement) -> None:
-        """Places ``items/<number>/<name>``: the content of a directory, or a file under its own name in a directory.
+        """Places each ``items/<number>/<name>``: a directory's contents, or a file as ``name`` in a target directory.
 
         Raises:
-            ConfigError: A directory is in the way of a file, or the reverse.
+            ConfigError: A directory would replace a file, or the reverse.
         """
         for item in sorted(items.glob("*/*"), key=_item_order):
             status = item.lstat()
@@ -86,7 +86,7 @@ class Placer:
                 os.close(parent)
 
     def directory(self, path: str, owner: tuple[int, int]) -> None:
-        """Makes a directory and its missing parents, as ``WORKDIR`` does."""
+        """Creates a directory and its missing parents, as ``WORKDIR`` does."""
         self._lead_to(self._view.resolve(path), Attributes(0o755, *owner))
 
     def _tree(self, directory: int, status: os.stat_result, target: str, how: Placement, *, top: bool) -> None:
@@ -96,7 +96,7 @@ class Placer:
         archived = _archived(status, how)
         existing = self._view.entry(target)
         if existing is not None and existing.is_link and how.replaces and not top and not archived:
-            # The archive has no entry for this directory, so its files go where the image's link leads.
+            # The archive has no entry for this directory, so its files go to the target of the image's symlink.
             target = self._view.resolve(target)
             existing = self._view.entry(target)
             if existing is None or not existing.is_directory:
@@ -157,13 +157,14 @@ class Placer:
         return Attributes(mode, uid, gid, own.mtime)
 
     def _parent_attributes(self, how: Placement, status: os.stat_result) -> Attributes:
-        """Returns the attributes of missing parents. Their mtime is the item's: equal copies then make equal layers."""
+        """Returns the attributes of missing parents. They get the item's mtime, so that equal copies make equal
+        layers."""
         uid, gid = how.owner or (0, 0)
         mode = Mode(how.mode).of_parents if how.mode and not _archived(status, how) else 0o755
         return Attributes(mode, uid, gid, attributes_of(status).mtime)
 
     def _lead_to(self, path: str, missing: Attributes) -> None:
-        """Adds a directory and its parents. Those that the image lacks get the attributes ``missing``."""
+        """Adds a directory and its parents. Directories that the image lacks get the attributes ``missing``."""
         parts = [part for part in path.split("/") if part]
         for depth in range(1, len(parts) + 1):
             parent = "/".join(parts[:depth])
@@ -188,14 +189,14 @@ def _archived(status: os.stat_result, how: Placement) -> tuple[int, int, int] | 
 
 
 def _item_order(item: Path) -> tuple[int, str, str]:
-    """Sorts items by the number of their directory. Here-documents, whose directories have names, come last."""
+    """Returns the sort key of an item: its directory's number. Here-documents, in directories with names, come last."""
     directory = item.parent.name
     return (int(directory), "", item.name) if directory.isdecimal() else (1 << 30, directory, item.name)
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A ``--chmod``: an octal number, or clauses such as ``u=rwX,go=rX``."""
+    """Value of a ``--chmod``: an octal number, or clauses such as ``u=rwX,go=rX``."""
 
     text: str
 
@@ -206,7 +207,7 @@ class Mode:
             )
 
     def of(self, mode: int, *, is_directory: bool) -> int:
-        """Returns the permission bits that result for a file or directory with ``mode``."""
+        """Returns the new permission bits of a file or directory whose current mode is ``mode``."""
         if _OCTAL.fullmatch(self.text):
             return int(self.text, 8)
         for who, sign, letters in _CLAUSE.findall(self.text):
@@ -222,7 +223,7 @@ class Mode:
 
     @property
     def of_parents(self) -> int:
-        """Permission bits of directories that are made for the copied files."""
+        """Permission bits of directories created for the copied files."""
         return int(self.text, 8) & 0o777 if _OCTAL.fullmatch(self.text) else 0o755
 
 

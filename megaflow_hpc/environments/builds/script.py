@@ -1,7 +1,7 @@
 """Shell scripts for the ``RUN`` steps of a Dockerfile, which run in a sandbox.
 
-Each script sets the variables that hold at its line and changes to its directory. It contains untrusted text. No
-program outside of the sandbox reads it.
+Each script sets the variables defined at its line and changes to its directory. It contains untrusted text, so no
+program outside the sandbox reads it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from megaflow_hpc.environments.images.dockerfile.steps import Mount, RunStep
 from megaflow_hpc.environments.sandbox import helper_python
 
 STEPS_DIR = "/.megaflow-build"
-"""Read-only directory of the sandbox with the files of mounts, ``<number>/<i>/item``, and with :data:`PYTHON`."""
+"""Read-only directory in the sandbox with the files of mounts, ``<number>/<i>/item``, and with :data:`PYTHON`."""
 PYTHON = helper_python.NAME
 
 _SET_BY_SANDBOXES = ("HOME", "USER", "LOGNAME", "TAR_OPTIONS")
-"""Variables that a sandbox sets for its commands, whatever the image sets."""
+"""Variables that a sandbox sets for its commands, overriding those of the image."""
 KEEP = "".join(f'if [ "${{{name}+x}}" ]; then export _mf_its_{name}="${name}"; fi\n' for name in _SET_BY_SANDBOXES)
-"""Saves the image's values. A step's sandbox sources it before it sets these variables."""
+"""Shell code that saves the image's values. A step's sandbox sources it before it sets these variables."""
 _RESTORE = "".join(
     f'unset {name}\nif [ "${{_mf_its_{name}+x}}" ]; then export {name}="$_mf_its_{name}"; fi\nunset _mf_its_{name}\n'
     for name in _SET_BY_SANDBOXES
@@ -61,7 +61,7 @@ for name in ("PYTHONHOME", "PYTHONPATH"):
 os.environ.update(entry.split("=", 1) for entry in variables if entry)
 os.execv("/bin/sh", ["/bin/sh", "-c", text])
 """
-"""Becomes a user in an image that has no program for it. The host's Python, mounted in the sandbox, runs it."""
+"""Switches to a user in an image that has no program for that. Run by the host's Python, mounted in the sandbox."""
 
 _MOUNTS = """\
 place() { # directory of items, target
@@ -99,11 +99,11 @@ def run_text(
     home: bool,
     temporary_directories: bool,
 ) -> str:
-    """Returns the script of a ``RUN``.
+    """Returns the script of a ``RUN`` step.
 
     Args:
         exports: Shell lines that set the variables of ``ENV``.
-        numbers: The directory in :data:`STEPS_DIR` with the files of each mount. 0 for a mount without files.
+        numbers: For each mount, the number of its directory in :data:`STEPS_DIR`, or 0 if the mount has no files.
         home: Set ``HOME``, because no ``ENV`` does.
         temporary_directories: Make ``/tmp`` and ``/var/tmp`` writable for every user.
     """
@@ -115,11 +115,11 @@ def run_text(
         lines.append(_AS_USER % {"python": f"{STEPS_DIR}/{PYTHON}", "program": shlex.quote(_BECOME)})
     if temporary_directories:
         lines.append("tools mkdir -p /tmp /var/tmp && tools chmod 1777 /tmp /var/tmp")
-    # From here on PATH and other variables are the image's. The script finds its own programs by `tools`.
+    # From here on, PATH and other variables are the image's. The script runs its own programs through `tools`.
     lines += exports
     for index, (mount, number) in enumerate(zip(step.mounts, numbers, strict=True)):
         lines += _mount(mount, index, number)
-    # The lines are not indented, because that would change strings of several lines.
+    # These lines are not indented, because indentation would change multi-line strings.
     if step.mounts:
         lines.append("(")
     workdir = shlex.quote(step.workdir)

@@ -1,8 +1,8 @@
-"""Builds one Dockerfile: each step that changes files makes a layer over those before it, or reuses an existing layer.
+"""Builds one Dockerfile: each step that changes files adds a layer or reuses an existing one.
 
-The key of a step is a hash of its inputs: the image it starts from, its words, variables, user and network, and the
-content of the files it copies. So a step that any task has built before is not carried out again. ``COPY``, ``ADD`` and
-``WORKDIR`` start no process in the image. ``RUN`` runs in a sandbox of its own over the layers below.
+The key of a step is a hash of its inputs: the image below it, its words, variables, user and network, and the contents
+of the files it copies. A step that any task has already built is therefore not executed again. ``COPY``, ``ADD`` and
+``WORKDIR`` start no process in the image. Each ``RUN`` runs in a separate sandbox over the layers below.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ LayerStep = Copy | RunStep | Workdir
 
 
 class StageBuilds:
-    """Builds the last stage of one Dockerfile, and the stages that it needs.
+    """Builds the last stage of one Dockerfile and the stages that it depends on.
 
     Args:
-        bases: Image name → image, for each image that it starts or copies from.
-        spec: The sandboxes of its steps.
-        say: Called with a line for each step that is carried out.
+        bases: Image name → image, for each image that the Dockerfile starts or copies from.
+        spec: Spec of the steps' sandboxes.
+        say: Called with a progress message for each executed step.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class StageBuilds:
         self._said_pretends_owners = False
 
     async def build(self) -> LayeredImage:
-        """Returns the image of the last stage. Its layers are in the store.
+        """Builds and returns the image of the last stage. Its layers are in the store.
 
         Raises:
             ConfigError: A source cannot be copied, or a user is missing.
-            SiteError: A step failed. The message has its last output.
+            SiteError: A step failed. The message includes its last output.
         """
         for line, name in self._dockerfile.unset:
             self._say_difference(line, f"${name} counts as unset, whatever the base image sets")
@@ -115,12 +115,12 @@ class StageBuilds:
     # --- steps --------------------------------------------------------------------------------------------------
 
     async def _step(self, image: LayeredImage, step: LayerStep, exports: Sequence[str]) -> LayerFacts | None:
-        """Returns the layer of a step, made if it is missing, or ``None`` if the step changes no file."""
+        """Returns the layer of a step, building it if necessary, or ``None`` if the step changes no file."""
         key = step_key(self._dockerfile, self._images, self._spec.network, image, step, exports)
         with suppress(KeyError):
             return self._layers.step(key)
         with self._layers.making(key) as directory:
-            with suppress(KeyError):  # Another process has made it meanwhile.
+            with suppress(KeyError):  # Another process has built it in the meantime.
                 return self._layers.step(key)
             file = directory / "layer"
             facts = await self._make(image, step, exports, file)
@@ -129,7 +129,7 @@ class StageBuilds:
             return layer
 
     async def _make(self, image: LayeredImage, step: LayerStep, exports: Sequence[str], file: Path) -> LayerFacts:
-        """Carries out a step and writes its layer to ``file``."""
+        """Executes a step and writes its layer to ``file``."""
         self._say(f"{self._dockerfile.path}:{step.line}: {_title(step)}")
         if isinstance(step, RunStep):
             for difference in _mount_differences(step):
@@ -204,7 +204,8 @@ class StageBuilds:
         return facts
 
     async def _lay_out_mounts(self, step: RunStep) -> list[int]:
-        """Copies the files of a step's mounts. Returns the number of each mount's directory, 0 if it has no files."""
+        """Copies the files of a step's mounts. Returns the number of each mount's directory, or 0 if it has no
+        files."""
         numbers = []
         for number, mount in enumerate(step.mounts, 1):
             if mount.copy is None:
@@ -232,7 +233,7 @@ class StageBuilds:
 
 
 def _is_shared(view: LayerView, path: str) -> bool:
-    """Returns whether every user may write to a directory, and only remove their own files."""
+    """Returns whether a directory is world-writable and sticky, so that users can remove only their own files."""
     entry = view.entry(view.resolve(path))
     return entry is not None and entry.attributes.mode & 0o1777 == 0o1777
 
@@ -255,13 +256,13 @@ def step_key(
     step: LayerStep,
     exports: Sequence[str],
 ) -> str:
-    """Returns the key of a step, a hash of its inputs.
+    """Returns the key of a step, which is a hash of its inputs.
 
     Args:
         images: The images that the build starts or copies from, and its stages so far.
         network: Network of the steps.
         image: The image below the step.
-        exports: Shell lines of the ``ENV`` instructions before it.
+        exports: Shell lines of the preceding ``ENV`` instructions.
     """
     content = asdict(step)
     del content["line"]
@@ -281,18 +282,18 @@ def step_key(
 
 
 def _identity(image: LayeredImage) -> str:
-    """Returns a hash that identifies an image's files by its base and layers."""
+    """Returns a hash of an image's base and layers, which identifies its files."""
     text = "\0".join([image.base.identity if image.base else "", *(layer.digest for layer in image.layers)])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def variables_of(texts: Iterable[str]) -> set[str]:
-    """Returns the names of the variables that lines ``export NAME=VALUE …`` set."""
+    """Returns the names of the variables set by lines such as ``export NAME=VALUE …``."""
     return {word.partition("=")[0] for text in texts for word in shlex.split(text) if "=" in word}
 
 
 def absolute(step: LayerStep, workdir: str, user: str) -> LayerStep:
-    """Returns a step with absolute paths, and with the base image's user if the Dockerfile names none."""
+    """Returns a step with absolute paths. Its user defaults to that of the base image."""
     if isinstance(step, Workdir):
         return replace(step, path=posixpath.join(workdir, step.path), user=step.user or user or None)
     if isinstance(step, Copy):
@@ -315,7 +316,7 @@ def _title(step: LayerStep) -> str:
 
 
 def _place(dockerfile: Dockerfile, step: Copy, how: Placement, view: LayerView, file: Path) -> LayerFacts:
-    """Writes a layer of files of the context to ``file``."""
+    """Writes a layer with files of the build context to ``file``."""
     items = file.with_name("items")
     try:
         archived = _lay_out(dockerfile, step, items)
@@ -327,7 +328,7 @@ def _place(dockerfile: Dockerfile, step: Copy, how: Placement, view: LayerView, 
 
 
 def _lay_out(dockerfile: Dockerfile, copy: Copy, items: Path) -> ArchivedAttributes:
-    """Copies files of the context and here-documents to ``items/<number>/<name>``."""
+    """Copies files of the build context and here-documents to ``items/<number>/<name>``."""
     items.mkdir()
     archived = lay_out(
         dockerfile.context, copy.sources, items, extract=copy.extract, parents=copy.parents, exclude=copy.exclude

@@ -38,16 +38,16 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.tar import RefusedMember
 
 MOUNTED_DIRECTORIES = (".megaflow", ".megaflow-build", "dev")
-"""Directories of the root that the build mounted for its own use."""
+"""Directories in the root directory that the build mounts on for its own use."""
 _DEV_FULL, _HOSTS = ("dev", "full"), ("etc", "hosts")
-"""Files that the build mounts. ``/etc/hosts`` is in the layer only if the step writes to a copy of its image."""
+"""Files that the build mounts on. ``/etc/hosts`` is in the layer only if the step writes to a copy of its image."""
 
 _SQUASHFS = ("-noappend", "-no-progress", "-no-xattrs", "-comp", "gzip", "-Xcompression-level", "1")
-"""Fast compression that every squashfs can read. An image is packed once and unpacked on every node."""
+"""Fast compression that every version of squashfs can read. An image is packed once and unpacked on every node."""
 
 
 def copy(root: str, target: str, *sources: str) -> None:
-    """Copies ``sources`` of an image. A link at the end of a source is followed inside the image."""
+    """Copies ``sources`` of an image. A source that is a symlink is followed inside the image."""
     top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     for number, source in enumerate(sources):
         directory = os.path.join(target, str(number))
@@ -63,7 +63,7 @@ def copy(root: str, target: str, *sources: str) -> None:
 
 
 def place(file: str, items: str) -> None:
-    """Writes a layer of placed items and prints its facts."""
+    """Writes a layer of placed items and prints a description of it."""
     request = json.load(sys.stdin)
     how = request["how"]
     if how["owner"]:
@@ -74,9 +74,9 @@ def place(file: str, items: str) -> None:
 
 
 def layer(file: str, upper: str, marks: str = "") -> None:
-    """Writes a layer of an overlay's upper directory, without what the build mounted there, and prints its facts.
+    """Writes a layer from an overlay's upper directory, without the build's mount points. Prints its description.
 
-    Prints ``etc/hosts`` too if the step has changed that file.
+    Also prints ``etc/hosts`` if the step has changed that file.
     """
     top = os.open(upper, OPEN_DIRECTORY)
     _remove_mount_point(top, *_DEV_FULL)
@@ -84,7 +84,7 @@ def layer(file: str, upper: str, marks: str = "") -> None:
         _remove_mount_point(top, *_HOSTS)
     changed_hosts = _exists(top, *_HOSTS)
     for name in MOUNTED_DIRECTORIES:
-        with suppress(OSError):  # It is missing, or the image has files there.
+        with suppress(OSError):  # Missing, or the image has files there.
             os.rmdir(name, dir_fd=top)
     with Packer(Path(file)) as packer:
         pack_tree(packer, top, marks=bool(marks))
@@ -95,7 +95,7 @@ def layer(file: str, upper: str, marks: str = "") -> None:
 
 @contextmanager
 def _status(top: int, directory: str, name: str) -> Iterator[tuple[int, os.stat_result]]:
-    """Yields an open directory and the status of a file in it. Raises :class:`OSError` if it is missing."""
+    """Yields an open directory and the status of a file in it. Raises :class:`OSError` if the file is missing."""
     descriptor = os.open(directory, OPEN_DIRECTORY, dir_fd=top)
     try:
         yield descriptor, os.stat(name, dir_fd=descriptor, follow_symlinks=False)
@@ -122,7 +122,7 @@ def _print(packer: Packer) -> None:
 
 
 def lay(target: str, *layers: str) -> None:
-    """Puts copies of layers over a tree. If the tree is missing, the first layer is a base and becomes the tree."""
+    """Applies copies of layers to a tree. If the tree is missing, the first layer is a base and becomes the tree."""
     if not os.path.lexists(target):
         _copy(os.path.realpath(layers[0]), target)
         layers = layers[1:]
@@ -138,19 +138,19 @@ def _copy(source: str, target: str) -> None:
 
 
 def pack(root: str, file: str) -> None:
-    """Replaces this program by the one that packs an image."""
+    """Replaces this process by the program that packs an image."""
     os.execvp("mksquashfs", ["mksquashfs", root, file, *_SQUASHFS])
 
 
 async def run_tree(prefix: Sequence[str], *words: str, request: Any = None) -> str:
-    """Runs one verb of the program and returns its output. The program ends if this task is cancelled.
+    """Runs one verb of the program and returns its output. The program is killed if this task is cancelled.
 
     Args:
-        prefix: An argv prefix that enters its namespaces.
-        request: Sent to its standard input as JSON.
+        prefix: Argv prefix that enters its namespaces.
+        request: Data sent to its standard input as JSON.
 
     Raises:
-        SiteError: It failed. The message is the last line of its errors.
+        SiteError: The program failed. The message is the last line of its standard error.
     """
     stdin = b"" if request is None else json.dumps(request).encode()
     status, output, errors = await child.run([*prefix, *child.argv_of(sys.modules[__name__]), *words], stdin)
@@ -160,7 +160,7 @@ async def run_tree(prefix: Sequence[str], *words: str, request: Any = None) -> s
 
 
 def facts_of(output: str) -> LayerFacts:
-    """Parses the facts of a layer in the program's output."""
+    """Parses the description of a layer in the program's output."""
     return LayerFacts(**json.loads(output))
 
 

@@ -1,12 +1,12 @@
-"""Unpacked bases and layers, and listings of their files, which the builds of one process share.
+"""Unpacked bases and layers, and listings of their files, shared by all builds of one process.
 
 ::
 
     DIRECTORY/trees/<key>        a base, or a layer in the form of an overlay's upper directory
     DIRECTORY/partial/<n>        an unfinished tree
 
-Files have their owners from the image. When scratch runs out of space, unused trees are removed, the least recently
-used first. All are removed when the process ends, or by the janitor if it is killed.
+Files keep their owners from the image. When scratch runs out of space, unused trees are removed, least recently used
+first. All trees are removed when the process exits, or by the janitor if it is killed.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from megaflow_hpc.host.apptainer import last_line
 from megaflow_hpc.host.files import remove_tree
 
 MIN_FREE_SHARE, MIN_FREE_BYTES = 0.25, 20 * 10**9
-"""Unused trees are removed if the file system has less free space than both."""
+"""Unused trees are removed if the free space of the file system is below both limits."""
 MAX_LISTED_INODES = 1_000_000
-"""Maximum number of files in cached listings, which take some 200 MB."""
+"""Maximum number of files in cached listings, which use about 200 MB."""
 _BASE_INODES = 50_000
-"""Estimated number of files of a base."""
+"""Estimated number of files in a base image."""
 
 Make = Callable[[Path], None]
 Hold = Callable[[str, Make], Path]
-"""Returns the tree of a key. If it is missing, calls ``make(directory)``. Blocks while another thread makes it."""
+"""Returns the tree of a key. If it is missing, calls ``make(directory)``. Blocks while another thread is making it."""
 
 
 class Trees:
-    """The trees below one directory, shared by threads."""
+    """The trees in one directory. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._guard = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
         self._users: dict[str, int] = {}
-        """Key → number of builds that use the tree, ordered by last use."""
+        """Key → number of builds that use the tree, in order of last use."""
         self._numbers = itertools.count()
 
     @contextmanager
     def holding(self) -> Iterator[Hold]:
-        """Yields a function that returns trees. They stay until the context ends."""
+        """Yields a function that returns trees. They are kept until the context exits."""
         held: list[str] = []
 
         def get(key: str, make: Make) -> Path:
@@ -112,24 +112,24 @@ class Trees:
 
 
 def unpack_sif(image: str, namespace: Sequence[str], target: Path) -> None:
-    """Unpacks a SIF. Files get their owners as far as the namespace has the ids. Raises :class:`SiteError`."""
+    """Unpacks a SIF. Owners are preserved if the namespace maps their ids. Raises :class:`SiteError` on failure."""
     options = ["-n", "-q", "-no-xattrs", "-d", str(target)]
     done = sif.run_unsquashfs(sif.system_partition(image), [*options, image], namespace)
-    if done.returncode not in (0, 2):  # 2: a device could not be made
+    if done.returncode not in (0, 2):  # 2: a device could not be created
         raise SiteError(f"{image}: {last_line(done.stderr.decode('utf-8', 'replace'))}")
 
 
 class Listings:
-    """Listings of bases and layers, cached for all builds. Threads may share them."""
+    """Listings of bases and layers, cached for all builds. Thread-safe."""
 
     def __init__(self, layers: LayerStore) -> None:
         self._layers = layers
         self._cached: dict[str, tuple[Layer, int]] = {}
-        """Digest or path → listing and number of files, ordered by last use."""
+        """Digest or path → listing and number of files, in order of last use."""
         self._guard = threading.Lock()
 
     def view(self, image: LayeredImage) -> LayerView:
-        """Returns a view of all files of an image. Lists the layers that are not cached."""
+        """Returns a view of all files of an image. Lists layers that are not cached yet."""
         layers: list[Layer] = []
         for layer in reversed(image.layers):
             make = partial(listing.of_blob, self._layers.path(layer.digest))

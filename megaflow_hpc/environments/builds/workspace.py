@@ -1,4 +1,4 @@
-"""The workspace of one build: sandboxes, a user namespace and unpacked trees, created for its first step."""
+"""The workspace of one build: sandboxes, a user namespace and unpacked trees, created on its first step."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.subordinate import all_ids, namespace
 
 _ROOT = SandboxSpec("", nested=True)
-"""Mounts and reads layers as uid 0 of the namespace."""
+"""Spec for mounting and reading layers as uid 0 of the namespace."""
 _RESOLVER = "/etc/resolv.conf"
 _HOSTS = "etc/hosts"
 
 
 class BuildWorkspace:
-    """The workspace of one build, as an async context manager. :meth:`open` creates it."""
+    """The workspace of one build, as an async context manager. :meth:`open` creates its contents."""
 
     def __init__(self, layers: LayerStore, trees: Trees, scratch: str | os.PathLike[str] | None) -> None:
         self._layers = layers
@@ -57,7 +57,7 @@ class BuildWorkspace:
         await self._stack.aclose()
 
     async def open(self) -> None:
-        """Creates provider, namespace and directories, unless they exist."""
+        """Creates the provider, namespace and directories unless they exist."""
         if self._provider is not None:
             return
         provider = self._provider = await self._stack.enter_async_context(ApptainerProvider(self._scratch))
@@ -65,7 +65,7 @@ class BuildWorkspace:
         self._stack.push_async_callback(asyncio.to_thread, remove_tree, self._work)
         for name in ("items", "uppers"):
             (self._work / name).mkdir()
-        # Without other uids fakeroot only pretends them, so a step must not really change its uid.
+        # Without other uids, fakeroot only simulates them, so a step must not really change its uid.
         if not self.pretends_owners and not helper_python.why_not():
             interpreter = await asyncio.to_thread(helper_python.prepare, provider.scratch)
             await asyncio.to_thread(helper_python.link_into, interpreter, self.items)
@@ -75,25 +75,25 @@ class BuildWorkspace:
         self._copies = os.geteuid() == 0 or provider.images.writes == "copy" or not overlay.works(scratch)
         self._number = 0
         self._merged: dict[Path, list[Path]] = {}
-        """Merged tree → the trees in it, the lowest first."""
+        """Merged tree → the trees it contains, lowest first."""
 
     @property
     def items(self) -> Path:
-        """Directory that is mounted in the steps' sandboxes as :data:`.script.STEPS_DIR`."""
+        """Directory mounted in the steps' sandboxes as :data:`.script.STEPS_DIR`."""
         return self._work / "items"
 
     @property
     def pretends_owners(self) -> bool:
-        """True if uid 0 is the only one. The host's fakeroot, if it has one, then pretends other owners of files."""
+        """True if uid 0 is the only uid. The host's fakeroot, if installed, then simulates other owners of files."""
         return all_ids() == unshare()
 
     def new_path(self, kind: str) -> Path:
-        """Returns an unused path for a file or directory, which is removed at the end of the build."""
+        """Returns an unused path for a file or directory. It is removed at the end of the build."""
         self._number += 1
         return self._work / "uppers" / f"{kind}{self._number}"
 
     async def trees(self, image: LayeredImage) -> list[Path]:
-        """Returns the directories of an image's layers and base, the topmost first."""
+        """Returns the directories of an image's layers and base, topmost first."""
         trees = [await asyncio.to_thread(self._layer, layer) for layer in reversed(image.layers)]
         if image.base is not None:
             path, key = image.base.path, hashlib.sha256(os.fsencode(image.base.identity)).hexdigest()
@@ -106,20 +106,20 @@ class BuildWorkspace:
         return self._hold(layer.digest, lambda target: unpack(blob, layer, target, self.namespace))
 
     async def start(self, image: LayeredImage, spec: SandboxSpec, view: LayerView) -> ApptainerSandbox:
-        """Starts a sandbox over an image's trees. Like Docker, mounts ``/dev/full`` and a ``/etc/hosts``.
+        """Starts a sandbox over an image's trees. Like Docker, mounts ``/dev/full`` and an ``/etc/hosts``.
 
         Args:
-            view: The view of the image.
+            view: Merged view of the image's files.
         """
         assert self._provider is not None
         lowers = await self._lowers(image)
         binds = [f"{self.items}:{STEPS_DIR}:ro", "/dev/full:/dev/full", *spec.binds]
         if spec.network == "host" and not os.path.lexists(lowers[-1] / _RESOLVER.lstrip("/")):
-            binds += [f"{_RESOLVER}:{_RESOLVER}:ro"]  # If the image has the file, Apptainer mounts it itself.
+            binds += [f"{_RESOLVER}:{_RESOLVER}:ro"]  # If the image has the file, Apptainer mounts it.
         hosts = self._hosts(view)
         if hosts is not None and self._copies:
             binds += [f"{hosts}/{_HOSTS}:/{_HOSTS}:ro"]
-        elif hosts is not None:  # A lower layer, because the mount point of a bind would be in the step's layer.
+        elif hosts is not None:  # As a lower layer, because a bind's mount point would end up in the step's layer.
             lowers = [hosts, *lowers]
         spec = replace(spec, image=str(lowers[-1]), binds=tuple(binds), fakeroot=self.pretends_owners)
         rootfs = Rootfs(
@@ -133,7 +133,8 @@ class BuildWorkspace:
         return await self._provider.start(spec, rootfs=rootfs)
 
     def _hosts(self, view: LayerView) -> Path | None:
-        """Makes a tree with a ``/etc/hosts``. Returns ``None`` if the image's has another owner or is a link."""
+        """Creates a tree with an ``/etc/hosts``. Returns ``None`` if root does not own ``/etc``, or the file is not
+        regular."""
         etc, hosts = view.entry("etc"), view.entry(_HOSTS)
         if etc is None or not etc.is_directory or etc.attributes.uid or etc.attributes.gid:
             return None
@@ -150,12 +151,12 @@ class BuildWorkspace:
         return tree
 
     async def _lowers(self, image: LayeredImage, top: Sequence[Path] = ()) -> list[Path]:
-        """Returns the trees of an image. Merges them into one if an overlay cannot stack them."""
+        """Returns the trees of an image, merged into one if an overlay cannot stack them."""
         lowers = [*top, *await self.trees(image)]
-        fits = len(lowers) < overlay.MAX_LOWERS  # The tree of /etc/hosts is one more.
+        fits = len(lowers) < overlay.MAX_LOWERS  # The tree with /etc/hosts adds one.
         if len(lowers) == 1 or (fits and not self._copies):
             return lowers
-        # The layer of a step is put over the tree that it ran on. So a chain is merged once, not once for each step.
+        # A step's layer is applied to the tree that the step ran on, so a chain is merged only once, not once per step.
         wanted = lowers[::-1]
         tree, merged = None, list[Path]()
         for candidate, parts in self._merged.items():
@@ -171,7 +172,8 @@ class BuildWorkspace:
         return [tree]
 
     async def layer_of(self, sandbox: ApptainerSandbox, file: Path) -> tuple[LayerFacts, bool]:
-        """Ends a sandbox and writes its changes to ``file`` as a layer. Also tells if ``/etc/hosts`` changed."""
+        """Stops a sandbox and writes its changes to ``file`` as a layer. Also returns whether ``/etc/hosts``
+        changed."""
         upper = self.new_path("upper")
         await sandbox.finish(upper)
         marks = "marks" if self._copies else ""
@@ -189,12 +191,12 @@ class BuildWorkspace:
 
     @asynccontextmanager
     async def merged(self, image: LayeredImage, top: Sequence[Path] = ()) -> AsyncIterator[tuple[Sequence[str], str]]:
-        """Yields an argv prefix of namespaces and the directory that shows all files of an image there.
+        """Yields an argv prefix that enters namespaces, and the directory that shows all files of an image there.
 
-        Changes of the files are lost.
+        Changes to the files are lost.
 
         Args:
-            top: Further trees over those of the image.
+            top: Additional trees on top of those of the image.
         """
         lowers = [str(path) for path in await self._lowers(image, top)]
         if len(lowers) == 1:
@@ -208,7 +210,7 @@ class BuildWorkspace:
         yield overlay.argv_prefix(mounted, _ROOT, self.namespace), mounted.merged
 
     async def placed(self, image: LayeredImage, items: Path, how: Mapping[str, object], file: Path) -> LayerFacts:
-        """Writes a layer of items from another image, placed over ``image`` (:mod:`.placing`)."""
+        """Writes a layer of items copied from another image, placed over ``image`` (:mod:`.placing`)."""
         request = {"how": how, "layers": [str(path) for path in await self.trees(image)]}
         return facts_of(await run_tree(self.namespace, "place", str(file), str(items), request=request))
 

@@ -1,4 +1,4 @@
-"""The command line of a sandbox's one container process, as Apptainer takes it."""
+"""Apptainer's command line for a sandbox's container process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.host.apptainer import CONTROL_DIR, only_by_root, unshare
 
 ROOT_MAY = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT")
-"""Capabilities of uid 0 of a sandbox, in its own namespaces only. They are Docker's, so scripts written for root
-run."""
+"""Capabilities of uid 0 in a sandbox, valid only in its own namespaces. They are Docker's, so scripts written for
+root work."""
 
 _SHARED = {
     "max_inotify_instances": "inotify/max_user_instances",
@@ -19,14 +19,14 @@ _SHARED = {
     "max_fanotify_groups": "fanotify/max_user_groups",
     "max_fanotify_marks": "fanotify/max_user_marks",
 }
-"""Limit of a user namespace → the user's limit over all namespaces, as a path below ``/proc/sys/fs``."""
+"""Limit of a user namespace → the user's limit across all namespaces, as a path below ``/proc/sys/fs``."""
 _FRACTION = 8
 _NESTED = {f"max_{kind}_namespaces": 256 for kind in ("user", "mnt", "pid", "ipc", "net", "uts", "cgroup", "time")}
 
 
 @functools.cache
 def _shared_limits() -> dict[str, int]:
-    """Returns the limits of one sandbox: an eighth of the user's, so that no sandbox uses up all of them."""
+    """Returns the limits of one sandbox: an eighth of the user's, so that no sandbox exhausts them."""
     limits: dict[str, int] = {}
     for name, file in _SHARED.items():
         try:
@@ -40,9 +40,9 @@ def _shared_limits() -> dict[str, int]:
 def namespace_limits(spec: SandboxSpec) -> Mapping[str, int]:
     """Returns the limits of a sandbox's outermost user namespace, by their name in ``/proc/sys/user``.
 
-    In a user namespace of its own, a process could mount memory that no limit counts, and reach kernel code that is
-    reserved for root. So a sandbox gets only the namespaces that its start needs: none for uid 0, and two for another
-    uid: its own and Apptainer's. No process in the sandbox can raise a limit.
+    In a new user namespace, a process could mount in-memory file systems that no limit counts, and reach kernel code
+    reserved for root. A sandbox therefore gets only the namespaces needed to start it: none for uid 0, and two for
+    another uid (its own and Apptainer's). No process in the sandbox can raise a limit.
     """
     if spec.nested:
         return {**_shared_limits(), **_NESTED}
@@ -59,15 +59,15 @@ def set_namespace_limits(spec: SandboxSpec) -> str:
 
 
 def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
-    """Returns the argv prefix that starts Apptainer as uid 0 of a user namespace; empty if it must not.
+    """Returns the argv prefix that starts Apptainer as uid 0 of a user namespace; empty if not applicable.
 
-    ``--fakeroot`` does the same with a second Apptainer that keeps running: 40 ms and 9 MB per sandbox.
+    ``--fakeroot`` has the same effect but keeps a second Apptainer running, which costs 40 ms and 9 MB per sandbox.
     """
     return _outermost(spec) if spec.as_root else ()
 
 
 def namespace_user(spec: SandboxSpec) -> tuple[str, ...]:
-    """Returns the argv prefix that starts Apptainer as this user in a user namespace below a limited one."""
+    """Returns the argv prefix that starts Apptainer as this user in a user namespace inside a limited one."""
     prefix = () if spec.as_root else _outermost(spec)
     return (*prefix, *as_user()) if prefix else ()
 
@@ -79,18 +79,18 @@ def _outermost(spec: SandboxSpec) -> tuple[str, ...]:
 
 
 def as_user() -> tuple[str, ...]:
-    """Returns the argv prefix by which root of a user namespace becomes this user again, in another namespace."""
+    """Returns the argv prefix with which root of a user namespace becomes this user again, in a nested namespace."""
     return (unshare()[0], "--user", f"--map-user={os.getuid()}", f"--map-group={os.getgid()}", "--")
 
 
 def exec_argv(
     apptainer: str, spec: SandboxSpec, rootfs: str, *, overlay: str | None, control: str, command: Sequence[str]
 ) -> list[str]:
-    """Returns the command line of a sandbox's one container process.
+    """Returns the command line of a sandbox's container process.
 
     ``--no-init`` makes the runner PID 1 of the container, which no process inside can kill. The caller becomes uid 0
-    through :func:`namespace_root`, or through ``--fakeroot`` without subordinate ids, so it owns every file. ``/tmp``
-    is part of the overlay: it lasts as long as the sandbox, takes no memory and has no limit of 64 MB.
+    through :func:`namespace_root`, or through ``--fakeroot`` without subordinate ids, so it owns all files. ``/tmp`` is
+    part of the overlay: it lasts as long as the sandbox, uses no memory and is not limited to 64 MB.
     """
     argv = [apptainer, "-q", "exec", "--containall", "--cleanenv", "--no-home", "--no-eval", "--no-init", "--no-privs"]
     argv += ["--no-mount", "tmp,bind-paths", "--pwd", "/"]
@@ -104,7 +104,7 @@ def exec_argv(
         argv += ["--userns"]
     if spec.network != "host":
         argv += ["--net", "--network", "none"]
-    # Without an overlay of Apptainer's the root itself is writable: it is an overlay already, or a copy.
+    # If Apptainer mounts no overlay, the root itself is writable: it is already an overlay, or a copy.
     argv += ["--overlay", overlay] if overlay is not None else ["--writable"]
     argv += ["--bind", f"{control}:{CONTROL_DIR}:ro"]
     for bind in spec.binds:

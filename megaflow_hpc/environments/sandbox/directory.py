@@ -1,4 +1,4 @@
-"""A sandbox's directory on scratch, and its containers, one at a time.
+"""A sandbox's directory on scratch, and its successive containers.
 
 ::
 
@@ -6,7 +6,7 @@
       layer/                    the writable layer (writable.py)
       control-N/                the N-th container's control directory (container.py)
       owner                     identity of the container's process on the host, for the janitor
-      tmp/                      Apptainer's own TMPDIR
+      tmp/                      TMPDIR for Apptainer itself
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from megaflow_hpc.host.process import Identity, descendants, exiting
 
 _RUNNER = ("/bin/sh", f"{CONTROL_DIR}/runner.sh", CONTROL_DIR)
 _CLONED_RUNNER = (*_RUNNER, "first")
-"""The runner of a clone, which has no variables of Apptainer to remove."""
+"""Command of a clone's runner, which has no Apptainer variables to remove."""
 
 
 class NotCloned(SandboxError):
-    """A clone did not start. Apptainer may still start the container."""
+    """Raised if a clone did not start. Apptainer may still be able to start the container."""
 
 
 class SandboxDirectory:
     """The directory of one sandbox, with one image and at most one container.
 
     Args:
-        rootfs: the image. :meth:`remove` releases it.
-        start_timeout_s: seconds in which a container must be ready.
+        rootfs: The image. :meth:`remove` releases it.
+        start_timeout_s: Seconds within which a container must be ready.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class SandboxDirectory:
         self._templates = templates
         self._containers = 0
         self._host_bytes: dict[str, int] = {}
-        """Directory of the host bound into the sandbox → bytes that the host wrote there before the start."""
+        """Host directory bound into the sandbox → number of bytes that the host wrote there before the start."""
 
     def make(self) -> None:
-        """Creates the directory; raises :class:`SandboxError` if scratch refuses it."""
+        """Creates the directory. Raises :class:`SandboxError` if that fails, for example because scratch is full."""
         try:
             for name in ("", "tmp", "layer"):
                 os.mkdir(os.path.join(self.directory, name), 0o700)
@@ -70,22 +70,22 @@ class SandboxDirectory:
             ) from error
 
     async def start(self, spec: SandboxSpec, watch: SandboxWatch) -> Container:
-        """Starts a container on the layer as it is. Apptainer starts it if it cannot be cloned.
+        """Starts a container on the current layer, as a clone if possible and through Apptainer otherwise.
 
         Raises:
-            SandboxError: with Apptainer's last line if it does not come up.
+            SandboxError: The container did not start. The message includes Apptainer's last line.
         """
         was_new = self._is_new
         try:
             return await self._start(spec, watch, may_clone=True)
         except NotCloned as error:
-            if was_new:  # an agent's changes in the layer may be the cause otherwise
+            if was_new:  # otherwise an agent's changes in the layer may be the cause
                 self._templates.refuse(self._rootfs, error)
         return await self._start(spec, watch, may_clone=False)
 
     @property
     def _is_new(self) -> bool:
-        """True if no container has run on the layer and it holds no snapshot."""
+        """True if no container has run on the layer and no snapshot was restored into it."""
         return not os.path.lexists(os.path.join(self.layer.path, "upper"))
 
     async def _start(self, spec: SandboxSpec, watch: SandboxWatch, *, may_clone: bool) -> Container:
@@ -135,9 +135,9 @@ class SandboxDirectory:
         return container
 
     async def _measure_binds(self, spec: SandboxSpec, watch: SandboxWatch) -> None:
-        """Sets the directories that ``disk_mb`` bounds, and how many bytes in them the sandbox did not write.
+        """Sets the directories that count towards ``disk_mb``, and how many bytes in them the sandbox did not write.
 
-        Besides the layer these are directories in this one that the sandbox may write to (a verifier's logs).
+        These are the layer and any writable binds from this directory, such as a verifier's logs.
         """
         writable = [bind.source for bind in spec.parsed_binds() if not bind.read_only]
         bound = [source for source in writable if source.startswith(f"{self.directory}/")]
@@ -151,7 +151,7 @@ class SandboxDirectory:
         """Starts a container. If it does not start on the current layer, restores the image's files and tries again.
 
         Raises:
-            LostError: the second start failed too.
+            LostError: The second attempt failed too.
         """
         try:
             return await self.start(spec, watch)
@@ -164,7 +164,7 @@ class SandboxDirectory:
                 raise LostError(str(error)) from error
 
     async def drop(self, watch: SandboxWatch) -> None:
-        """Ends the container with all its processes; the layer stays."""
+        """Kills the container and all its processes. The layer is kept."""
         container, self.container = self.container, None
         if container is not None:
             watch.detach()
@@ -172,7 +172,7 @@ class SandboxDirectory:
             remove_tree(container.control, ignore_errors=True)
 
     async def remove(self) -> None:
-        """Ends the container and removes everything."""
+        """Kills the container and removes all files."""
         container, self.container = self.container, None
         try:
             if container is not None:
@@ -183,13 +183,14 @@ class SandboxDirectory:
 
     @property
     def busy(self) -> bool:
-        """True if a process other than the runner's runs in the container."""
+        """True if any process other than the runner is running in the container."""
         init = self.container.init if self.container and self.container.alive else None
         return init is not None and any(not is_runner(pid) and not exiting(pid) for pid in descendants(init.pid))
 
 
 def _size(directory: str) -> int:
-    """Returns the bytes of a directory that only the host has written. Each file counts as one block or more."""
+    """Returns the size in bytes of a directory that only the host has written to. Each file counts as at least one
+    block."""
     total = 0
     for parent, directories, files in os.walk(directory):
         for name in (*directories, *files):

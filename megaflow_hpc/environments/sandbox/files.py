@@ -1,4 +1,4 @@
-"""Copies files into a sandbox and out of it, by programs of the sandbox."""
+"""Copies files into and out of a sandbox, using programs inside it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megaflow_hpc.host.unpack import Budget, TreeWriter, unpack_tar
 from megaflow_hpc.types import ExecResult
 
 Run = Callable[..., Awaitable[ExecResult]]
-"""Runs a command in the sandbox: :meth:`.ApptainerSandbox.exec`."""
+"""Runs a command in the sandbox; see :meth:`.ApptainerSandbox.exec`."""
 
 MAX_DOWNLOAD_BYTES = 256 * 1024 * 1024
 MAX_DOWNLOAD_FILES = 100_000
-"""Maximum files, directories and links of one download."""
+"""Maximum number of files, directories and symlinks in one download."""
 _STDERR_LIMIT = 16384
 """Bytes kept of the standard error of the programs that send a download."""
 
@@ -32,8 +32,8 @@ async def upload(run: Run, source: str, target: str, control: str, name: str) ->
     """Copies a file or a directory's contents into a sandbox; see :meth:`.ApptainerSandbox.upload`.
 
     Args:
-        control: the container's control directory on the host, which the sandbox sees read-only.
-        name: entry of it that holds the files until they are copied.
+        control: The container's control directory on the host, which the sandbox sees read-only.
+        name: Name of the entry in ``control`` that holds the files until they are copied.
     """
     staged = os.path.join(control, name)
     inside = f"{CONTROL_DIR}/{name}"
@@ -66,11 +66,11 @@ async def upload(run: Run, source: str, target: str, control: str, name: str) ->
 async def download(run: Run, source: str, target: str, scratch: str, budget: Budget) -> None:
     """Copies a file or a directory's contents out of a sandbox; see :meth:`.ApptainerSandbox.download`.
 
-    The sandbox's programs send an untrusted stream. It is written to an unnamed file, and then unpacked. If the stream
-    exceeds a limit, the programs are killed.
+    Programs in the sandbox send an untrusted stream, which is written to an unnamed file and then unpacked. The
+    programs are killed if the stream exceeds a limit.
 
     Args:
-        scratch: directory for that file.
+        scratch: Directory for the unnamed file.
     """
     quoted = shlex.quote(source)
     script = (
@@ -80,7 +80,7 @@ async def download(run: Run, source: str, target: str, scratch: str, budget: Bud
     allowed = budget.bytes
     try:
         with tempfile.TemporaryFile(dir=scratch) as file:
-            # In an archive, header and padding of a small file take more bytes than the file.
+            # In an archive, the header and padding of a small file take up more bytes than the file itself.
             spool = _Spool(file, min(2 * allowed, allowed + MAX_DOWNLOAD_BYTES // 4) + (1 << 20))
             done = await run(script, output_limit=_STDERR_LIMIT, on_output=spool.take)
             if spool.failed:
@@ -100,7 +100,7 @@ async def download(run: Run, source: str, target: str, scratch: str, budget: Bud
 
 
 class _Spool:
-    """Writes a command's output to a file, up to a limit. Never raises, because the event loop calls it."""
+    """Writes a command's output to a file, up to a limit. Never raises, because it is called from the event loop."""
 
     def __init__(self, file: IO[bytes], limit: int) -> None:
         self._file = file
@@ -108,7 +108,7 @@ class _Spool:
         self.failed: OSError | None = None
 
     def take(self, data: bytes) -> bool:
-        """Writes a piece. Returns ``False`` if the command must end."""
+        """Writes a chunk. Returns ``False`` if the command must be killed."""
         self.left -= len(data)
         try:
             if self.left >= 0 and self.failed is None:
@@ -138,7 +138,7 @@ def _receive(file: IO[bytes], done: ExecResult, source: str, target: str, budget
 
 
 async def _in_thread(work: Callable[[], None]) -> None:
-    """Runs ``work`` in a thread. If the caller is cancelled, waits for its end first."""
+    """Runs ``work`` in a thread. If cancelled, waits until ``work`` has finished."""
     working = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(working)

@@ -1,12 +1,12 @@
-"""A copy of this process's Python that runs in any container, for helper programs in images that have no Python.
+"""A copy of this process's Python that runs in any container, for helper programs in images without Python.
 
 ::
 
     PREPARED/  python  loader  libraries/…  lib/python3.N/{encodings/…, lib-dynload/_socket…}
 
-The C library's loader is started by its path, with the directory of the libraries that Python was linked with. So the
-image's own loader and C library do not matter. The copy is ten files of some 10 MB, made once per node. A sandbox gets
-hard links to them in its control directory, which is read-only inside.
+The C library's loader is started by its path, with the directory of the libraries that Python was linked against. The
+image's own loader and C library therefore do not matter. The copy consists of ten files of about 10 MB, made once per
+node. They are hard-linked into the control directory of a sandbox, which is read-only inside.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.types import ExecResult
 
 Exec = Callable[..., Awaitable[ExecResult]]
-"""Runs a command in the sandbox: :meth:`.ApptainerSandbox.exec`."""
+"""Runs a command in the sandbox; see :meth:`.ApptainerSandbox.exec`."""
 
 ANSWER_S = 20.0
-"""Seconds in which a helper must pass its descriptor."""
+"""Seconds within which a helper must pass its descriptor."""
 
 NAME = "python"
-"""Name of the interpreter's directory in a control directory."""
+"""Name of the interpreter's directory inside a control directory."""
 _SOCKET = "helper"
-"""Name of the socket of a helper in a control directory."""
+"""Name of a helper's socket inside a control directory."""
 
 _MODULES = ("_socket", "_ctypes", "_struct", "fcntl")
 _PURE = ("types.py", "struct.py", "ctypes/__init__.py", "ctypes/_endian.py")
-"""Modules that helpers import. A module that is built into the interpreter needs no file."""
+"""Modules that helpers import. Modules built into the interpreter need no file."""
 _ENCODINGS = ("__init__", "aliases", "ascii", "latin_1", "utf_8")
 """Modules of ``encodings`` that an interpreter needs to start."""
 
 
 @functools.cache
 def _parts() -> tuple[tuple[str, str], ...]:
-    """Returns pairs of a path in the prepared directory and a file of this machine.
+    """Returns pairs of a path in the prepared directory and its source file on this machine.
 
     Raises:
-        OSError: this Python cannot be copied.
+        OSError: This Python cannot be copied.
     """
     program = os.path.realpath(sys.executable)
     modules = []
@@ -86,7 +86,7 @@ def _parts() -> tuple[tuple[str, str], ...]:
 
 
 def why_not() -> str:
-    """Returns why helpers cannot run in every image; empty if they can."""
+    """Returns why helpers cannot run in every image, or an empty string if they can."""
     try:
         _parts()
     except (OSError, subprocess.SubprocessError) as error:
@@ -95,10 +95,10 @@ def why_not() -> str:
 
 
 def prepare(scratch: str | os.PathLike[str]) -> Path:
-    """Returns the interpreter's directory on this node's scratch; makes it if it is missing.
+    """Returns the interpreter's directory on this node's scratch, creating it if it is missing.
 
     Raises:
-        SandboxError: it cannot be created.
+        SandboxError: The directory cannot be created.
     """
     try:
         stamp = [(name, path, os.stat(path).st_mtime_ns) for name, path in _parts()]
@@ -113,7 +113,7 @@ def prepare(scratch: str | os.PathLike[str]) -> Path:
             target.chmod(0o555)
         try:
             os.rename(partial, home)
-        except OSError:  # another process was first
+        except OSError:  # another process created it first
             remove_tree(partial)
             if not home.is_dir():
                 raise
@@ -125,7 +125,7 @@ def prepare(scratch: str | os.PathLike[str]) -> Path:
 
 
 def link_into(home: Path, control: Path) -> None:
-    """Links the interpreter into a container's control directory. Idempotent."""
+    """Hard-links the interpreter into a container's control directory. Idempotent."""
     target = control / NAME
     if target.is_dir():
         return
@@ -136,7 +136,7 @@ def link_into(home: Path, control: Path) -> None:
 
 
 def command(program: str) -> tuple[list[str], dict[str, str]]:
-    """Returns the argv prefix that runs a Python program in a container, and its environment."""
+    """Returns the argv prefix that runs a Python program in a container, and its environment variables."""
     home = f"{CONTROL_DIR}/{NAME}"
     argv = [f"{home}/loader", "--library-path", f"{home}/libraries", f"{home}/python", "-s", "-S", "-B", "-c", program]
     return argv, {"PYTHONHOME": home, "PYTHONPATH": "", "LD_PRELOAD": ""}
@@ -154,20 +154,20 @@ async def run_and_receive(
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
 ) -> tuple[int, asyncio.Task[ExecResult]]:
-    """Runs a program as a command of the sandbox, and returns the descriptor that it passes out and the command.
+    """Runs a program as a command of the sandbox. Returns the descriptor that it passes out, and the command.
 
-    Its first argument is the path of a Unix socket in the control directory. It connects there and sends the
-    descriptor.
+    The program's first argument is the path of a Unix socket in the control directory. The program connects to it and
+    sends the descriptor.
 
     Args:
-        run: runs a command of the sandbox.
-        control: the container's control directory on the host.
-        interpreter: the prepared interpreter (:func:`prepare`).
-        is_wanted: checks a descriptor, because every process of the sandbox can connect to the socket.
-        what: names the descriptor in an error.
+        run: Runs a command in the sandbox.
+        control: The container's control directory on the host.
+        interpreter: The prepared interpreter (:func:`prepare`).
+        is_wanted: Checks a descriptor, because any process in the sandbox can connect to the socket.
+        what: Describes the descriptor in error messages.
 
     Raises:
-        SandboxError: no descriptor came; quotes the last line of the program's standard error.
+        SandboxError: No descriptor arrived. The message quotes the last line of the program's standard error.
     """
     await asyncio.to_thread(link_into, interpreter, Path(control))
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -204,7 +204,7 @@ async def _accept_and_receive(
     try:
         await asyncio.wait((accepting, running), timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
         if not accepting.done():
-            # A program that ends at once may have connected before its end was noticed.
+            # A program that exits early may have connected before its exit was noticed.
             await asyncio.wait((accepting,), timeout=0.1)
         if not accepting.done():
             return None
@@ -220,7 +220,7 @@ async def _accept_and_receive(
 
 
 def receive_descriptor(connection: socket.socket, is_wanted: Callable[[int], bool]) -> int | None:
-    """Returns the first wanted descriptor that the other side passes; closes every other one."""
+    """Returns the first wanted descriptor that the other side passes. Closes all others."""
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 4)
     wanted = None
     for descriptor in descriptors:

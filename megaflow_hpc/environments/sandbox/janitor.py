@@ -1,7 +1,7 @@
-"""Cleans up after killed owners of sandboxes: ends their containers' processes and removes their scratch directories.
+"""Cleans up after killed owners of sandboxes: kills their containers' processes and removes their scratch directories.
 
-In nearly every case the kernel ends a sandbox's processes with its owner. The janitor ends the others. It never touches
-a directory of a living owner.
+In nearly all cases the kernel kills a sandbox's processes together with its owner. The janitor kills the rest. It never
+touches a directory of a living owner.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from megaflow_hpc.host.process import Identity, descendants
 
 
 def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
-    """Removes dead owners from ``SCRATCH/owners``, and their unfinished copies from the cache of images.
+    """Removes the directories of dead owners from ``SCRATCH/owners``, and their unfinished copies from the image cache.
 
-    The files there name the processes to kill. So a directory that another user may have written to is left alone.
+    Files in these directories name the processes to kill. Directories that other users may have written to are
+    therefore left alone.
 
     Returns:
-        The numbers of ``owners``, ``sandboxes`` and ``processes`` that were removed or ended, and of directories that
+        The numbers of ``owners``, ``sandboxes`` and ``processes`` that were removed or killed, and of directories that
         could not be removed (``left``).
 
     Raises:
-        SiteError: ``scratch`` belongs to another user, or other users may write there.
+        SiteError: ``scratch`` belongs to another user, or other users may write to it.
     """
     counts = {"owners": 0, "sandboxes": 0, "processes": 0, "left": 0}
     if not os.path.lexists(scratch):
@@ -51,7 +52,7 @@ def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
             continue
         try:
             sandboxes = list(Path(entry.path).iterdir())
-        except OSError:  # another janitor was here first
+        except OSError:  # another janitor was faster
             continue
         counts["owners"] += 1
         for sandbox in sandboxes:
@@ -65,7 +66,7 @@ def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def _end(sandbox: Path) -> int:
-    """Ends the container of a sandbox's directory. Returns the number of its processes."""
+    """Kills the container of a sandbox's directory. Returns the number of its processes."""
     try:
         identity = Identity.parse((sandbox / "owner").read_text(errors="replace").strip())
     except OSError:
@@ -73,7 +74,7 @@ def _end(sandbox: Path) -> int:
     if identity is None or not identity.alive():
         return 0
     count = 1 + sum(1 for _ in descendants(identity.pid))
-    init = namespace_init(identity.pid)  # None if this process is PID 1 itself, whose end ends all others
+    init = namespace_init(identity.pid)  # None if this is PID 1 itself; killing it kills all others
     first = Identity.of(init) if init is not None else None
     if first is not None:
         first.kill()

@@ -1,14 +1,15 @@
 """A socket that listens inside a sandbox's private network and is served from outside.
 
 A helper binds 127.0.0.1:PORT in the container's network namespace and passes the listening descriptor out. Nothing is
-added to the image, no process stays, and the namespace has no other way out. The helper gets there in one of two ways:
+added to the image, no process stays behind, and the namespace has no other way out. The helper enters the namespace in
+one of two ways:
 
 =======  ======================================================  ==============================================
 way      how                                                     where
 =======  ======================================================  ==============================================
 nsenter  it enters the container's namespaces from outside       user namespaces work (setuid Apptainer or not)
-helper   it runs as a command of the sandbox, and passes the     only root's rights start containers: namespaces
-         descriptor over a Unix socket in the control directory  are root's, and no other user may enter them
+helper   it runs as a command of the sandbox, and passes the     only root can start containers: namespaces are
+         descriptor over a Unix socket in the control directory  root's, and no other user may enter them
 =======  ======================================================  ==============================================
 
 The second way needs no Python in the image (:mod:`.helper_python`).
@@ -49,10 +50,10 @@ _FROM_WITHIN = (
 
 
 def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
-    """Returns the way to use on this node. If no way works, returns an empty string and the reason.
+    """Returns the way to use on this node. If neither works, returns an empty string and the reason.
 
     Args:
-        no_namespaces: why there are no user namespaces; empty if there are.
+        no_namespaces: Why user namespaces are unavailable; empty if they are available.
     """
     if is_without("nsenter"):
         not_from_outside = f"{WITHOUT_VARIABLE} names nsenter"
@@ -70,10 +71,11 @@ def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
 async def listen(
     container: Container, run: helper_python.Exec, interpreter: Callable[[], Path] | None, port: int
 ) -> socket.socket:
-    """Returns a non-blocking listening socket on 127.0.0.1:``port`` as seen inside of a container.
+    """Returns a non-blocking socket that listens on 127.0.0.1:``port`` inside a container.
 
     Args:
-        interpreter: prepares the interpreter of a helper inside; ``None`` binds the listener from outside.
+        interpreter: Prepares the interpreter of a helper inside the container. If ``None``, the socket is bound from
+            outside.
     """
     if interpreter is not None:
         home = await asyncio.to_thread(interpreter)

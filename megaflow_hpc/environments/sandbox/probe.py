@@ -35,24 +35,24 @@ from megaflow_hpc.host.process import boot_id, node_name
 
 FORMAT = 4
 PROBE_S = 20.0
-"""Seconds in which a container of the probe must end."""
+"""Seconds within which a container of the probe must finish."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Capabilities of a node. A text that explains why something is impossible is empty if it is possible."""
+    """Capabilities of a node. Fields that explain why something is impossible are empty if it is possible."""
 
     apptainer: str
     version: str
     setuid: bool
-    """True if a program with root's rights starts containers. Otherwise Apptainer uses user namespaces."""
+    """True if a setuid program starts containers. Otherwise Apptainer uses user namespaces."""
     container: str
-    """Why no container starts at all."""
+    """Why containers cannot start at all."""
     overlay: str
-    """Why no overlay's writable layer can be on this scratch. Sandboxes are copies of their images then."""
+    """Why this scratch cannot hold the writable layer of an overlay. If set, sandboxes are copies of their images."""
     overlay_by: Literal["kernel", "fuse-overlayfs", ""]
     copy: str
-    """Why a sandbox cannot be a copy of its image. Tested only without an overlay."""
+    """Why a sandbox cannot be a copy of its image. Tested only if overlays are unavailable."""
     private_network: str
     """Why network ``none`` is unavailable."""
     gateway: str
@@ -62,14 +62,14 @@ class Site:
     user_namespaces: str
     kernel: str
     processes: str
-    """Why the kernel does not limit the number of processes."""
+    """Why the kernel cannot limit the number of processes."""
     calls: str
-    """Why no filter refuses system calls to sandboxes (commands/launcher.py)."""
+    """Why system calls of sandboxes cannot be filtered (commands/launcher.py)."""
     cgroup: str
-    """The delegated cgroup; empty if the site delegates none."""
+    """The delegated cgroup, or empty if the site delegates none."""
 
     def refuses(self, network: str) -> str:
-        """Returns why no sandbox with this network can start here; empty if it can."""
+        """Returns why a sandbox with this network cannot start here, or an empty string if it can."""
         if self.container:
             return f"containers do not start: {self.container}"
         if self.overlay and self.copy:
@@ -80,10 +80,10 @@ class Site:
 
 
 def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
-    """Tests what the node can do. Leaves nothing behind.
+    """Tests the capabilities of the node. Leaves nothing behind.
 
     Args:
-        scratch: directory of writable layers.
+        scratch: Directory of writable layers.
 
     Raises:
         SiteError: Apptainer is missing, or scratch is not writable.
@@ -129,7 +129,7 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
 
 
 def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
-    """Returns the result of :func:`probe`, which runs once per node and boot."""
+    """Returns the cached result of :func:`probe`, which runs once per node and boot."""
     apptainer = apptainer or find_apptainer()
     cache = Path(scratch) / "site.json"
     stamp = _stamp(apptainer)
@@ -138,20 +138,20 @@ def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Sit
         if kept["stamp"] == stamp:
             return Site(**kept["site"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # missing, of another boot or version, or incomplete
+        pass  # missing, incomplete, or from another boot or version
     site = probe(scratch, apptainer)
     write_atomic(cache, json.dumps({"stamp": stamp, "site": asdict(site)}))
     return site
 
 
 def require(networks: Iterable[str], scratch: str | os.PathLike[str]) -> None:
-    """Refuses a campaign whose sandboxes cannot start at this site, before anything is queued.
+    """Rejects a campaign whose sandboxes cannot start at this site, before anything is queued.
 
-    ``MEGAFLOW_SITE_CHECK=0`` skips the check, for login nodes that can do less than the nodes of the jobs. Without
-    Apptainer there is no check either, for the same reason.
+    ``MEGAFLOW_SITE_CHECK=0`` skips the check, for login nodes with fewer capabilities than compute nodes. For the same
+    reason there is no check if Apptainer is missing.
 
     Raises:
-        SiteError: names the network, the reason and the remedy.
+        SiteError: Names the network, the reason and the remedy.
     """
     if os.environ.get("MEGAFLOW_SITE_CHECK") == "0":
         return
@@ -205,7 +205,7 @@ def is_setuid(apptainer: str) -> bool:
 
 
 def _unfiltered(namespaces: str) -> str:
-    """Returns why sandboxes get every system call; empty if a filter refuses some."""
+    """Returns why system calls of sandboxes are not filtered, or an empty string if they are."""
     if namespaces:
         return f"no user namespaces, without which a filter would take Apptainer's rights: {namespaces}"
     if launcher(filtered=True).holds_filter():
@@ -217,7 +217,7 @@ def _unfiltered(namespaces: str) -> str:
 
 
 def _try_containers(apptainer: str, where: str) -> tuple[str, str, str, str]:
-    """Returns why each is impossible: a container, an overlay on scratch, a copy of the image, a private network."""
+    """Returns why each of these fails: a container, an overlay on scratch, a copy of the image, a private network."""
     root = Path(where, "root")
     binds = _host_image(root)
     control = Path(where, "control")
@@ -250,7 +250,7 @@ def _try_containers(apptainer: str, where: str) -> tuple[str, str, str, str]:
 
 
 def _host_image(root: Path) -> list[str]:
-    """Creates an image of empty directories; returns the binds that put the host's programs into it."""
+    """Creates an image of empty directories. Returns the binds that put the host's programs into it."""
     for name in ("dev", "proc", "sys", "tmp", "etc", "root", ".megaflow"):
         (root / name).mkdir(parents=True)
     for name in ("passwd", "group", "hosts", "resolv.conf"):
@@ -276,7 +276,7 @@ def _kernel_overlay(where: str) -> str:
 
 
 def _failure_of(argv: Sequence[str], temporary: str | None = None) -> str:
-    """Returns why a program failed; empty if it did not."""
+    """Returns why a program failed, or an empty string if it succeeded."""
     try:
         done = subprocess.run(
             argv,

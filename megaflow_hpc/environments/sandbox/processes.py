@@ -30,9 +30,9 @@ def namespace_init(pid: int) -> int | None:
 
 
 def limit_processes(init: int, count: int) -> bool:
-    """Limits processes and threads in the user namespace of a container that has just started; ``False`` if it cannot.
+    """Limits the processes and threads of a newly started container. Returns ``False`` if that is not possible.
 
-    Since 5.14, Linux counts RLIMIT_NPROC per user namespace. Earlier versions count all processes of the user.
+    Since Linux 5.14, RLIMIT_NPROC applies per user namespace. Earlier versions count all processes of the user.
     """
     version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
     if version < (5, 14):
@@ -46,13 +46,13 @@ def limit_processes(init: int, count: int) -> bool:
 
 
 def stop_all(init: int) -> list[Identity]:
-    """Stops every process of a container except PID 1; :func:`continue_all` continues the returned ones."""
+    """Stops all processes of a container except PID 1. Returns them for :func:`continue_all`."""
     stopped: list[Identity] = []
     for _ in range(50):
         seen = {identity.pid for identity in stopped}
         new = [Identity.of(pid) for pid in descendants(init) if pid not in seen]
         running = [identity for identity in new if identity]
-        # Stop the runner first, because a shell with job control treats a stopped command as ended.
+        # Stop the runner first, because a shell with job control treats a stopped command as finished.
         for identity in sorted(running, key=lambda one: not is_runner(one.pid)):
             identity.send(signal.SIGSTOP)
             stopped.append(identity)
@@ -62,16 +62,16 @@ def stop_all(init: int) -> list[Identity]:
 
 
 def continue_all(stopped: list[Identity]) -> None:
-    """Continues processes that :func:`stop_all` stopped."""
+    """Resumes processes that :func:`stop_all` stopped."""
     for identity in reversed(stopped):
         identity.send(signal.SIGCONT)
 
 
 def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
-    """Kills the processes below ``init`` whose environment holds ``marker``, and their whole groups and sessions.
+    """Kills the processes below ``init`` whose environment contains ``marker``, with their process groups and sessions.
 
-    A daemon keeps its initial environment, so it is found too. A process that also wiped its environment lives until
-    all processes of the sandbox are killed. A process may fork meanwhile, so this repeats until no process is left.
+    A daemon keeps its initial environment, so it is found too. A process that cleared its environment survives until
+    all processes of the sandbox are killed. Because processes may fork meanwhile, this repeats until none is left.
 
     Returns:
         The number of processes killed.

@@ -3,7 +3,7 @@
 ::
 
     SCRATCH/megaflow-<uid>/          0700; with a random suffix if another user has taken that name
-      cache/                         images and layers, shared read-only by every sandbox of the node (images/cache)
+      cache/                         images and layers, shared read-only by all sandboxes of the node (images/cache)
       owners/<pid>-<start>/s1/ …     one directory per sandbox of a living process (directory.py)
 
 Scratch must be local, because an overlay's upper directory cannot be on NFS.
@@ -40,9 +40,9 @@ class ApptainerProvider:
     """The sandboxes of one process on one node. All of them end with :meth:`close`, or with the process.
 
     Args:
-        scratch: local directory for writable layers; default: :func:`default_scratch`.
-        cache: directory of unpacked images, shared by all processes of the node; default: ``SCRATCH/cache``.
-        start_timeout_s: seconds in which a container must be ready. Unpacking an image is not counted.
+        scratch: Local directory for writable layers. Default: :func:`default_scratch`.
+        cache: Directory of unpacked images, shared by all processes of the node. Default: ``SCRATCH/cache``.
+        start_timeout_s: Seconds within which a container must be ready, excluding the time to unpack its image.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class ApptainerProvider:
     async def start(
         self, spec: SandboxSpec, snapshot: Snapshot | None = None, *, rootfs: Rootfs | None = None
     ) -> ApptainerSandbox:
-        """Returns a running sandbox, which is an async context manager and has ``stop()``.
+        """Starts a sandbox. Returns it as an async context manager with a ``stop()`` method.
 
         Args:
-            snapshot: files to start with, from :meth:`ApptainerSandbox.snapshot`. Several sandboxes may use one.
-            rootfs: the image's root file system; default: that of the node's cache.
+            snapshot: Files to start with, from :meth:`ApptainerSandbox.snapshot`. Several sandboxes may share one.
+            rootfs: The image's root file system. Default: the one from the node's cache.
 
         Raises:
-            ConfigError: the spec is invalid.
-            SandboxError: no container came up; names the image and Apptainer's own reason.
+            ConfigError: The spec is invalid.
+            SandboxError: The container did not start. The message names the image and Apptainer's reason.
         """
         spec.check()
         if self._closed:
@@ -120,7 +120,7 @@ class ApptainerProvider:
         return sandbox
 
     def _listens_by_helper(self) -> bool:
-        """Returns whether a command of the sandbox must bind listeners (network.py)."""
+        """Returns whether listening sockets must be bound by a command of the sandbox (network.py)."""
         way, _ = how_to_listen("" if unshare() or os.geteuid() == 0 else "no user namespaces")
         return way == "helper"
 
@@ -139,7 +139,7 @@ class ApptainerProvider:
     async def stage(self, image: str) -> str:
         """Unpacks ``image`` into the node's cache if it is missing. Returns the path of its bottom tree.
 
-        The image stays until the cache needs room for other images.
+        The image is kept until the cache needs space for other images.
         """
         rootfs = await self._acquire(image)
         rootfs.release()
@@ -154,15 +154,15 @@ class ApptainerProvider:
             raise
 
     def prefetch(self, images: Sequence[str]) -> None:
-        """Unpacks ``images`` in the background, in this order. Replaces earlier requests; returns at once.
+        """Unpacks ``images`` in the background, in this order. Replaces earlier requests and returns immediately.
 
-        Errors are reported when a sandbox of the image starts.
+        Errors are reported when a sandbox of the image is started.
         """
         if not self._closed:
             self._prefetcher.order(images)
 
     async def close(self) -> None:
-        """Stops every running sandbox. Idempotent."""
+        """Stops all running sandboxes. Idempotent."""
         self._closed = True
         await asyncio.to_thread(self._prefetcher.close)
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)), return_exceptions=True)

@@ -1,7 +1,7 @@
 """A sandbox: a writable layer on scratch over a read-only image, and the container that runs in it.
 
-``kill_processes``, ``restart`` and ``reset`` replace the container, so no process survives, not even the runner.
-The first two keep the layer, and ``reset`` empties it. After ``end_processes`` the next command starts the container.
+``kill_processes``, ``restart`` and ``reset`` replace the container, so no process survives, not even the runner. The
+first two keep the layer; ``reset`` empties it. After ``end_processes``, the next command starts a new container.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from megaflow_hpc.host.unpack import Budget
 from megaflow_hpc.types import ExecResult
 
 OUTPUT_LIMIT = 512 * 1024
-"""Bytes kept of each stream of a command: the first half and the last half."""
+"""Number of bytes kept of each output stream of a command: the first half and the last half."""
 
 READ_LIMIT = 1 << 20
-"""Maximum bytes that :meth:`ApptainerSandbox.read` returns by default."""
+"""Default maximum number of bytes that :meth:`ApptainerSandbox.read` returns."""
 
 
 class ApptainerSandbox:
     """A running sandbox; see :class:`megaflow_hpc.types.Sandbox`.
 
-    :meth:`ApptainerProvider.start` creates it. It belongs to the event loop of that call.
+    Created by :meth:`ApptainerProvider.start` and bound to the event loop of that call.
 
     Args:
-        on_stop: called once it has stopped.
-        layer_in_memory: the writable layer counts as memory.
-        interpreter: prepares the Python of a helper that binds listeners; ``None`` binds them from outside.
+        on_stop: Called once the sandbox has stopped.
+        layer_in_memory: True if the writable layer counts as memory.
+        interpreter: Prepares the Python of a helper that binds listening sockets. If ``None``, they are bound from
+            outside.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ApptainerSandbox:
         self._on_stop = on_stop
         self._stopped = False
         self._at_rest = False
-        """True if no container runs because :meth:`end_processes` ended it. The next command starts one."""
+        """True if no container is running because :meth:`end_processes` ended it. The next command starts one."""
         self._changing = asyncio.Lock()
         self._uploads = 0
         self.breaches: list[Breach] = []
@@ -74,7 +75,8 @@ class ApptainerSandbox:
         self._watchdog = watchdog
         self._watch = SandboxWatch(spec, directory.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
         self.consumption = self._watch.consumption
-        """Returns what all its containers have used since the start, also after the end."""
+        """Returns the resources used by all its containers since the start. Also works after the sandbox has
+        stopped."""
         self._interpreter = interpreter
         self._loop = asyncio.get_running_loop()
         watchdog.watch(self._watch)
@@ -94,27 +96,27 @@ class ApptainerSandbox:
 
     @property
     def pid(self) -> int | None:
-        """Pid of the container's first process on the host."""
+        """Host PID of the container's first process."""
         init = self._dir.container.init if self._dir.container else None
         return init.pid if init else None
 
     @property
     def host_pid(self) -> int | None:
-        """Pid of the process on the host that all processes of the sandbox descend from."""
+        """Host PID of the process from which all processes of the sandbox descend."""
         return self._dir.container.host_pid if self._dir.container else None
 
     @property
     def busy(self) -> bool:
-        """True if a command or a background process runs."""
+        """True if a command or background process is running."""
         return self._dir.busy
 
     # --- life ---------------------------------------------------------------------------------------------------
 
     async def start(self, kept: Snapshot | None = None) -> None:
-        """Starts the first container; raises :class:`SandboxError` with Apptainer's last line if it does not come up.
+        """Starts the first container. Raises :class:`SandboxError` with Apptainer's last line if it does not start.
 
         Args:
-            kept: a snapshot whose files the sandbox starts with.
+            kept: Snapshot whose files the sandbox starts with.
         """
         try:
             self._dir.make()
@@ -128,7 +130,8 @@ class ApptainerSandbox:
             raise
 
     def _on_breach(self, breach: Breach, number: int | None, whole: bool) -> None:
-        """Runs in the watchdog's thread. The loop handles it before it sees the end of a killed process."""
+        """Handles a breach. Called in the watchdog's thread; the loop handles it before noticing that a process was
+        killed."""
         with suppress(RuntimeError):  # the loop and the sandbox have ended
             self._loop.call_soon_threadsafe(self._breached, self._dir.container, breach, number, whole)
 
@@ -142,14 +145,14 @@ class ApptainerSandbox:
             container.mark_breached(str(breach))
 
     async def kill_processes(self) -> None:
-        """Ends every process and starts a fresh container on the same writable layer; ``/dev/shm`` starts empty."""
+        """Kills all processes and starts a fresh container on the same writable layer. ``/dev/shm`` starts empty."""
         await self.restart()
 
     async def end_processes(self, change: Callable[[LayerPaths], None] | None = None) -> None:
-        """Ends every process; the next command starts a fresh container on the same writable layer.
+        """Kills all processes. The next command starts a fresh container on the same writable layer.
 
         Args:
-            change: as for :meth:`restart`.
+            change: Same as for :meth:`restart`.
         """
         async with self._changing:
             await self._end(change)
@@ -157,12 +160,12 @@ class ApptainerSandbox:
     async def restart(
         self, spec: SandboxSpec | None = None, change: Callable[[LayerPaths], None] | None = None
     ) -> None:
-        """Ends every process and starts a fresh container.
+        """Kills all processes and starts a fresh container.
 
         Args:
-            spec: another user, network or binds from now on; the image stays.
-            change: called while no container runs, with the host's paths of the writable layer and the image. The
-                host may touch the layer only then.
+            spec: New user, network or binds. The image stays the same.
+            change: Called while no container is running, with the host paths of the writable layer and the image. The
+                host may change the layer only then.
         """
         async with self._changing:
             await self._end(change)
@@ -185,7 +188,7 @@ class ApptainerSandbox:
         return await self._dir.start_again(self.spec, self._watch)
 
     async def reset(self) -> None:
-        """Resets the sandbox to its image and spec: ends every process and empties the writable layer."""
+        """Resets the sandbox to its image and spec: kills all processes and empties the writable layer."""
         async with self._changing:
             self._check_not_stopped()
             self._at_rest = False
@@ -196,7 +199,7 @@ class ApptainerSandbox:
             await self._dir.start(self.spec, self._watch)
 
     async def stop(self) -> None:
-        """Ends every process and removes the writable layer. Idempotent."""
+        """Kills all processes and removes the writable layer. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
@@ -208,9 +211,10 @@ class ApptainerSandbox:
             self._on_stop(self)
 
     async def finish(self, target: str | os.PathLike[str]) -> None:
-        """Ends every process, moves what the sandbox has changed to ``target`` on the same file system, and stops.
+        """Stops the sandbox and moves its changes to ``target`` on the same file system.
 
-        ``target`` has the form of an overlay's upper directory. If sandboxes are copies, files mark deletions in it.
+        ``target`` gets the form of an overlay's upper directory. If sandboxes are copies, files mark the deletions in
+        it.
         """
         async with self._changing:
             await self._end(None)
@@ -218,13 +222,13 @@ class ApptainerSandbox:
         await self.stop()
 
     def _renew(self) -> None:
-        """Counts CPU and wall time from zero, because the agent's use is not the verifier's."""
+        """Restarts CPU and wall time from zero, so that the agent's usage is not charged to the verifier."""
         self._final_breach = None
         self._watch.spec = self.spec
         self._watch.renew()
 
     async def _running(self) -> Container:
-        """Returns the container. Starts a fresh one on the same layer if a command has killed every process."""
+        """Returns the container, or a fresh one on the same layer if a command killed all processes."""
         container = self._dir.container
         if self._final_breach is not None:
             raise LimitError(f"the sandbox has ended: {self._final_breach}")
@@ -245,7 +249,7 @@ class ApptainerSandbox:
             raise SandboxError("the sandbox is stopped")
 
     def _current(self) -> Container | None:
-        """Returns the container; ``None`` while the sandbox is at rest."""
+        """Returns the container, or ``None`` while the sandbox is at rest."""
         self._check_not_stopped()
         if self._dir.container is None and not self._at_rest:
             raise SandboxError("the sandbox has no container: its last start failed")
@@ -264,20 +268,21 @@ class ApptainerSandbox:
         output_limit: int = OUTPUT_LIMIT,
         on_output: Callable[[bytes], bool] | None = None,
     ) -> ExecResult:
-        """Runs a command and waits for its end. ``/bin/sh -c`` runs a string; a sequence is run as it is.
+        """Runs a command and waits until it ends. Strings run through ``/bin/sh -c``; sequences are executed directly.
 
         Args:
-            timeout_s: seconds until every process of the command is killed; the result has 124 and ``timed_out`` then.
-            cwd: directory to start in, relative to the sandbox's workdir. If it does not exist, the exit code is 126.
-            env: added to the sandbox's environment for this command.
-            user_input: the command's standard input; ``/dev/null`` without it.
-            output_limit: bytes kept of each stream, half of them its head.
-            on_output: see :meth:`.CommandDispatcher.run`.
+            timeout_s: Seconds after which all processes of the command are killed. The result then has exit code 124
+                and ``timed_out`` set.
+            cwd: Directory to start in, relative to the sandbox's workdir. If it does not exist, the exit code is 126.
+            env: Environment variables added for this command.
+            user_input: Standard input of the command. Default: ``/dev/null``.
+            output_limit: Number of bytes kept of each stream: the first half and the last half.
+            on_output: See :meth:`.CommandDispatcher.run`.
 
         Raises:
-            SandboxError: the sandbox is stopped, no container comes up, or it was ended from outside (preemption, a
-                killed job). A command itself never causes an exception: one that kills every process of the sandbox
-                returns 137, and the next command gets a fresh container.
+            SandboxError: The sandbox is stopped, its container does not start, or it was ended from outside
+                (preemption, a killed job). Commands themselves never cause an exception: one that kills all processes
+                of the sandbox returns 137, and the next command gets a fresh container.
         """
         container = await self._running()
         data = user_input.encode("utf-8", "surrogateescape") if isinstance(user_input, str) else user_input
@@ -292,9 +297,9 @@ class ApptainerSandbox:
         )
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Returns a socket that listens on 127.0.0.1:``port`` in the sandbox (0: a free port). The caller closes it.
+        """Returns a socket that listens on 127.0.0.1:``port`` in the sandbox (0: any free port). The caller closes it.
 
-        For network ``gateway``, in which the sandbox reaches nothing else. The socket is valid until the next
+        For network ``gateway``, which gives the sandbox no other connection. The socket is valid until the next
         ``kill_processes`` or ``reset``, which create a new network namespace.
         """
         if self.spec.network != "gateway":
@@ -302,29 +307,29 @@ class ApptainerSandbox:
         return await listen(await self._running(), self.exec, self._interpreter, port)
 
     async def control(self) -> str:
-        """Returns the control directory of its container, on the host."""
+        """Returns the host path of the current container's control directory."""
         return (await self._running()).control
 
     def session(self) -> ShellSession:
         """Returns a shell that keeps its state: ``async with sandbox.session() as shell: await shell.run(...)``.
 
-        The shell is bash if the image has it, else ``/bin/sh``.
+        The shell is bash if the image has it, otherwise ``/bin/sh``.
         """
         return ShellSession(self._running, self.workdir, OUTPUT_LIMIT)
 
     # --- files --------------------------------------------------------------------------------------------------
 
     async def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
-        """Returns the first ``limit`` bytes of a file; ``None`` if there is no regular file.
+        """Returns the first ``limit`` bytes of a file, or ``None`` if there is no regular file.
 
         If the sandbox is at rest (:meth:`end_processes`), the host reads from the writable layer without running a
-        program of the sandbox. If that is not possible, the sandbox's ``head`` reads the file.
+        program in the sandbox. If that is not possible, the sandbox's ``head`` reads the file.
 
         Args:
-            path: relative to the sandbox's workdir.
+            path: Path relative to the sandbox's workdir.
 
         Raises:
-            SandboxError: the sandbox is lost.
+            SandboxError: The sandbox was lost.
         """
         full_path = os.path.join(self.workdir, path)
         if self._at_rest and not self._is_bound(full_path):
@@ -337,12 +342,12 @@ class ApptainerSandbox:
         return done.stdout_bytes if done.exit_code == 0 else None
 
     async def lacks(self, path: str) -> bool:
-        """Returns ``True`` only if certainly nothing or an empty directory is at ``path`` of a sandbox at rest.
+        """Returns ``True`` only if ``path`` is known to be missing or an empty directory in a sandbox at rest.
 
         The sandbox stays at rest (:meth:`end_processes`). Returns ``False`` if only a command could tell.
 
         Args:
-            path: relative to the sandbox's workdir.
+            path: Path relative to the sandbox's workdir.
         """
         full_path = os.path.normpath(os.path.join(self.workdir, path))
         if not self._at_rest or self._is_bound(full_path):
@@ -357,46 +362,46 @@ class ApptainerSandbox:
         return any(f"{os.path.normpath(path)}/".startswith(f"{target}/") for target in targets)
 
     async def upload(self, source: str, target: str) -> None:
-        """Copies a file or a directory's contents of the host to ``target``, and creates its parents.
+        """Copies a file or a directory's contents from the host to ``target``, creating parent directories.
 
-        Works as ``docker cp``: a directory's contents go *into* ``target``. A file becomes ``target``, or goes into it
-        if ``target`` is a directory or ends with ``/``. Symbolic links are copied as links.
+        Works like ``docker cp``: a directory's contents go *into* ``target``. A file becomes ``target``, or goes into
+        it if ``target`` is a directory or ends with ``/``. Symlinks are copied as symlinks.
 
         Raises:
-            SandboxError: nothing is at ``source``, or the sandbox was lost.
-            SetupError: the copy inside the sandbox failed.
+            SandboxError: ``source`` does not exist, or the sandbox was lost.
+            SetupError: The copy inside the sandbox failed.
         """
         self._uploads += 1
         await files.upload(self.exec, source, target, await self.control(), f"u{self._uploads}")
 
     async def download(self, source: str, target: str, budget: Budget | None = None) -> None:
-        """Copies a file, or a directory's contents, out of the sandbox.
+        """Copies a file or a directory's contents out of the sandbox.
 
-        Copies only regular files, directories and symbolic links that stay inside ``target`` (host/unpack.py has the
-        rules). Directories need ``tar`` in the image. Existing files and links at ``target`` are replaced.
+        Copies only regular files, directories and symlinks that stay inside ``target`` (for the rules see
+        host/unpack.py). Directories need ``tar`` in the image. Existing files and symlinks at ``target`` are replaced.
 
         Args:
-            budget: bytes and files that may be written, counted down. Default: :meth:`download_budget`.
+            budget: Bytes and files that may still be written; the copy reduces it. Default: :meth:`download_budget`.
 
         Raises:
-            SetupError: ``source`` does not exist, is larger than ``budget``, or the sandbox's programs sent a stream
-                that cannot be unpacked. Part of it may be at ``target`` then.
-            SandboxError: the sandbox was lost, or ``target`` cannot be written.
+            SetupError: ``source`` does not exist or exceeds ``budget``, or the sandbox's programs sent an invalid
+                stream. Some files may have been written to ``target``.
+            SandboxError: The sandbox was lost, or ``target`` cannot be written.
         """
         await files.download(self.exec, source, target, self.directory, budget or self.download_budget())
 
     def download_budget(self) -> Budget:
-        """Returns the budget of one download: ``disk_mb``, and at most 256 MiB in 100,000 files."""
+        """Returns the budget of one download: ``disk_mb``, but at most 256 MiB, in 100,000 files."""
         allowed = files.MAX_DOWNLOAD_BYTES if self.spec.disk_mb is None else self.spec.disk_mb * MB
         return Budget(min(allowed, files.MAX_DOWNLOAD_BYTES), files.MAX_DOWNLOAD_FILES)
 
     async def snapshot(self, target: str | os.PathLike[str]) -> Snapshot:
-        """Copies the writable layer to ``target``, a new directory on the host. Processes are stopped meanwhile.
+        """Copies the writable layer to ``target``, a new directory on the host. Processes are paused meanwhile.
 
-        :meth:`ApptainerProvider.start` takes the result. Neither processes nor ``/dev/shm`` are part of it.
+        Pass the result to :meth:`ApptainerProvider.start`. It includes neither processes nor ``/dev/shm``.
 
         Raises:
-            SandboxError: something is at ``target`` already, or the copy failed.
+            SandboxError: ``target`` already exists, or the copy failed.
         """
         async with self._changing:
             container = self._current()

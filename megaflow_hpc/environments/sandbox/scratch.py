@@ -1,4 +1,4 @@
-"""Finds this node's scratch directory, its kind of storage, and this user's own directories there."""
+"""Finds this node's scratch directory, the kind of storage it is on, and this user's directories there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megaflow_hpc.host.private import own_directories, own_directory, private_di
 from megaflow_hpc.host.process import Identity
 
 FULL_BYTES, FULL_FILES = 64 << 20, 1000
-"""Scratch with fewer free bytes or files counts as full. One small image takes more, and the probe may fail."""
+"""Scratch with fewer free bytes or files counts as full. Even a small image needs more, and the probe might fail."""
 
 Kind = Literal["disk", "memory", "network"]
 
@@ -22,10 +22,10 @@ _NETWORK |= {"orangefs", "pvfs2", "glusterfs", "wekafs", "virtiofs"}
 
 
 def default_scratch() -> Path:
-    """Returns a private directory of this user on local scratch (:func:`scratch_base`); creates it if necessary.
+    """Returns a private directory of this user on local scratch (:func:`scratch_base`), creating it if necessary.
 
     Raises:
-        SiteError: it cannot be created.
+        SiteError: The directory cannot be created.
     """
     return own_directory(Path(scratch_base()[0]), f"megaflow-{os.getuid()}")
 
@@ -36,7 +36,8 @@ def scratch_directories() -> list[Path]:
 
 
 def workplace(scratch: Path, name: str) -> Path:
-    """Creates a directory of this process on scratch. The caller removes it; after a kill the janitor does."""
+    """Creates a directory for this process on scratch. The caller removes it, or the janitor if the process is
+    killed."""
     identity = Identity.of(os.getpid())
     assert identity is not None
     own = private_directory(private_directory(private_directory(scratch) / "owners") / str(identity))
@@ -47,7 +48,7 @@ _numbers = itertools.count(1)
 
 
 def file_system(path: str | os.PathLike[str], mountinfo: str | None = None) -> str:
-    """Returns the type of the file system of ``path``, as ``/proc/self/mountinfo`` names it."""
+    """Returns the type of the file system that contains ``path``, as named in ``/proc/self/mountinfo``."""
     real = os.path.realpath(path)
     if mountinfo is None:
         try:
@@ -62,20 +63,20 @@ def file_system(path: str | os.PathLike[str], mountinfo: str | None = None) -> s
             continue
         point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         is_inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if is_inside and len(point) >= longest:  # the later of two mounts at one path hides the earlier
+        if is_inside and len(point) >= longest:  # of two mounts at the same path, the later one hides the earlier
             longest, type_ = len(point), after.split()[0]
     return type_
 
 
 def is_full(path: str | os.PathLike[str]) -> bool:
-    """Returns whether scratch has no room for the files of a sandbox."""
+    """Returns whether scratch lacks space for the files of a sandbox."""
     status = os.statvfs(path)
     lacks_files = status.f_files > 0 and status.f_favail < FULL_FILES
     return status.f_bavail * status.f_frsize < FULL_BYTES or lacks_files
 
 
 def kind_of(type_: str) -> Kind:
-    """Returns the kind of storage of a file system's type. An unknown FUSE file system counts as a network one."""
+    """Returns the kind of storage for a file system type. Unknown FUSE file systems count as network storage."""
     if type_ in _MEMORY:
         return "memory"
     is_unknown_fuse = type_.startswith("fuse.") and type_ not in ("fuse.fuse-overlayfs", "fuse.fuse2fs")
@@ -83,11 +84,12 @@ def kind_of(type_: str) -> Kind:
 
 
 def scratch_base(environ: Mapping[str, str] | None = None, mountinfo: str | None = None) -> tuple[str, str]:
-    """Returns the base directory of writable layers, and a warning if it differs from what the user asked for.
+    """Returns the base directory of writable layers, and a warning if it is not the one the user asked for.
 
-    ``MEGAFLOW_SCRATCH``, ``SLURM_TMPDIR``, ``TMPDIR``, ``/tmp``, ``/dev/shm``: the first that is a directory and not on
-    a network file system, which takes no overlay's upper directory. ``/dev/shm`` comes last, because the job pays for
-    files in memory. If all are on network file systems, the first is used, and sandboxes are copies of their images.
+    The first of ``MEGAFLOW_SCRATCH``, ``SLURM_TMPDIR``, ``TMPDIR``, ``/tmp`` and ``/dev/shm`` that is a directory and
+    not on a network file system, which cannot hold an overlay's upper directory. ``/dev/shm`` comes last, because its
+    files count as memory of the job. If all are on network file systems, the first is used, and sandboxes are copies of
+    their images.
     """
     environ = os.environ if environ is None else environ
     first = reason = ""

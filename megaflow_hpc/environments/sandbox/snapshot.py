@@ -1,17 +1,17 @@
-"""Snapshots: copies of a sandbox's writable layer, which new sandboxes can start from.
+"""Snapshots: copies of a sandbox's writable layer, from which new sandboxes can start.
 
 ::
 
     DIRECTORY/
-      upper/          what the sandbox changed: its files, and marks of deleted files
-      snapshot.json   image, and how deletions are marked; written last into a directory that is renamed into place
+      upper/          the sandbox's changes: its files, and marks for deleted files
+      snapshot.json   the image, and how deletions are marked; written last, before the directory is renamed into place
 
 A whiteout is a character device 0/0, which Linux lets any user create. An opaque directory has an extended attribute
-``user.overlay``. ``cp -a`` copies both. If possible it runs as uid 0 of a user namespace, so that it may read the
-owner's files whatever their modes are. It shares blocks if the file system supports that. In a sandbox without an
-overlay, files mark deletions (copies.py). They become whiteouts if an overlay takes the snapshot.
+``user.overlay``. ``cp -a`` copies both. If possible it runs as uid 0 of a user namespace, so that it can read the
+owner's files regardless of their modes. It shares blocks if the file system supports that. In a sandbox without an
+overlay, files mark deletions (copies.py). They become whiteouts if an overlay uses the snapshot.
 
-GNU tar packs a layer into one file for storage. It supports devices, links, holes and extended attributes.
+GNU tar packs a layer into one file for storage. It supports devices, symlinks, sparse files and extended attributes.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _TAR = ("--xattrs", "--xattrs-include=*", "--numeric-owner")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A stored layer. ``path`` is on the host and exists until :meth:`remove`."""
+    """A stored layer. ``path`` is on the host and exists until :meth:`remove` is called."""
 
     path: str
     image: str
     marks: str = ""
-    """Prefix of the names of files that mark deletions; empty if whiteouts mark them."""
+    """Name prefix of files that mark deletions; empty if deletions are marked by whiteouts."""
     offset: int = -1
     """Byte offset of the packed layer in the file ``path``; -1 if ``path`` is a directory."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Snapshot:
-        """Reads ``snapshot.json``; raises :class:`SandboxError` if ``path`` is no snapshot."""
+        """Reads ``snapshot.json``. Raises :class:`SandboxError` if ``path`` is not a snapshot."""
         try:
             with open(Path(path) / "snapshot.json", encoding="utf-8") as file:
                 content = json.load(file)
@@ -66,10 +66,10 @@ class Snapshot:
 
 
 def take(upper: Path, target: Path, image: str, marks: str = "") -> Snapshot:
-    """Copies a layer that no process writes to. ``target`` appears complete or not at all.
+    """Copies a layer that no process writes to. ``target`` appears atomically.
 
     Raises:
-        SandboxError: something is at ``target`` already, or the copy failed.
+        SandboxError: ``target`` already exists, or the copy failed.
     """
     if os.path.lexists(target):
         raise SandboxError(f"{target}: exists already; name a new directory for a snapshot")
@@ -98,7 +98,7 @@ def restore(snapshot: Snapshot, layer: Path, whiteouts: bool = True) -> None:
     """Copies a snapshot into the layer of a sandbox that has not started.
 
     Args:
-        whiteouts: turn files that mark deletions into whiteouts, which an overlay needs.
+        whiteouts: Convert files that mark deletions to whiteouts, which an overlay needs.
     """
     if snapshot.offset < 0:
         copy(Path(snapshot.path, "upper"), layer / "upper")
@@ -109,10 +109,10 @@ def restore(snapshot: Snapshot, layer: Path, whiteouts: bool = True) -> None:
 
 
 def pack(snapshot: Snapshot, write: Callable[[bytes], object], limit: int) -> None:
-    """Passes the layer of a snapshot to ``write`` in pieces, as one archive of at most ``limit`` bytes.
+    """Packs the layer of a snapshot into an archive of at most ``limit`` bytes and passes it to ``write`` in chunks.
 
     Raises:
-        SandboxError: the layer is larger, or cannot be packed.
+        SandboxError: The layer is larger, or cannot be packed.
     """
     upper = Path(snapshot.path, "upper")
     words = _as_root(["tar", "--create", "--file=-", f"--directory={upper}", "--format=posix", "--sparse", *_TAR, "."])
@@ -165,7 +165,7 @@ while waiting:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copies a tree with ``cp -a``, whatever modes the files have. Raises :class:`SandboxError`."""
+    """Copies a tree with ``cp -a``, regardless of the files' modes. Raises :class:`SandboxError` on failure."""
     program = shutil.which("cp")
     if program is None:
         raise SandboxError("cp: not on PATH, which snapshots need; install coreutils")

@@ -1,4 +1,4 @@
-"""Describes a sandbox: the input of :meth:`ApptainerProvider.start`, and features that sandboxes must do without."""
+"""Describes a sandbox (the input of :meth:`ApptainerProvider.start`), and lists features that can be disabled."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megaflow_hpc.types import Network
 
 Feature = Literal["clones", "overlay", "nsenter", "program"]
 WITHOUT_VARIABLE = "MEGAFLOW_SANDBOX_WITHOUT"
-"""Names features to do without, separated by commas, on nodes on which detection is wrong."""
+"""Environment variable with a comma-separated list of features to disable, for nodes where detection is wrong."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Bind(NamedTuple):
-    """A directory or file of the host that a sandbox sees."""
+    """A directory or file of the host that is visible in a sandbox."""
 
     source: str
     target: str
@@ -28,18 +28,18 @@ class Bind(NamedTuple):
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """One sandbox. Sizes are in MB (10^6 bytes). ``None`` means unlimited."""
+    """Specification of one sandbox. Sizes are in MB (10^6 bytes). ``None`` means unlimited."""
 
     image: str
-    """A SIF file, or a directory that holds an unpacked image."""
+    """A SIF file, or a directory with an unpacked image."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables added to the image's environment. No variable of the host gets in."""
+    """Variables added to the image's environment. No variables of the host are passed on."""
     workdir: str | None = None
-    """Directory in which commands start. It is created if it is missing. Default: ``/``."""
+    """Directory in which commands start. Created if it is missing. Default: ``/``."""
     user: str | None = None
     """``None``, ``root`` and ``0`` mean uid 0 of a user namespace; any other name means an ordinary uid."""
     binds: tuple[str, ...] = ()
-    """``SRC:DEST[:ro]``, as Apptainer takes them."""
+    """``SRC:DEST[:ro]``, in Apptainer's syntax."""
     network: Network = "none"
     memory_mb: int | None = None
     cpus: float | None = None
@@ -50,13 +50,13 @@ class SandboxSpec:
     wall_s: float | None = None
     """Wall-clock limit in seconds, applied to the agent and to the verifier separately."""
     nested: bool = False
-    """True lets commands create user namespaces (bubblewrap, containers). No limit counts memory file systems
-    there."""
+    """Allow commands to create user namespaces (bubblewrap, containers). In-memory file systems there are not
+    counted by any limit."""
     fakeroot: bool = False
-    """True lets the host's ``fakeroot`` program simulate other uids, for builds that only have uid 0."""
+    """Use the host's ``fakeroot`` program to simulate other uids, for builds that only have uid 0."""
 
     def check(self) -> None:
-        """Raises :class:`ConfigError` if no container can start with these values."""
+        """Raises :class:`ConfigError` if a container cannot start with these values."""
         if self.network not in get_args(Network):
             raise ConfigError(f"network {self.network!r} of a sandbox: expected one of {', '.join(get_args(Network))}")
         if self.workdir is not None and not self.workdir.startswith("/"):
@@ -64,7 +64,7 @@ class SandboxSpec:
         check_variables(self.env)
 
     def parsed_binds(self) -> list[Bind]:
-        """Returns the parts of ``binds``."""
+        """Returns ``binds`` in parsed form."""
         parsed = []
         for bind in self.binds:
             source, _, rest = bind.partition(":")
@@ -79,7 +79,7 @@ class SandboxSpec:
 
 
 def check_variables(env: Mapping[str, str]) -> None:
-    """Raises :class:`ConfigError` for a name that no shell can export."""
+    """Raises :class:`ConfigError` if a shell cannot export one of the variables."""
     for name, value in env.items():
         if not _VARIABLE.fullmatch(name):
             raise ConfigError(f"environment variable {name!r} of a sandbox: expected letters, digits and _")
@@ -88,10 +88,10 @@ def check_variables(env: Mapping[str, str]) -> None:
 
 
 def is_without(feature: Feature) -> bool:
-    """Returns whether ``MEGAFLOW_SANDBOX_WITHOUT`` names a feature, so that its fallback is used.
+    """Returns whether ``MEGAFLOW_SANDBOX_WITHOUT`` disables a feature, so that its fallback is used.
 
     Raises:
-        ConfigError: the variable names an unknown feature.
+        ConfigError: The variable names an unknown feature.
     """
     words = [word.strip() for word in os.environ.get(WITHOUT_VARIABLE, "").split(",")]
     features = [word for word in words if word]

@@ -1,12 +1,13 @@
-"""Decides which sandboxes are clones, and owns the template container that they are cloned from, one per provider.
+"""Decides which sandboxes are cloned, and owns each provider's template container, from which they are cloned.
 
-Apptainer takes some 80 ms of processor time for a container. So it starts one, the template. Further containers are
-clones of the template's process, each with its own overlay and its own user, mount, pid, ipc and network namespaces.
+Apptainer uses about 80 ms of CPU time to start a container. It therefore starts only one, the template. Further
+containers are clones of the template's process, each with its own overlay and its own user, mount, pid, ipc and network
+namespaces.
 
-The template sees the scratch of all sandboxes and has the host's network. So it holds nothing of any image: its root is
-an empty tree, and its only program is cloner.py. Apptainer also finds an environment in each image. It is read from the
-first container over the image, which Apptainer starts within the usual limits. It is read before a command runs and
-only on an empty layer, so no rollout can change the environment of another.
+The template sees the scratch of all sandboxes and uses the host's network. It therefore contains nothing from any
+image: its root is an empty tree, and its only program is cloner.py. Images also define environment variables. These are
+read from the first container of an image, which Apptainer starts under the usual limits. They are read before a command
+runs and only on an empty layer, so no rollout can change the environment of another.
 """
 
 from __future__ import annotations
@@ -37,38 +38,39 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 
 _MAX_ENVIRONMENT_BYTES = 32768
-"""Maximum bytes of an environment, so that a request fits into one message."""
+"""Maximum size of an environment in bytes, so that a request fits into one message."""
 
 _KERNEL = (5, 9)
-"""The first Linux with pidfds, openat2 and close_range."""
+"""First Linux version with pidfds, openat2 and close_range."""
 _CAPABILITIES = dict(zip(ROOT_MAY, (0, 1, 3, 4, 5, 10, 6, 7, 18), strict=True))
 _HOME = f"{CONTROL_DIR}/{helper_python.NAME}"
 _PROGRAM = (f"{_HOME}/loader", "--library-path", f"{_HOME}/libraries", f"{_HOME}/python", "-s", "-S", "-B")
 
 _MAX_PENDING_REQUESTS = 32
-"""More requests wait, so that the socket never fills."""
+"""Maximum number of pending requests; more have to wait, so that the socket never fills up."""
 
 MAX_REQUEST_BYTES = 65536
-"""Maximum bytes of a request; ``cloner.py`` reads as many."""
+"""Maximum size of a request in bytes; ``cloner.py`` reads as much."""
 
 END_S = 10.0
-"""Seconds that a template gets to end."""
+"""Grace period in seconds for a template to exit."""
 
 StartClone = Callable[[int, Callable[[Identity], None]], Awaitable[Clone]]
-"""Starts a clone. Takes its standard error, and a callback that gets its first process before that does anything."""
+"""Starts a clone. Takes its standard error and a callback that receives its first process before that process does
+anything."""
 
 _Trees = tuple[str, ...]
-"""The directories of an unpacked image, the topmost first."""
+"""The directories of an unpacked image, topmost first."""
 
 ImageEnvironment = asyncio.Future[tuple[str, ...] | None]
-"""The environment of an image, read from its first container; ``None`` if that container did not start."""
+"""The environment of an image, read from its first container; ``None`` if it could not be read."""
 
 
 class Template:
-    """A container whose only process waits for requests to clone. It belongs to the event loop that started it.
+    """A container whose only process waits for clone requests. It is bound to the event loop that started it.
 
     Args:
-        log: file for Apptainer's output.
+        log: File for Apptainer's output.
     """
 
     def __init__(self, log: str) -> None:
@@ -83,7 +85,7 @@ class Template:
 
     @property
     def alive(self) -> bool:
-        """True while it accepts requests."""
+        """True while the template accepts requests."""
         return self._socket is not None and self._ready.done() and not self._ready.exception()
 
     async def start(
@@ -95,10 +97,10 @@ class Template:
         prefix: Sequence[str],
         on_started: Callable[[Identity], None],
     ) -> None:
-        """Runs ``argv``, whose last words must be the cloner, until the cloner is ready.
+        """Runs ``argv``, which must end with the cloner's command, and waits until the cloner is ready.
 
         Raises:
-            SandboxError: it is not ready in time; with Apptainer's last line.
+            SandboxError: The cloner is not ready in time. The message includes Apptainer's last line.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(self._log, "wb") as log:
@@ -137,7 +139,7 @@ class Template:
             number, _, reason = data.partition(b"\0")
             answer = self._pending.pop(int(number), None)
             if answer is None or answer.done():
-                # The caller was cancelled. It has closed the pipe that the clone waits for, so the clone ends.
+                # The caller was cancelled and has closed the pipe that the clone is waiting for, so the clone exits.
                 for descriptor in descriptors:
                     os.close(descriptor)
             elif descriptors:
@@ -163,14 +165,14 @@ class Template:
         """Starts a sandbox.
 
         Args:
-            fields: fields of the request after its number.
-            errors: standard error of the sandbox.
-            on_started: called with the first process before it does anything, so limits set then hold for all.
+            fields: Fields of the request after its number.
+            errors: Standard error of the sandbox.
+            on_started: Called with the first process before it does anything, so that limits set on it apply to all.
 
         Raises:
-            SandboxError: the template has ended or does not answer, or a field holds a zero byte.
+            SandboxError: The template has ended or does not respond, or a field contains a zero byte.
         """
-        if any("\0" in field for field in fields):  # a zero byte separates fields
+        if any("\0" in field for field in fields):  # zero bytes separate fields
             raise SandboxError("a request whose field holds a zero byte")
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         stdin, our_stdin = os.pipe()
@@ -214,12 +216,12 @@ class Template:
                 break
             except BlockingIOError:  # the template has not read earlier requests
                 await asyncio.sleep(0.005)
-            except OSError:  # the template has ended, before its end was read
+            except OSError:  # the template has ended, but its end has not been noticed yet
                 self._end()
         return await answer
 
     async def stop(self) -> None:
-        """Ends the container and every sandbox that was cloned from it. Idempotent."""
+        """Kills the container and every sandbox cloned from it. Idempotent."""
         self._end()
         process, self._process = self._process, None
         if process is not None:
@@ -241,9 +243,9 @@ class Templates:
     """The template of one provider, and the environments of images. A template that has ended is replaced.
 
     Args:
-        own: the provider's directory. A template gets a directory in it, as a sandbox does.
-        visible: directories that hold layers and unpacked images. A template sees no other directory of the host.
-        scratch: the directory of the interpreter that templates run.
+        own: The provider's directory, in which each template gets a directory, like a sandbox.
+        visible: Directories that hold layers and unpacked images. A template sees no other directory of the host.
+        scratch: Directory of the interpreter that templates run.
     """
 
     def __init__(self, own: Path, visible: Sequence[Path], apptainer: str, scratch: Path, timeout_s: float) -> None:
@@ -258,14 +260,14 @@ class Templates:
         self._number = 0
         self._supported: bool | None = None
         self._visible_images: dict[_Trees, bool] = {}
-        """Unpacked image → whether a template sees it. Cached, because an image may have hundreds of directories."""
+        """Unpacked image → whether templates can see it. Cached, because an image may have hundreds of directories."""
         self.refused: dict[_Trees, str] = {}
-        """Unpacked image → why no sandbox can be cloned over it. Apptainer starts these sandboxes."""
+        """Unpacked image → why sandboxes over it cannot be cloned. Apptainer starts these sandboxes."""
 
     def expect_environment(self, rootfs: Rootfs, spec: SandboxSpec, mounted: Overlay | None) -> ImageEnvironment | None:
-        """Returns a future for :meth:`read_environment`, to be called when the first container over an image runs.
+        """Returns a future to pass to :meth:`read_environment` once the first container over an image runs.
 
-        Starts of clones over the image wait for it. Returns ``None`` if nothing needs to be read.
+        Clones over the image wait for this future. Returns ``None`` if there is no need to read the environment.
         """
         trees = _trees(rootfs)
         if trees in self._environments or not self._can_clone(rootfs, spec, mounted):
@@ -278,8 +280,8 @@ class Templates:
         """Reads the environment that a container started with, before it runs a command.
 
         Args:
-            environment: the future of :meth:`expect_environment`, which gets the result.
-            init: the container's first process; ``None`` if it did not start.
+            environment: The future from :meth:`expect_environment`, which receives the result.
+            init: The container's first process, or ``None`` if it did not start.
         """
         data = _initial_environment(init) if init is not None else None
         if data is None:
@@ -294,10 +296,10 @@ class Templates:
     async def find(
         self, rootfs: Rootfs, spec: SandboxSpec, mounted: Overlay | None, control: str, command: Sequence[str]
     ) -> StartClone | None:
-        """Returns how to start a container as a clone; ``None`` if Apptainer must start it.
+        """Returns a function that starts a container as a clone, or ``None`` if Apptainer must start it.
 
         Args:
-            mounted: the overlay that Apptainer would start over (:meth:`.Rootfs.command_line`).
+            mounted: The overlay that the container would be started on (:meth:`.Rootfs.command_line`).
         """
         expected = self._environments.get(_trees(rootfs))
         if expected is None or not self._can_clone(rootfs, spec, mounted):
@@ -331,7 +333,7 @@ class Templates:
         return functools.partial(self._clone, template, fields)
 
     async def _running(self) -> Template:
-        """Returns the running template; starts one first if necessary."""
+        """Returns the running template, starting one if necessary."""
         while self._current is not None and self._current.starting.done() and not self._current.template.alive:
             await self.close()
         if self._current is None:
@@ -348,11 +350,11 @@ class Templates:
         except SandboxError:
             if template.alive:
                 raise
-        # The template ended before this process noticed. Use the next one.
+        # The template ended before this process noticed. Use a new one.
         return await (await self._running()).clone(fields, errors, on_started)
 
     def refuse(self, rootfs: Rootfs, error: Exception) -> None:
-        """Notes that sandboxes over an image cannot be cloned here."""
+        """Records that sandboxes over an image cannot be cloned here."""
         self.refused[_trees(rootfs)] = str(error)
 
     def _can_clone(self, rootfs: Rootfs, spec: SandboxSpec, mounted: Overlay | None) -> bool:
@@ -378,7 +380,7 @@ class Templates:
 
     async def _start(self, template: Template, directory: Path) -> None:
         await asyncio.to_thread(self._create_files, directory)
-        # Only cloner.py runs in it. It makes user namespaces, and clones with network "host" need the host's network.
+        # It runs only cloner.py, which creates user namespaces. Clones with network "host" need the host's network.
         binds = tuple(f"{visible}:{visible}" for visible in self._visible)
         root = str(directory / "root")
         spec = SandboxSpec(root, network="host", nested=True, processes=None, binds=binds)
@@ -390,7 +392,7 @@ class Templates:
             control=str(directory / "control"),
             command=(*_PROGRAM, f"{CONTROL_DIR}/cloner.py"),
         )
-        # Mapping uid 0 of a namespace below needs this capability. The clones do not get it.
+        # Needed to map uid 0 in a nested namespace. The clones do not get this capability.
         option = argv.index("--add-caps")
         argv[option + 1] += ",CAP_SETFCAP"
         argv[option:option] = ["--env", f"PYTHONHOME={_HOME}"]
@@ -404,7 +406,7 @@ class Templates:
                 argv,
                 temporary=temporary,
                 timeout_s=self._timeout_s,
-                prefix=unshare(),  # without limits, because all clones would share them
+                prefix=unshare(),  # without namespace limits, because all clones would share them
                 on_started=started,
             )
         except BaseException:
@@ -423,7 +425,7 @@ class Templates:
         (directory / "control" / "cloner.py").write_bytes(program)
 
     async def close(self) -> None:
-        """Ends the template. Idempotent."""
+        """Stops the template. Idempotent."""
         current, self._current = self._current, None
         if current is not None:
             with suppress(SandboxError, OSError, asyncio.CancelledError):
@@ -434,7 +436,7 @@ class Templates:
 
 @functools.cache
 def supported() -> bool:
-    """Returns whether this node's kernel, its user namespaces and this Python allow clones."""
+    """Returns whether this node's kernel, its user namespaces and this Python support clones."""
     version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
     return (
         version >= _KERNEL
@@ -448,7 +450,7 @@ def supported() -> bool:
 
 
 def _initial_environment(init: Identity) -> bytes | None:
-    """Returns the environment that a process started with, cut off above the limit; ``None`` if it has ended."""
+    """Returns the environment that a process started with, or ``None`` if it has exited. Truncated above the limit."""
     try:
         with open(f"/proc/{init.pid}/environ", "rb") as file:
             data = file.read(_MAX_ENVIRONMENT_BYTES + 1)

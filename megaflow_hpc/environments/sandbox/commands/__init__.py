@@ -1,6 +1,6 @@
-"""The commands of one container. A runner inside (``runner.sh``) starts them; FIFOs carry commands and output.
+"""Command execution in one container. A runner inside (``runner.sh``) starts commands; FIFOs carry requests and output.
 
-A :class:`~.container.Container` gets Apptainer's command line and starts as a runner that waits for commands. Its
-:class:`~.dispatcher.CommandDispatcher` takes commands and returns :class:`~megaflow_hpc.types.ExecResult`. Nothing here
-depends on images, layers or limits.
+A :class:`~.container.Container` gets Apptainer's command line and starts a runner that waits for commands. Its
+:class:`~.dispatcher.CommandDispatcher` runs commands and returns :class:`~megaflow_hpc.types.ExecResult`. This package
+does not depend on images, layers or limits.
 """

@@ -1,13 +1,13 @@
-"""The program of a template. It makes sandboxes by ``clone``, each in its own namespaces.
+"""Program of the template container. It creates sandboxes with ``clone``, each in its own namespaces.
 
-The Python of helper_python.py runs it inside the template, so it imports no other module of the package. Standard input
-is a socket to the host. A request is fields separated by zero bytes, with four descriptors: standard input, output and
-error of the sandbox, and a pipe. One byte on the pipe means that the limits are set. The answer is the number of the
-request and a pidfd.
+The Python of helper_python.py runs this file inside the template, so it imports no other module of the package.
+Standard input is a socket to the host. A request consists of fields separated by zero bytes, with four descriptors: the
+sandbox's standard input, output and error, and a pipe. One byte on the pipe signals that the limits are set. The reply
+is the request's number and a pidfd.
 
 A sandbox gets the mounts, flags, capabilities and environment that Apptainer gives a container. Files of its image and
-its layer are not trusted. So names below its root are looked up as from inside (openat2), before any of its programs
-runs. The template's own tree is unmounted before the first program starts.
+layer are untrusted. Paths below its root are therefore resolved inside that root (openat2), before any of its programs
+run. The template's own tree is unmounted before the first program starts.
 """
 
 import _signal  # type: ignore[import-not-found]  # ``signal`` imports modules that are missing here
@@ -64,7 +64,7 @@ class _How(ctypes.Structure):
 
 
 class _PathInRoot:
-    """A path below ``root`` with links resolved as from inside. Gives a path in ``/proc`` that cannot be redirected."""
+    """A path below ``root`` with symlinks resolved inside it. Yields a ``/proc`` path that cannot be redirected."""
 
     def __init__(self, root: int, path: str) -> None:
         how = _How(os.O_PATH | os.O_CLOEXEC, 0, _IN_ROOT | _NO_MAGICLINKS)
@@ -87,7 +87,7 @@ def _bind(root: int, source: str, target: str, flags: int = 0, *, deep: bool = F
 
 
 def _mount_all(root: int, binds: list[str]) -> None:
-    """Mounts the file systems of a container besides its root."""
+    """Mounts a container's file systems other than its root."""
     with _PathInRoot(root, "dev") as path:
         _mount("tmpfs", path, "tmpfs", _NOSUID, "mode=755")
     with _PathInRoot(root, "dev") as path:
@@ -113,7 +113,7 @@ def _mount_all(root: int, binds: list[str]) -> None:
 
 
 def _enter(directory: str, options: str, merged: str, network: str, limits: str, binds: list[str]) -> None:
-    """Becomes root of the new namespaces, and makes the overlay the root directory."""
+    """Becomes root of the new namespaces and makes the overlay the root directory."""
     for name, text in (("setgroups", "deny"), ("uid_map", "0 0 1"), ("gid_map", "0 0 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -137,10 +137,10 @@ def _enter(directory: str, options: str, merged: str, network: str, limits: str,
 
 
 def _keep(capabilities: list[int]) -> None:
-    """Permanently drops every capability except these."""
+    """Permanently drops all capabilities except the given ones."""
     for number in range(64):
         if number not in capabilities and _libc.prctl(_CAPBSET_DROP, number, 0, 0, 0):
-            break  # the kernel has no capability of this number
+            break  # the kernel does not have this capability
     mask = sum(1 << number for number in capabilities)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     data = (ctypes.c_uint32 * 6)(mask, mask, mask, 0, 0, 0)
@@ -150,7 +150,7 @@ def _keep(capabilities: list[int]) -> None:
 
 
 def _become(fields: list[str], given: list[int]) -> None:
-    """Turns the new process into the runner. Never returns; errors go to standard error."""
+    """Turns the new process into the runner. Never returns; errors are written to standard error."""
     try:
         _libc.prctl(_PDEATHSIG, int(_signal.SIGKILL), 0, 0, 0)
         os.setsid()
@@ -193,7 +193,7 @@ def main() -> None:
         given = [int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4)]
         number, *fields = os.fsdecode(data).split("\0")
         own = _NEWNS | _NEWIPC | _NEWUSER | _NEWPID | (0 if fields[0] == "host" else _NEWNET)
-        pidfd = ctypes.c_int(-1)  # taken at once, because the process may end and be reaped before another call
+        pidfd = ctypes.c_int(-1)  # opened here because the process may exit and be reaped before a later call
         pid = _libc.syscall(_CLONE, own | _PIDFD | int(_signal.SIGCHLD), 0, ctypes.byref(pidfd), 0, 0)
         if pid == 0:
             _become(fields, given)

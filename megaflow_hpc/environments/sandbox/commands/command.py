@@ -1,4 +1,4 @@
-"""One command of a sandbox: the record or shell text that starts it, its worker, and its result."""
+"""One command of a sandbox: the record or shell text that starts it, its worker and its result."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from megaflow_hpc.host.process import environment
 from megaflow_hpc.types import ExecResult
 
 MARKER = "MEGAFLOW_COMMAND"
-"""Environment variable that marks the processes of a command, so that a timeout finds them."""
+"""Environment variable that marks the processes of a command, so that a timeout can find them."""
 
 MAX_RECORD_BYTES = 4096
-"""Maximum bytes that a FIFO takes, and the compiled runner reads, in one piece."""
+"""Maximum size of a record in bytes: the compiled runner reads it from the FIFO in one piece."""
 
 MAX_LINE_BYTES = 2000
-"""Maximum bytes of a shell line that goes through a FIFO."""
+"""Maximum length in bytes of a shell line sent through a FIFO."""
 
 _ONE_PROGRAM = re.compile(r"[\w.+-]*/[\w./+-]*(?: [\w./:=@%,+-]+)*", re.ASCII)
-"""A path and plain words. The program is started directly, without ``/bin/sh -c``."""
+"""Matches a path followed by plain words. Such a program is started directly, without ``/bin/sh -c``."""
 
 FIRST_WORKERS = 2
-"""Workers that start with the container. The next command finds a child waiting while another worker forks."""
+"""Number of workers started with the container. A second one is ready while the first forks."""
 
 _MIN_READ_DELAY_S, _MAX_READ_DELAY_S = 0.002, 0.03
-"""Seconds until the output of a command is read while it runs. The delay grows if more commands than processors run.
-Most commands of an agent end sooner."""
+"""Delay in seconds before the output of a running command is read. It grows when more commands than processors run.
+Most commands of an agent finish sooner."""
 _PROCESSORS = len(os.sched_getaffinity(0))
 
 
 def make_fifo(path: str) -> int:
-    """Makes a FIFO and returns it open for both directions, so that its reader never reaches an end."""
+    """Creates a FIFO and returns it opened for reading and writing, so that its reader never sees end-of-file."""
     os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class Worker:
-    """One worker of the runner and its FIFO."""
+    """A worker of the runner and the FIFO it reads from."""
 
     def __init__(self, number: int, pipe: int) -> None:
         self.number = number
@@ -55,15 +55,15 @@ class Worker:
 
 
 class RunningCommand:
-    """A command that runs.
+    """A running command.
 
     Args:
-        number: its number in the container, which its processes have in their environment.
-        limit: bytes kept of each stream.
+        number: Command number in the container; its processes have it in their environment.
+        limit: Number of bytes kept of each stream.
     """
 
     under_way: ClassVar[int] = 0
-    """Number of running commands in all containers."""
+    """Number of commands currently running in all containers."""
 
     def __init__(self, number: int, worker: Worker, pair: StreamPair, limit: int) -> None:
         self.number = number
@@ -79,11 +79,11 @@ class RunningCommand:
 
     @classmethod
     def read_delay_s(cls) -> float:
-        """Returns the seconds until output is read while a command runs. Reading costs as much as a short command."""
+        """Returns the delay in seconds before output is first read. A read costs as much as a short command."""
         return min(_MAX_READ_DELAY_S, _MIN_READ_DELAY_S * max(1.0, cls.under_way / _PROCESSORS))
 
     def end(self, status: int | SandboxError) -> None:
-        """Sets ``done``, unless it is set."""
+        """Resolves ``done`` unless it is already resolved."""
         if not self.done.done():
             if isinstance(status, int):
                 self.done.set_result(status)
@@ -92,7 +92,7 @@ class RunningCommand:
                 self.done.exception()
 
     def result(self, status: int, *, timed_out: bool, started: float) -> ExecResult:
-        """Returns the result; ``started`` is in seconds of the monotonic clock."""
+        """Returns the result. ``started`` is a time of the monotonic clock in seconds."""
         out, err = self.buffers
         return ExecResult(
             exit_code=124 if timed_out else status,
@@ -109,8 +109,8 @@ class CommandWorkers:
     """The workers of one container's runner.
 
     Args:
-        control: the control directory on the host.
-        spawn: asks the runner for worker number K.
+        control: Control directory on the host.
+        spawn: Asks the runner to start worker number K.
     """
 
     def __init__(self, control: str, spawn: Callable[[int], None]) -> None:
@@ -120,7 +120,7 @@ class CommandWorkers:
         self._idle: deque[Worker] = deque()
 
     def prepare(self) -> None:
-        """Makes the FIFOs of the first workers. The runner starts these workers when it starts."""
+        """Creates the FIFOs of the first workers, which the runner starts when it starts itself."""
         for _ in range(FIRST_WORKERS):
             self._idle.append(self._add())
 
@@ -132,11 +132,11 @@ class CommandWorkers:
         return worker
 
     def find(self, number: int) -> Worker | None:
-        """Returns a worker by its number, or ``None`` if it does not exist."""
+        """Returns a worker by number, or ``None`` if it does not exist."""
         return self._all[number] if number < len(self._all) else None
 
     def take(self) -> Worker:
-        """Returns a worker that waits for a command, a new one if all are busy."""
+        """Returns an idle worker, or a new one if all are busy."""
         return self._idle.popleft() if self._idle else self._add()
 
     def give_back(self, worker: Worker) -> None:
@@ -144,7 +144,7 @@ class CommandWorkers:
         self._idle.append(worker)
 
     def lost(self, worker: Worker) -> None:
-        """Removes a worker that ended while it was idle."""
+        """Removes a worker that exited while idle."""
         self._idle = deque(idle for idle in self._idle if idle is not worker)
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class CommandWorkers:
 
 
 def command_of(pid: int) -> int | None:
-    """Returns the number of a process's command; ``None`` for the runner and for processes without the mark."""
+    """Returns the command number of a process, or ``None`` for the runner and for unmarked processes."""
     marker = MARKER.encode() + b"="
     for entry in environment(pid):
         number = entry[len(marker) :]
@@ -178,7 +178,7 @@ def record(
 def command_text(
     number: int, command: str | Sequence[str], cwd: str, env: Mapping[str, str], stdin: str, streams: tuple[str, str]
 ) -> str:
-    """Returns the shell text of one command, which the waiting child evaluates to become it."""
+    """Returns the shell text of one command, which the waiting child evaluates."""
     words = one_program(command)
     check_variables(env)
     exports = "".join(f" {name}={shlex.quote(value)}" for name, value in env.items())
@@ -189,7 +189,7 @@ def command_text(
 
 
 def one_program(command: str | Sequence[str]) -> list[str]:
-    """Returns the words of the program that runs a command: ``/bin/sh -c`` unless a string is only plain words."""
+    """Returns the argv of a command. A string runs through ``/bin/sh -c`` unless it consists only of plain words."""
     if isinstance(command, str):
         words = command.split(" ") if _ONE_PROGRAM.fullmatch(command) else ["/bin/sh", "-c", command]
     else:
@@ -200,12 +200,12 @@ def one_program(command: str | Sequence[str]) -> list[str]:
 
 
 def one_line(text: str) -> bytes | None:
-    """Returns the text as one line for a FIFO; ``None`` if it is too long and must be a file to source."""
+    """Returns the text as one line for a FIFO, or ``None`` if it is too long and must be sourced from a file."""
     if len(text) > MAX_LINE_BYTES or not text.isascii():
         return None
     return text.replace("\n", "'\"$_mf_n\"'").encode() + b"\n"
 
 
 def session_line(command: str, streams: tuple[str, str]) -> str:
-    """Returns the line of one command of a session."""
+    """Returns the line that runs one command in a session's shell."""
     return f"eval {shlex.quote(command)} </dev/null >{CONTROL_DIR}/{streams[0]} 2>{CONTROL_DIR}/{streams[1]} 8<&- 9>&-"

@@ -1,16 +1,16 @@
-"""One running container and the commands in it: the host's side of ``runner.sh`` and ``runner.c``.
+"""One running container and its commands: the host side of ``runner.sh`` and ``runner.c``.
 
 ::
 
-    CONTROL/            0700 on the host, bound read-only at /.megaflow: nothing inside can write, link or remove here
+    CONTROL/            0700 on the host, bound read-only at /.megaflow: processes inside cannot change it
       runner.sh  env    the program of PID 1, and the variables that it exports
-      runner            the program that starts commands, if one was built for this machine
-      w0 w1 …           FIFOs: a record per command for worker 0, 1, …, or a line of shell
-      i17  c17  s17     command 17's standard input, and text too long for a FIFO; removed when it has ended
+      runner            the program that starts commands, if it was built for this architecture
+      w0 w1 …           FIFOs: one record per command for worker 0, 1, …, or a line of shell
+      i17  c17  s17     standard input of command 17, and text too long for a FIFO; removed when the command ends
       o0 e0 o1 e1 …     FIFOs: pairs of output streams, each used by one command at a time
 
-Its commands are in dispatcher.py. The container ends with its owner. The kernel kills it with the thread that started
-it (launcher.py), unless Apptainer is setuid. Its runner also kills every process when the command pipe closes.
+dispatcher.py runs the commands. The container ends with its owner: the kernel kills it with the thread that started it
+(launcher.py), unless Apptainer is setuid. The runner also kills all processes when the command pipe closes.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ from megaflow_hpc.host.descriptors import inherited
 from megaflow_hpc.host.process import Identity
 
 _STDERR_LIMIT = 16384
-"""Bytes kept of the container's own standard error."""
+"""Number of bytes kept of the container's own standard error."""
 
 _ANSWER = re.compile(rb"(\d{1,6}) (?:(\d{1,3})|(up|dead))")
 _MAX_ANSWER_BYTES = 256
 MAX_STRAY_LINES = 1000
-"""A container ends after this many lines that answer no command. Any process of a sandbox can write to the runner's
-output."""
+"""Maximum number of unexpected lines on the runner's output before the container is killed. Any process of the
+sandbox can write there."""
 
 NO_WORKDIR = "no-workdir"
 """Line that PID 1 writes before "ready" if the sandbox's workdir cannot be created."""
 
 _RUNNER_READY = b"ready program"
-"""Line that the compiled runner writes when it runs; the shells write ``ready``."""
+"""Line that the compiled runner writes once it is ready; the shells write ``ready``."""
 
 ENDED_FROM_WITHIN = b"gone"
-"""Line that PID 1 writes if a command has killed every other process."""
+"""Line that PID 1 writes after a command has killed all other processes."""
 
 
 class Container:
-    """One container, from :meth:`start` to :meth:`kill`. It belongs to the event loop that started it."""
+    """One container, from :meth:`start` to :meth:`kill`. It is bound to the event loop that started it."""
 
     def __init__(self, control: str, on_started: Callable[[Identity], None]) -> None:
         self.control = control
         self.init: Identity | None = None
-        """The container's PID 1 on the host."""
+        """The container's PID 1, as identified on the host."""
         self._on_started = on_started
         self._process: subprocess.Popen[bytes] | Clone | None = None
         self._stderr_pipe = -1
@@ -77,16 +77,17 @@ class Container:
         self._breach = ""
         self._from_within = False
         self.lost = ""
-        """Why the container ended from outside: preemption, a kill of the job, the OOM killer. Empty otherwise."""
+        """Reason why the container was ended from outside, such as preemption, a killed job or the OOM killer; else
+        empty."""
 
     @property
     def alive(self) -> bool:
-        """True while a process is left. A command can kill them all (``kill -9 -1``)."""
+        """True while any process is left. A command can kill all of them (``kill -9 -1``)."""
         return self._process is not None and not self._ended.is_set()
 
     @property
     def host_pid(self) -> int | None:
-        """Pid of the process on the host that the container descends from: Apptainer's own, or PID 1 of a clone."""
+        """Host PID of the container's root process: Apptainer itself, or PID 1 of a clone."""
         return self._process.pid if self._process else None
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -95,8 +96,8 @@ class Container:
         """Writes the files that PID 1 reads.
 
         Args:
-            workdir: directory that PID 1 creates.
-            settings: shell lines of the image, which PID 1 sources.
+            workdir: Directory that PID 1 creates.
+            settings: Shell lines of the image, which PID 1 sources.
         """
         check_variables(env)
         os.mkdir(self.control, 0o700)
@@ -121,13 +122,13 @@ class Container:
         prefix: Sequence[str] = (),
         clone: Callable[[int, Callable[[Identity], None]], Awaitable[Clone]] | None = None,
     ) -> None:
-        """Runs ``argv``, whose last words must be the runner, until the runner is ready.
+        """Runs ``argv``, which must end with the runner's command, and waits until the runner is ready.
 
-        Only its first two processes exist before ``commands.prepare()``, so limits set on them hold for all.
+        Only the first two processes exist before ``commands.prepare()``, so limits set on them apply to all.
 
         Args:
-            prefix: words before it that change its uid, which resets its parent-death signal.
-            clone: starts the runner instead of ``argv``. It gets the standard error and a callback for the process.
+            prefix: Argv prefix that changes the uid, which resets the parent-death signal.
+            clone: Starts the runner in place of ``argv``. Receives the standard error and a callback for the process.
         """
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
@@ -173,14 +174,14 @@ class Container:
         return None if self.alive else self.last_words()
 
     def last_words(self) -> str:
-        """Returns why the container failed, from its standard error."""
+        """Returns why the container failed, according to its standard error."""
         text = self._stderr.decode("utf-8", "replace")
         if "/bin/sh" in text and "no such file" in text.lower():
             return f"the image has no /bin/sh, which every command needs ({last_line(text)})"
         return last_line(text)
 
     async def kill(self) -> None:
-        """Kills every process of the container and waits for their end. Idempotent."""
+        """Kills all processes of the container and waits for them to exit. Idempotent."""
         process = self._process
         if process is None or self._killing:
             return
@@ -201,7 +202,7 @@ class Container:
         self._release()
 
     async def _reap(self, process: subprocess.Popen[bytes] | Clone) -> None:
-        """Waits for the end of all processes of the container and of Apptainer's own."""
+        """Waits until all processes of the container and of Apptainer have exited."""
         deadline = time.monotonic() + KILL_GRACE_S
         pause = 0.0002
         while process.poll() is None or (self._ended.is_set() and self.init is not None and self.init.alive()):
@@ -212,7 +213,7 @@ class Container:
             pause = min(pause * 2, 0.05)
 
     def _end(self) -> None:
-        """Handles the end of the status pipe: PID 1 and every other process have ended."""
+        """Handles end-of-file on the status pipe: PID 1 and all other processes have exited."""
         loop = asyncio.get_running_loop()
         process = self._process
         assert process is not None
@@ -230,7 +231,7 @@ class Container:
             self._judgement = loop.create_task(self._judge(process))
 
     async def _judge(self, process: subprocess.Popen[bytes] | Clone) -> None:
-        """Finds out who ended the container. If a command killed every other process, PID 1 has reported it."""
+        """Determines what ended the container. PID 1 reports it if a command killed all other processes."""
         await self._reap(process)
         if self._from_within or self._breach:
             self.commands.everyone_killed(self._breach)
@@ -239,7 +240,7 @@ class Container:
             self.commands.fail(self.lost)
 
     def mark_breached(self, breach: str) -> None:
-        """Notes the limit that the container is killed for, so that its commands end with a result."""
+        """Records the limit that the container is killed for, so that its commands return a result."""
         self._breach = breach
 
     def _give_up(self, reason: str) -> None:
@@ -266,7 +267,7 @@ class Container:
         os.close(self._stderr_pipe)
         self.commands.close()
 
-    # --- lines of the runner ------------------------------------------------------------------------------------
+    # --- lines from the runner ----------------------------------------------------------------------------------
 
     def _read_answers(self, descriptor: int) -> None:
         data = read_available(descriptor)
@@ -283,14 +284,14 @@ class Container:
         try:
             for line in lines:
                 self._stray_lines += not self._take(line)
-        except Exception as error:  # a bug of this package: stop, instead of failing at each further line
+        except Exception as error:  # a bug in this package: stop here rather than fail on every further line
             print(f"{self.control}: an answer cannot be handled, its container ends: {error!r:.500}", file=sys.stderr)
             self._stray_lines = MAX_STRAY_LINES + 1
         if self._stray_lines > MAX_STRAY_LINES:
             self._give_up("the sandbox filled its control channel")
 
     def _take(self, line: bytes) -> bool:
-        """Handles one line of the runner. Returns whether it was expected."""
+        """Handles one line from the runner. Returns whether it was expected."""
         answer = _ANSWER.fullmatch(line)
         if answer:
             worker, status, word = answer.groups()
@@ -314,7 +315,7 @@ class Container:
     def _read_stderr(self, descriptor: int) -> bool:
         try:
             data = read_available(descriptor)
-        except OSError:  # a terminal whose other end is closed everywhere
+        except OSError:  # a terminal whose other end has been closed by all processes
             data = b""
         if data:
             self._stderr += data
@@ -335,28 +336,28 @@ class Container:
 
 @functools.cache
 def compiled_runner(machine: str) -> bytes | None:
-    """Returns the compiled runner.c for a machine; ``None`` if none was built."""
+    """Returns the path of runner.c compiled for an architecture, or ``None`` if it was not built."""
     file = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath(f"runner-{machine}")
     return file.read_bytes() if file.is_file() else None
 
 
 def _terminal() -> tuple[int, int]:
-    """Returns both ends of the standard error: a terminal, for runner.sh's job control, or a pipe."""
+    """Returns both ends of the standard error: a terminal, for job control in runner.sh, or a pipe."""
     try:
         ours, theirs = os.openpty()
-    except OSError:  # the node has no terminal left
+    except OSError:  # the node has no free pseudo-terminal
         return os.pipe()
     tty.setraw(theirs)
     return ours, theirs
 
 
 def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None = None, settings: str = "") -> str:
-    """Returns the shell text that PID 1 sources: ``settings`` of the image, exports, and ``mkdir`` of ``workdir``."""
+    """Returns the shell text that PID 1 sources: the image's ``settings``, exports, and ``mkdir`` of ``workdir``."""
     lines = [settings.rstrip("\n"), "ulimit -c 0"]
     if (descriptors := inherited()) is not None:
-        lines += [f"ulimit -Sn {descriptors}"]  # only the runner needs more
+        lines += [f"ulimit -Sn {descriptors}"]  # only the runner needs a larger limit
     if as_root:
-        # uid 0 is the only uid there is, so tar must not try to give files to others.
+        # Uid 0 is the only uid here, so tar must not try to change file owners.
         lines += ["export HOME=/root USER=root LOGNAME=root TAR_OPTIONS=--no-same-owner"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
     if workdir:

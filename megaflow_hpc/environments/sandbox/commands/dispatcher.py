@@ -1,7 +1,7 @@
-"""Sends commands to the workers of one container's runner, reads their output, and ends them after a timeout.
+"""Sends commands to a container's workers, reads their output and kills them after a timeout.
 
-A command costs one write to the FIFO of a waiting worker, and one line back. It prints into two FIFOs whose reading
-ends are open already. They are read when the command ends, or as it prints if it runs longer than a moment.
+A command costs one write to the FIFO of an idle worker, and one line back. Its output goes to two FIFOs whose reading
+ends are already open. Output is read when the command ends, or earlier if the command runs for a while.
 """
 
 from __future__ import annotations
@@ -34,32 +34,34 @@ from megaflow_hpc.host.process import Identity
 from megaflow_hpc.types import ExecResult
 
 MAX_WORKERS = 64
-"""Maximum commands at once in one sandbox; more wait. A worker is one process, or two small shells."""
+"""Maximum number of concurrent commands in one sandbox; further commands wait. A worker is one process or two small
+shells."""
 
 _SESSION = -1
-"""Worker number of a session's shell."""
+"""Worker number that stands for a session's shell."""
 
 KILL_GRACE_S = 10.0
-"""Seconds from the kill of a command to its end; a process in uninterruptible sleep may need them."""
+"""Grace period in seconds for a killed command to end, because a process may be in uninterruptible sleep."""
 
 _LOST_WORKER_S = 1.0
-"""If a killed command without processes has not ended after this many seconds, its worker is lost."""
+"""If a killed command has no processes but has not ended after this many seconds, its worker is considered lost."""
 
 _LEFT_OVER_READS = 32
-"""Maximum reads of each stream (64 KiB each) after a command's end, because a background process may print for ever."""
+"""Maximum number of reads (64 KiB each) per stream after a command ends, because a background process may print
+forever."""
 
 _MAX_ARGUMENT_BYTES = 100_000
-"""The kernel takes at most 128 KiB in one argument."""
+"""Maximum size in bytes of one argument. The kernel accepts at most 128 KiB."""
 
 
 class CommandDispatcher:
     """Sends commands to the workers of one container's runner.
 
     Args:
-        control: the control directory on the host.
-        spawn: asks the runner for worker number K.
-        why_ended: returns why the container has ended; ``None`` while it runs.
-        give_up: ends the container because of its commands; called with the reason.
+        control: Control directory on the host.
+        spawn: Asks the runner to start worker number K.
+        why_ended: Returns why the container has ended, or ``None`` while it runs.
+        give_up: Kills the container if a command cannot be killed. Called with the reason.
     """
 
     def __init__(
@@ -71,9 +73,9 @@ class CommandDispatcher:
     ) -> None:
         self.control = control
         self.init: Identity | None = None
-        """The container's PID 1 on the host, once it is known."""
+        """The container's PID 1 on the host, once known."""
         self.by_program = False
-        """True if the compiled runner starts commands. It reads records; the shells read lines."""
+        """True if the compiled runner starts commands. It reads records, whereas the shells read lines."""
         self._why_ended = why_ended
         self._give_up = give_up
         self._sessions = 0
@@ -84,15 +86,15 @@ class CommandDispatcher:
         self._slots = asyncio.Semaphore(MAX_WORKERS)
 
     def prepare(self) -> None:
-        """Makes workers and streams of the first commands before the runner starts."""
+        """Creates the workers and streams for the first commands before the runner starts."""
         self.workers.prepare()
         self._pairs.prepare(FIRST_WORKERS)
 
     def answered(self, worker: int, status: int | None) -> bool:
-        """Ends a worker's command. Returns whether the worker had one.
+        """Finishes the command of a worker that has reported a status. Returns whether the worker had a command.
 
         Args:
-            status: ``None`` if the worker could not start the command and has exited.
+            status: Exit status, or ``None`` if the worker could not start the command and has exited.
         """
         answering = self.workers.find(worker)
         command = answering.command if answering else None
@@ -108,7 +110,7 @@ class CommandDispatcher:
         return True
 
     def everyone_killed(self, breach: str = "") -> None:
-        """Ends each command with a result after a command killed every process, or after a breach of a limit."""
+        """Finishes all commands with a result after one of them killed every process, or after a breach of a limit."""
         for command in list(self._commands.values()):
             if breach:
                 self.mark_breached(command.number, breach)
@@ -117,14 +119,14 @@ class CommandDispatcher:
             self.finish(command, 137)
 
     def mark_breached(self, number: int, breach: str) -> None:
-        """Notes the limit that a command is killed for, so that its result names it."""
+        """Records the limit that a command is killed for, so that its result names the limit."""
         command = self._commands.get(number)
         if command is not None and not command.breach:
             command.breach = breach
             command.buffers[1].feed(f"[killed: {breach}]\n".encode())
 
     def fail(self, why: str) -> None:
-        """Makes running commands raise :class:`LostError`, because the container has ended."""
+        """Makes all running commands raise :class:`LostError`, because the container has ended."""
         for command in list(self._commands.values()):
             self._withdraw(command)
             if command.read_timer is not None:
@@ -132,7 +134,7 @@ class CommandDispatcher:
             command.end(LostError(why))
 
     def close(self) -> None:
-        """Closes every descriptor."""
+        """Closes all descriptors."""
         self._pairs.close(asyncio.get_running_loop().remove_reader)
         self.workers.close()
 
@@ -147,12 +149,12 @@ class CommandDispatcher:
         limit: int,
         on_output: Callable[[bytes], bool] | None = None,
     ) -> ExecResult:
-        """Runs one command to its end; see :meth:`megaflow_hpc.types.Sandbox.exec`.
+        """Runs one command until it ends; see :meth:`megaflow_hpc.types.Sandbox.exec`.
 
         Args:
-            limit: bytes kept of each stream.
-            on_output: gets standard output as it comes, which is not kept then. If it returns ``False``, the command
-                ends.
+            limit: Number of bytes kept of each stream.
+            on_output: Receives standard output as it arrives; the result then omits it. The command is killed if this
+                returns ``False``.
         """
         self._check_alive()
         started = time.monotonic()
@@ -160,7 +162,7 @@ class CommandDispatcher:
             self._check_alive()
             running = self.launch(command, cwd, env or {}, user_input, limit)
             if on_output is not None:
-                # A background process may print after the command has ended.
+                # A background process may still print after the command has ended.
                 running.on_output = lambda data: on_output(data) or running.done.done() or self.kill(running)
             timer = None
             if timeout_s is not None:
@@ -179,7 +181,7 @@ class CommandDispatcher:
         return running.result(status, timed_out=running.killing is not None, started=started)
 
     def session_worker(self) -> tuple[Worker, str]:
-        """Returns a FIFO for a session's shell, which the caller closes, and its path inside."""
+        """Returns a FIFO for a session's shell, which the caller closes, and the FIFO's path inside the container."""
         self._sessions += 1
         name = f"n{self._sessions}"
         return Worker(_SESSION, make_fifo(os.path.join(self.control, name))), f"{CONTROL_DIR}/{name}"
@@ -194,11 +196,11 @@ class CommandDispatcher:
         session: Worker | None = None,
         on_output: Callable[[bytes], None] | None = None,
     ) -> RunningCommand:
-        """Sends a command to a worker. Sets the result's ``done`` when the command has ended.
+        """Sends a command to a worker. The returned command's ``done`` resolves when it ends.
 
         Args:
-            session: the shell that runs it.
-            on_output: gets its standard output.
+            session: Session shell that runs the command instead of a worker.
+            on_output: Receives standard output.
         """
         self._check_alive()
         self._number += 1
@@ -236,7 +238,8 @@ class CommandDispatcher:
         env: Mapping[str, str],
         user_input: bytes | None,
     ) -> bytes:
-        """Returns the line for the waiting process: the command, or the path of a long command."""
+        """Returns the line for the waiting process: the command itself, or the path of a file if the command is
+        long."""
         stdin = self._file(running, "i", user_input) if user_input else "/dev/null"
         if isinstance(command, str) and len(os.fsencode(command)) > _MAX_ARGUMENT_BYTES:
             command = ["/bin/sh", self._file(running, "s", command.encode("utf-8", "surrogateescape"))]
@@ -253,7 +256,8 @@ class CommandDispatcher:
         return line
 
     def _file(self, running: RunningCommand, kind: str, data: bytes) -> str:
-        """Writes a file to the control directory until the command has ended; returns its path inside."""
+        """Writes a file to the control directory, where it stays until the command ends. Returns its path inside the
+        container."""
         name = f"{kind}{running.number}"
         running.files.append(name)
         with open(os.path.join(self.control, name), "xb") as file:
@@ -261,12 +265,12 @@ class CommandDispatcher:
         return f"{CONTROL_DIR}/{name}"
 
     def _read_along(self, command: RunningCommand) -> None:
-        """Starts to read output while the command runs."""
+        """Starts reading output while the command runs."""
         command.read_timer = None
         loop = asyncio.get_running_loop()
         try:
             command.pair.renew()
-        except OSError:  # this process has no descriptor left; try again later
+        except OSError:  # this process has no free descriptor; try again later
             command.read_timer = loop.call_later(10 * command.read_delay_s(), self._read_along, command)
             return
         open_streams = [stream for stream in (0, 1) if command.pair.held[stream]]
@@ -282,7 +286,8 @@ class CommandDispatcher:
                 reads += 1
 
     def _read_output(self, command: RunningCommand, stream: int) -> bool:
-        """Reads once. Returns whether there may be more. Frees a stream that all processes have closed."""
+        """Reads once and returns whether more output may be available. Frees a stream that all processes have
+        closed."""
         if not command.pair.held[stream]:
             return False
         descriptor = command.pair.descriptors[stream]
@@ -303,7 +308,7 @@ class CommandDispatcher:
         return False
 
     def finish(self, command: RunningCommand, status: int, worker_exited: bool = False) -> None:
-        """Ends a command with its status, and frees its worker and streams."""
+        """Finishes a command with its status and frees its worker and streams."""
         self._read_rest(command, 0, 1)
         timer = command.read_timer
         if timer is not None:
@@ -311,7 +316,7 @@ class CommandDispatcher:
         self._withdraw(command)
         if not worker_exited and command.worker.number != _SESSION:
             self.workers.give_back(command.worker)
-        if not self._pairs.give_back(command.pair):  # a background process holds them
+        if not self._pairs.give_back(command.pair):  # a background process still has them open
             self._pairs.leave(command.pair, asyncio.get_running_loop().remove_reader)
             if timer is not None:
                 self._read_along(command)
@@ -329,13 +334,13 @@ class CommandDispatcher:
                 os.unlink(os.path.join(self.control, name))
 
     def kill(self, command: RunningCommand) -> asyncio.Task[None]:
-        """Starts to kill every process of a command; the returned task ends with the command."""
+        """Starts killing all processes of a command. The returned task completes when the command has ended."""
         if command.killing is None:
             command.killing = asyncio.get_running_loop().create_task(self._kill_command(command))
         return command.killing
 
     async def _kill_command(self, command: RunningCommand) -> None:
-        """Kills processes that have the command's mark until it has ended. A new worker has no mark yet, so repeat."""
+        """Repeatedly kills processes that have the command's marker until it ends. A new worker is not marked yet."""
         if self.init is None:
             return
         marker = b"%s=%d" % (MARKER.encode(), command.number)

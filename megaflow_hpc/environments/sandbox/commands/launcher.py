@@ -1,9 +1,9 @@
-"""The thread that starts containers. Processes that it starts have no keys of the host and a filter of system calls.
+"""The thread that starts containers, without the host's keys and with a seccomp filter.
 
-A filter and a session keyring belong to a thread and are inherited by the processes that it starts. So a separate
-thread installs the filter and gives up its keyring, once, before Apptainer runs. A start costs nothing more, and the
-rest of the process keeps its keys (such as tokens of AFS and Kerberos). Apptainer's own ``--security seccomp:`` needs
-libseccomp and kills programs of 32 bits.
+A thread's seccomp filter and session keyring are inherited by the processes that it starts. A separate thread therefore
+installs the filter and gives up its keyring once, before Apptainer runs. Starting a container costs nothing extra, and
+the rest of the process keeps its keys (such as AFS and Kerberos tokens). Apptainer's own ``--security seccomp:`` needs
+libseccomp and kills 32-bit programs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megaflow_hpc.host.child import dies_with_parent
 Result = TypeVar("Result")
 
 _APPTAINER_ENVIRONMENT = {"GOMAXPROCS": "1", "GOGC": "off"}
-"""Turns off threads and garbage collection, which Apptainer does not need in its 50 ms."""
+"""Limits threads and turns off garbage collection, since Apptainer runs for only 50 ms."""
 
 _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_SET_MODE_FILTER, _SPEC_ALLOW = 1, 4
@@ -35,9 +35,9 @@ _AF_VSOCK = 40
 _X32 = 0x40000000
 _EPERM, _EAFNOSUPPORT = 1, 97
 
-# Keys belong to the user and not to a namespace, so other sandboxes and the host would share them. A ring of io_uring
+# Keys belong to the user rather than to a namespace, so other sandboxes and the host would share them. An io_uring
 # holds files and memory that no descriptor shows. The other calls reach kernel code that few programs need; Docker
-# refuses them too.
+# blocks them too.
 REFUSED = (
     "add_key",
     "request_key",
@@ -49,7 +49,8 @@ REFUSED = (
     "perf_event_open",
     "userfaultfd",
 )
-"""System calls that fail with EPERM. ``socket`` of AF_VSOCK fails too, because its addresses belong to the machine."""
+"""System calls that fail with EPERM. ``socket`` with AF_VSOCK fails too, because such addresses belong to the
+machine."""
 
 CALLS: dict[str, dict[int, tuple[int, ...]]] = {
     "x86_64": {
@@ -61,19 +62,19 @@ CALLS: dict[str, dict[int, tuple[int, ...]]] = {
         0x40000028: (309, 310, 311, 425, 426, 427, 386, 364, 388, 281),
     },
 }
-"""Machine → architecture of a call (linux/audit.h) → numbers of :data:`REFUSED` and of ``socket``."""
+"""Machine → audit architecture (linux/audit.h) → system call numbers of :data:`REFUSED` and of ``socket``."""
 _SYSCALLS = {"x86_64": {"seccomp": 317, "keyctl": 250}, "aarch64": {"seccomp": 277, "keyctl": 219}}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Launcher:
-    """A thread without keys that runs functions one after the other.
+    """A thread without keys that runs functions one at a time.
 
-    Processes that it starts with a parent-death signal end with this process, as the thread does.
+    Processes that it starts with a parent-death signal die with this process, because the thread does.
 
     Args:
-        filtered: they get the filter too, and gain no rights from setuid bits.
+        filtered: Also apply the seccomp filter to these processes, and give them no privileges from setuid bits.
     """
 
     def __init__(self, filtered: bool) -> None:
@@ -90,12 +91,13 @@ class Launcher:
         return self._thread.submit(function).result()
 
     def holds_filter(self) -> bool:
-        """Returns whether the filter is installed. ``False`` for unknown machines and kernels without filters."""
+        """Returns whether the filter is installed. ``False`` on unknown architectures and kernels without seccomp
+        filters."""
         return self.call(lambda: self._holds_filter)
 
 
 def launcher(filtered: bool) -> Launcher:
-    """Returns this process's launcher of one kind; starts it at the first call."""
+    """Returns this process's launcher of the given kind; starts it on the first call."""
     return _launcher(filtered, os.getpid())
 
 
@@ -110,9 +112,9 @@ def start_apptainer(
     """Starts Apptainer in a launcher's thread.
 
     Args:
-        prefix: words before ``argv`` that enter a user namespace. Such a namespace ignores setuid bits, so the filter
-            takes no rights from Apptainer.
-        temporary: Apptainer's own TMPDIR.
+        prefix: Argv prefix that enters a user namespace. Setuid bits have no effect there, so the filter does not
+            break Apptainer.
+        temporary: TMPDIR for Apptainer itself.
     """
     return launcher(filtered=bool(prefix)).call(
         lambda: subprocess.Popen(
@@ -130,7 +132,7 @@ def start_apptainer(
 class Clone:
     """The first process of a cloned sandbox, with the interface of :class:`subprocess.Popen`.
 
-    It is a child of the template and not of this process.
+    Its parent is the template, not this process.
     """
 
     def __init__(self, pidfd: int, pid: int, stdin: int, stdout: int) -> None:
@@ -151,21 +153,21 @@ class Clone:
         return 0
 
     def kill(self) -> None:
-        """Kills every process of the sandbox."""
+        """Kills all processes of the sandbox."""
         if self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 def _leave_keys() -> None:
-    """Joins a new session keyring and revokes it, so that processes can neither find nor store keys in it."""
+    """Joins a new session keyring and revokes it, so that child processes can neither find nor store keys."""
     number = _SYSCALLS.get(os.uname().machine, {}).get("keyctl")
     if number is not None and _libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None) > 0:
         _libc.syscall(number, _KEYCTL_REVOKE, _SESSION_KEYRING)
 
 
 def program(machine: str) -> bytes:
-    """Returns the filter as classic BPF (linux/filter.h); empty for a machine with unknown calls."""
+    """Returns the filter as classic BPF (linux/filter.h); empty for unknown architectures."""
     load, equal, mask, answer = 0x20, 0x15, 0x54, 0x06
     refuse, allow = 0x00050000, 0x7FFF0000
 
@@ -177,7 +179,7 @@ def program(machine: str) -> bytes:
         *refused, socket = numbers
         block = [step(load, 0)]
         if architecture == 0xC000003E:
-            block.append(step(mask, 0xFFFFFFFF ^ _X32))  # programs of x32 use the same numbers
+            block.append(step(mask, 0xFFFFFFFF ^ _X32))  # x32 programs use the same numbers
         block += [step(equal, number, len(refused) - index + 3) for index, number in enumerate(refused)]
         block += [
             step(equal, socket, 0, 2),
@@ -192,7 +194,7 @@ def program(machine: str) -> bytes:
 
 
 def _install(steps: bytes) -> bool:
-    """Filters the calls of this thread and of the processes that it starts. Returns ``False`` if the kernel refuses."""
+    """Installs the filter for this thread and the processes it starts. Returns ``False`` if the kernel refuses."""
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))

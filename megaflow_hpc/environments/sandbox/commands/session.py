@@ -1,8 +1,8 @@
-"""A shell that keeps directory, variables and functions from one command to the next.
+"""A shell that keeps its working directory, variables and functions between commands.
 
-The shell is one long command of its sandbox. It reads a line for each command from a FIFO and evaluates it, with empty
-standard input and the output streams of that command. The status comes back on the shell's own standard output. A
-command that ends the shell (``exit``) is a result, and the next command gets a new shell.
+The shell is one long-running command of its sandbox. It reads one line per command from a FIFO and evaluates it, with
+empty standard input and that command's output streams. The shell reports the status on its own standard output. If a
+command ends the shell (``exit``), that is its result, and the next command gets a new shell.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from megaflow_hpc.host.process import descendants, kill_each, parent
 from megaflow_hpc.types import ExecResult
 
 _MAX_STATUS_BYTES = 16
-"""Maximum length of a status line, because commands in the shell can write anything to that stream."""
+"""Maximum length of a status line. Commands in the shell can write arbitrary data to that stream."""
 GRACE_S = 1.0
-"""Seconds that a command gets to end after its processes were killed. Then the shell itself is killed."""
+"""Grace period in seconds for a command to end after its processes were killed. Then the shell itself is killed."""
 
 
 class ShellSession:
-    """A shell of a sandbox, from :meth:`ApptainerSandbox.session`; an async context manager.
+    """A shell in a sandbox, from :meth:`ApptainerSandbox.session`; an async context manager.
 
     Args:
-        container: returns the sandbox's container; starts it if necessary.
+        container: Returns the sandbox's container, starting it if necessary.
     """
 
     def __init__(self, container: Callable[[], Awaitable[Container]], workdir: str, limit: int) -> None:
@@ -55,13 +55,13 @@ class ShellSession:
         await self._close()
 
     async def run(self, command: str, *, timeout_s: float | None = None) -> ExecResult:
-        """Runs a command in the shell and waits for its end. Commands run one at a time.
+        """Runs a command in the shell and waits until it ends. Commands run one at a time.
 
-        After ``timeout_s`` every process that the shell started is killed. If the shell itself does not end, it is
+        After ``timeout_s`` all processes that the shell started are killed. If the shell itself does not respond, it is
         killed too and loses its state.
 
         Raises:
-            SandboxError: the sandbox is stopped or was lost.
+            SandboxError: The sandbox is stopped or was lost.
         """
         async with self._lock:
             if self._shell is None or self._shell.done.done():
@@ -108,7 +108,7 @@ class ShellSession:
                 self._commands.finish(running, int(line))
 
     async def _interrupt(self, running: RunningCommand) -> None:
-        """Kills what the shell has started, then the shell if the command still runs."""
+        """Kills the processes that the shell has started, then the shell itself if the command still runs."""
         assert self._commands is not None
         assert self._shell is not None
         init = self._commands.init
@@ -132,15 +132,16 @@ class ShellSession:
 
 
 def _kill_below(init: int, number: int) -> None:
-    """Sends SIGKILL to all processes of command ``number`` except its first."""
+    """Sends SIGKILL to all processes of command ``number`` except the first."""
     for pid in descendants(init):
         if command_of(pid) == number and is_runner(parent(pid)):
             kill_each(list(descendants(pid)))
 
 
 def session_text(lines: str) -> str:
-    """Returns the program of a session's shell: it evaluates each line of the FIFO ``lines`` and prints its status."""
-    # A line's redirections end with the line. Its programs do not inherit descriptors 8 and 9.
+    """Returns the program of a session's shell. It evaluates each line from the FIFO ``lines`` and prints its
+    status."""
+    # A line's redirections end with the line. Programs that it starts do not inherit descriptors 8 and 9.
     return (
         f"exec 8<{lines} 9>&1 >/dev/null 2>&1; _mf_n='\n'\n"
         'while IFS= read -r _mf_line <&8; do eval "$_mf_line"; echo "$?" >&9; done'

@@ -1,4 +1,4 @@
-"""Bounded capture of a command's output: the head and the tail of each stream."""
+"""Bounded capture of a command's output: the head and tail of each stream."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import os
 from collections.abc import Callable
 
 READ_SIZE = 65536
-"""Capacity of a pipe."""
+"""Maximum size of one read in bytes, which is the capacity of a pipe."""
 
 MAX_LEFT_PAIRS = 32
-"""Maximum pairs that background processes hold in one container. Each costs this process two descriptors."""
+"""Maximum number of stream pairs held by background processes in one container. Each uses two of this process's
+descriptors."""
 
 
 class CappedBuffer:
-    """Keeps the first and the last ``limit // 2`` bytes of a stream. Its memory is at most twice ``limit``."""
+    """Keeps the first and last ``limit // 2`` bytes of a stream. Uses at most about twice ``limit`` of memory."""
 
     def __init__(self, limit: int) -> None:
         self._head_limit = limit // 2
@@ -41,11 +42,11 @@ class CappedBuffer:
 
     @property
     def truncated(self) -> bool:
-        """True if bytes in the middle are left out."""
+        """True if bytes in the middle were dropped."""
         return self._dropped + len(self._tail) > self._tail_limit
 
     def value(self) -> bytes:
-        """Returns head and tail. A line between them counts the missing bytes."""
+        """Returns the head and tail. A line between them gives the number of dropped bytes."""
         self._trim()
         if not self._dropped:
             return bytes(self._head + self._tail)
@@ -53,10 +54,10 @@ class CappedBuffer:
 
 
 class StreamPair:
-    """The two FIFOs that a command writes to. They are reused after all its processes have closed them.
+    """The two FIFOs that a command writes to. They are reused once all of its processes have closed them.
 
-    A background process keeps its command's pair. Its output is read and discarded, so a server that logs to its
-    standard output neither blocks nor dies when its command has ended.
+    A background process keeps its command's pair open. Its output is read and discarded, so a server that logs to
+    standard output neither blocks nor dies when its command ends.
     """
 
     def __init__(self, directory: str, number: int) -> None:
@@ -66,7 +67,7 @@ class StreamPair:
             os.mkfifo(path, 0o600)
         self.descriptors: list[int] = []
         self.held = [True, True]
-        """For each stream, True while a process may still write."""
+        """For each stream, True while a process may still write to it."""
         self._used = False
 
     def open(self) -> None:
@@ -75,7 +76,8 @@ class StreamPair:
             self.descriptors = [self._open(path) for path in self._paths]
 
     def renew(self) -> None:
-        """Reopens reading ends that earlier writers have closed, because a poll would report that end for ever."""
+        """Reopens reading ends that earlier writers have closed, because polling them would report end-of-file
+        forever."""
         if self._used:
             for stream, old in enumerate(self.descriptors):
                 if self.held[stream]:
@@ -84,7 +86,7 @@ class StreamPair:
             self._used = False
 
     def reuse(self) -> None:
-        """Prepares the reading ends for the next command, after the last has closed both streams."""
+        """Prepares the reading ends for the next command after the previous one has closed both streams."""
         self.held = [True, True]
         self._used = True
 
@@ -98,13 +100,13 @@ class StreamPair:
         self.descriptors = []
 
     def remove(self) -> None:
-        """Removes the FIFOs. Later output of background processes is lost."""
+        """Removes the FIFOs. Further output of background processes is lost."""
         for path in self._paths:
             os.unlink(path)
 
 
 class StreamPairs:
-    """The pairs of one container. Each belongs to one command until all processes inside have closed it."""
+    """The stream pairs of one container. Each is used by one command until all processes inside have closed it."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -112,17 +114,17 @@ class StreamPairs:
         self._all: dict[StreamPair, None] = {}
         self._free: list[StreamPair] = []
         self._held: dict[StreamPair, None] = {}
-        """Pairs that background processes hold, the oldest first."""
+        """Pairs held by background processes, oldest first."""
 
     def prepare(self, count: int) -> None:
-        """Opens ``count`` pairs ahead."""
+        """Opens ``count`` pairs in advance."""
         pairs = [self.take() for _ in range(count)]
         for pair in pairs:
             pair.open()
         self._free += pairs
 
     def take(self) -> StreamPair:
-        """Returns a free pair; creates one if all are held."""
+        """Returns a free pair, or a new one if all are in use."""
         if self._free:
             return self._free.pop()
         pair = StreamPair(self._directory, self._made)
@@ -131,7 +133,7 @@ class StreamPairs:
         return pair
 
     def give_back(self, pair: StreamPair) -> bool:
-        """Frees a pair for its next command; returns ``False`` if a process inside still holds it."""
+        """Frees a pair for the next command. Returns ``False`` if a process inside still has it open."""
         if any(pair.held):
             return False
         self._held.pop(pair, None)
@@ -140,7 +142,7 @@ class StreamPairs:
         return True
 
     def leave(self, pair: StreamPair, remove_reader: Callable[[int], object]) -> None:
-        """Notes that background processes hold a pair.
+        """Records that background processes hold a pair.
 
         If more than :data:`MAX_LEFT_PAIRS` are held, the oldest loses its reader, and its next writer gets SIGPIPE.
         """
@@ -152,11 +154,11 @@ class StreamPairs:
             oldest.remove()
 
     def unused(self, pair: StreamPair) -> None:
-        """Frees a pair that no command has used."""
+        """Frees a pair that no command used."""
         self._free.append(pair)
 
     def close(self, remove_reader: Callable[[int], object]) -> None:
-        """Closes every descriptor, after ``remove_reader`` was called with it."""
+        """Closes all descriptors, calling ``remove_reader`` for each one first."""
         for pair in self._all:
             _close(pair, remove_reader)
         self._all = {}
@@ -169,7 +171,8 @@ def _close(pair: StreamPair, remove_reader: Callable[[int], object]) -> None:
 
 
 def read_available(descriptor: int) -> bytes | None:
-    """Returns available bytes, at most :data:`READ_SIZE`; ``None`` if nothing is available yet; ``b""`` at the end."""
+    """Returns up to :data:`READ_SIZE` available bytes, ``None`` if nothing is available yet, or ``b""`` at
+    end-of-file."""
     try:
         return os.read(descriptor, READ_SIZE)
     except BlockingIOError:

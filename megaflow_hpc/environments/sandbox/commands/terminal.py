@@ -1,9 +1,9 @@
 """A shell on a pseudo-terminal in a sandbox, relayed to the user's terminal.
 
-The shell is an ordinary command of the sandbox, under all its limits. A helper (:mod:`..helper_python`) opens a
+The shell is an ordinary command of the sandbox, subject to all its limits. A helper (:mod:`..helper_python`) opens a
 pseudo-terminal inside and passes the controlling end out. The other end becomes the shell's terminal. The user's own
-terminal is never passed in: a process inside could push characters into its input (TIOCSTI), and the user's shell would
-read them afterwards.
+terminal is never passed in: a process inside could inject input into it (TIOCSTI), and the user's shell would later
+read that input.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.types import ExecResult
 
 END_S = 10.0
-"""Seconds that a shell gets to end after it has closed its terminal."""
+"""Grace period in seconds for a shell to exit after it has closed its terminal."""
 READ_BYTES = 1 << 16
-"""Bytes of one read. At most one read waits for a shell that does not read its input."""
+"""Maximum bytes per read. At most one read is buffered for a shell that does not consume its input."""
 SHELL = ("/bin/sh", "-c", "if command -v bash >/dev/null; then exec bash; fi; exec /bin/sh -i")
 _TIOCGPTN = 0x80045430
 
@@ -61,8 +61,8 @@ class Terminal:
     """The controlling end of a pseudo-terminal, and the shell on its other end.
 
     Args:
-        descriptor: the controlling end. :meth:`close` closes it.
-        shell: the command that runs the shell.
+        descriptor: The controlling end. :meth:`close` closes it.
+        shell: The command that runs the shell.
     """
 
     def __init__(self, descriptor: int, shell: asyncio.Task[ExecResult]) -> None:
@@ -70,13 +70,13 @@ class Terminal:
         os.set_blocking(descriptor, False)
 
     async def relay(self, keyboard: int, screen: int) -> int:
-        """Relays the user's terminal until the shell ends or ``keyboard`` closes; returns the shell's exit status.
+        """Relays the user's terminal until the shell ends or ``keyboard`` closes. Returns the shell's exit status.
 
-        The shell gets every key, Ctrl-C and Ctrl-D too, and each change of the size of ``screen``. Afterwards the
-        user's terminal has its earlier settings.
+        The shell receives every key, including Ctrl-C and Ctrl-D, and each change of the size of ``screen``. The
+        settings of the user's terminal are restored afterwards.
 
         Raises:
-            SandboxError: the sandbox was lost.
+            SandboxError: The sandbox was lost.
         """
         loop = asyncio.get_running_loop()
         earlier_settings = termios.tcgetattr(keyboard)
@@ -109,12 +109,12 @@ class Terminal:
             fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, fcntl.ioctl(screen, termios.TIOCGWINSZ, bytes(8)))
 
     def _show(self, screen: int, hung_up: asyncio.Future[bool]) -> bool:
-        """Relays output of the shell. Returns ``False`` if there is nothing to read now."""
+        """Relays the shell's output. Returns ``False`` if there is nothing to read yet."""
         try:
             data = os.read(self.descriptor, READ_BYTES)
         except BlockingIOError:
             return False
-        except OSError:  # no process inside has it open any more
+        except OSError:  # no process inside has it open any longer
             data = b""
         if data and _write(screen, data):
             return True
@@ -124,7 +124,7 @@ class Terminal:
         return False
 
     def _type(self, keyboard: int, hung_up: asyncio.Future[bool]) -> None:
-        """Reads what the user types. Reads no more until the pseudo-terminal has taken it."""
+        """Relays the user's input. Reads no more until the pseudo-terminal has accepted it."""
         loop = asyncio.get_running_loop()
         try:
             data = os.read(keyboard, READ_BYTES)
@@ -143,7 +143,7 @@ class Terminal:
             del typed[: os.write(self.descriptor, typed)]
         except BlockingIOError:
             return
-        except OSError:  # no process inside reads any more
+        except OSError:  # no process inside reads it any longer
             typed.clear()
         if not typed:
             loop = asyncio.get_running_loop()
@@ -158,11 +158,11 @@ class Terminal:
 
 
 def _write(screen: int, data: bytes) -> bool:
-    """Writes all of ``data``. Returns ``False`` if the screen is closed."""
+    """Writes all of ``data``. Returns ``False`` if the screen has been closed."""
     while data:
         try:
             data = data[os.write(screen, data) :]
-        except BlockingIOError:  # another program has made it non-blocking
+        except BlockingIOError:  # another program has made the screen non-blocking
             select.select((), (screen,), ())
         except OSError:
             return False
@@ -175,14 +175,14 @@ async def open_terminal(
     """Starts a shell on a pseudo-terminal in a sandbox.
 
     Args:
-        run: runs a command of the sandbox.
-        control: the container's control directory on the host.
-        interpreter: the prepared interpreter (:func:`~megaflow_hpc.environments.sandbox.helper_python.prepare`).
-        env: variables added to the sandbox's environment, such as ``TERM``.
-        command: the shell. Its first word is a path.
+        run: Runs a command in the sandbox.
+        control: The container's control directory on the host.
+        interpreter: The prepared interpreter (:func:`~megaflow_hpc.environments.sandbox.helper_python.prepare`).
+        env: Variables added to the sandbox's environment, such as ``TERM``.
+        command: The shell. Its first word is a path.
 
     Raises:
-        SandboxError: no terminal can be opened, or the shell does not start.
+        SandboxError: No terminal can be opened, or the shell does not start.
     """
     descriptor, shell = await helper_python.run_and_receive(
         run, control, interpreter, _PROGRAM, command, is_wanted=_is_terminal, what="terminal", env=env

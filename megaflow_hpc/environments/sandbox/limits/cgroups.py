@@ -1,4 +1,4 @@
-"""Uses control groups (version 2) if the site delegates one, so that the kernel enforces limits without delay.
+"""Uses cgroups (version 2), if the site delegates one, so that the kernel enforces limits immediately.
 
 ::
 
@@ -6,8 +6,8 @@
       megaflow-worker/         the processes that were in GROUP, because only a group without processes may limit others
       megaflow-<pid>-<n>/      one sandbox
 
-Slurm delegates no group to the job's user. A systemd scope with ``Delegate=yes`` does. The kernel's limits are a little
-above the watchdog's, because the watchdog can name the command that is to blame.
+Slurm delegates no cgroup to the job's user; a systemd scope with ``Delegate=yes`` does. The kernel's limits are
+slightly above the watchdog's, because the watchdog can name the command that is to blame.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ROOT = Path("/sys/fs/cgroup")
 WORKER = "megaflow-worker"
 WANTED = ("memory", "pids", "cpu")
 MARGIN = 1.1
-"""Factor of the kernel's limits over those of the spec."""
+"""Ratio of the kernel's limits to those of the spec."""
 PERIOD_US = 100_000
-"""Period of ``cpu.max`` in microseconds: the kernel's own default."""
+"""Period of ``cpu.max`` in microseconds; the kernel's default."""
 REMOVE_S = 2.0
 
 
 def delegated() -> Path | None:
-    """Returns the group in which this process may create groups; ``None`` if the site delegates none."""
+    """Returns the cgroup in which this process may create groups, or ``None`` if the site delegates none."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -50,11 +50,11 @@ def delegated() -> Path | None:
 
 
 def prepare(group: Path) -> bool:
-    """Prepares a delegated group for groups of sandboxes. Returns ``False`` if the kernel refuses it."""
+    """Prepares a delegated cgroup to hold those of sandboxes. Returns ``False`` if the kernel refuses."""
     worker = group / WORKER
     try:
         worker.mkdir(exist_ok=True)
-        for _ in range(10):  # a process may fork while the others are moved
+        for _ in range(10):  # a process may fork while the others are being moved
             inside = (group / "cgroup.procs").read_text().split()
             if not inside:
                 break
@@ -71,7 +71,7 @@ def prepare(group: Path) -> bool:
 
 
 class Cgroup:
-    """The control group of one sandbox."""
+    """The cgroup of one sandbox."""
 
     def __init__(self, parent: Path, name: str, spec: SandboxSpec) -> None:
         self.path = parent / name
@@ -89,17 +89,18 @@ class Cgroup:
         try:
             (self.path / name).write_text(str(value))
         except OSError:
-            pass  # that controller is not delegated, so only the watchdog enforces the limit
+            pass  # this controller is not delegated, so only the watchdog enforces the limit
 
     def add(self, pid: int) -> None:
-        """Moves a process into the group. Processes that it starts later are in the group too."""
+        """Moves a process into the cgroup. Its future children belong to the cgroup too."""
         try:
             (self.path / "cgroup.procs").write_text(str(pid))
         except OSError:
-            pass  # it has ended, or is outside of the delegated group
+            pass  # it has exited, or is outside the delegated cgroup
 
     def cpu_s(self) -> float | None:
-        """Returns the CPU seconds of all processes that were ever in it; ``None`` if the kernel does not count them."""
+        """Returns the CPU seconds of all processes ever in the cgroup, or ``None`` if the kernel does not count
+        them."""
         try:
             lines = (self.path / "cpu.stat").read_text().splitlines()
         except OSError:
@@ -107,7 +108,7 @@ class Cgroup:
         return next((int(line.split()[1]) / 1e6 for line in lines if line.startswith("usage_usec ")), None)
 
     def new_ooms(self) -> int:
-        """Returns how many processes the kernel has killed for memory since the last call."""
+        """Returns the number of processes that the OOM killer has killed since the last call."""
         try:
             lines = (self.path / "memory.events").read_text().splitlines()
         except OSError:
@@ -117,7 +118,7 @@ class Cgroup:
         return new
 
     def remove(self) -> None:
-        """Kills every process in the group, and removes it."""
+        """Kills all processes in the cgroup and removes it."""
         self._set("cgroup.kill", 1)
         deadline = time.monotonic() + REMOVE_S
         while True:

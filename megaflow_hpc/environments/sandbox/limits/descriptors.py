@@ -1,18 +1,18 @@
-"""Measures memory and disk space that the processes of a sandbox hold only through open descriptors.
+"""Measures memory and disk space that a sandbox's processes hold only through open descriptors.
 
-Neither resident pages nor the file tree show these bytes. Without this count, a sandbox of 300 MB can take 1.2 GB of a
-node with one memfd, or with 4,000 pairs of sockets.
+Neither resident memory nor the file tree includes these bytes. Without this check, a sandbox limited to 300 MB could
+take 1.2 GB of a node with one memfd, or with 4,000 socket pairs.
 
 =================  =========  ==========================================================================================
 what               counts as  how it is measured
 =================  =========  ==========================================================================================
 memfd              memory     ``stat`` through ``/proc/PID/fd``: its blocks, mapped or not
-sockets, pipes     memory     the kernel's count of a buffer, by a copy of the descriptor (``pidfd_getfd``)
+sockets, pipes     memory     the kernel's count for a buffer, through a copy of the descriptor (``pidfd_getfd``)
 deleted files      disk       ``stat`` through ``/proc/PID/fd``
 =================  =========  ==========================================================================================
 
-A descriptor costs some 3 µs and a buffer 15 µs. So descriptors are measured only while a sandbox works. Descriptors
-that are under way through a socket are not seen.
+Measuring takes about 3 µs per descriptor and 15 µs per buffer, so it is done only while a sandbox is active.
+Descriptors in transit through a socket are not counted.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from dataclasses import dataclass, field
 from megaflow_hpc.environments.sandbox.limits import usage
 
 MAX_DESCRIPTORS = 131_072
-"""Descriptors in one sandbox. More would keep the watchdog from the other sandboxes."""
+"""Maximum number of open descriptors in one sandbox. Scanning more would keep the watchdog from other sandboxes."""
 MAX_DESCRIPTORS_OF_PROCESS = 65_536
 POLL_INTERVAL_S = 4.0
-"""Seconds between two polls of a sandbox that works, unless the node loses memory."""
+"""Seconds between polls of an active sandbox, unless the node is losing memory."""
 MAX_SHARE_OF_TIME = 1 / 30
-"""Share of the watchdog's time that polls of one sandbox may take."""
+"""Maximum fraction of the watchdog's time spent polling one sandbox."""
 
 _PIDFD_GETFD = 438
 _SO_MEMINFO = 55
@@ -50,24 +50,24 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass
 class Held:
-    """Bytes of a sandbox that descriptors hold."""
+    """Bytes that a sandbox's descriptors hold."""
 
     memfds: int = 0
     buffers: int = 0
-    """In sockets and pipes."""
+    """Bytes in sockets and pipes."""
     deleted_files: int = 0
     count: int = 0
     count_of: Counter[int] = field(default_factory=Counter)
-    """Process → descriptors."""
+    """Process → number of descriptors."""
     memory_of: Counter[int] = field(default_factory=Counter)
-    """Process → bytes of memory. A file that several processes hold counts for each."""
+    """Process → bytes of memory. A file held by several processes counts for each of them."""
 
 
 def measure(init: int, pids: Iterable[int]) -> Held:
-    """Measures the descriptors of ``pids``; only counts them if they are more than :data:`MAX_DESCRIPTORS`.
+    """Measures the descriptors of ``pids``, or only counts them if there are more than :data:`MAX_DESCRIPTORS`.
 
     Args:
-        init: the container's first process.
+        init: The container's first process.
     """
     held = Held()
     listed: dict[int, list[str]] = {}
@@ -84,10 +84,10 @@ def measure(init: int, pids: Iterable[int]) -> Held:
 
 
 def _measure_each(held: Held, listed: Mapping[int, Sequence[str]], counted_devices: set[int]) -> None:
-    """Measures every open file once.
+    """Measures each open file once.
 
     Args:
-        counted_devices: file systems in memory whose files are counted already.
+        counted_devices: In-memory file systems whose files are already counted.
     """
     memory_of_file: dict[tuple[int, int], int] = {}
     for pid, names in listed.items():
@@ -110,7 +110,7 @@ def _measure_each(held: Held, listed: Mapping[int, Sequence[str]], counted_devic
 
 
 def _add(held: Held, status: os.stat_result, pidfd: int, number: int) -> int:
-    """Adds an open file; returns the bytes of memory that it holds."""
+    """Adds an open file and returns the bytes of memory that it holds."""
     if stat.S_ISREG(status.st_mode):
         size = status.st_blocks * 512
         if status.st_dev != _memfd_device():
@@ -134,18 +134,18 @@ def _open(pid: int) -> int:
 
 
 def _buffered(pidfd: int, number: int, is_socket: bool) -> int:
-    """Returns the bytes of memory in one socket or pipe; 0 if the kernel does not show them (before 5.6, Yama)."""
+    """Returns the bytes buffered in a socket or pipe; 0 if the kernel hides them (before 5.6, or with Yama)."""
     copy = _libc.syscall(_PIDFD_GETFD, pidfd, number, 0) if pidfd >= 0 else -1
     if copy < 0:
         return 0
     try:
         unread = int(struct.unpack("i", fcntl.ioctl(copy, termios.FIONREAD, b"\0" * 4))[0])
-        if not is_socket:  # each write takes a page, however small it is
+        if not is_socket:  # each write takes up a page, however small it is
             return fcntl.fcntl(copy, _F_GETPIPE_SZ) if unread else 0
         with socket.socket(fileno=os.dup(copy)) as one:
             numbers = _MEMINFO.unpack(one.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size))
         received, _, sent, _, ahead, queued, _, backlog, _ = numbers
-        # The kernel charges what a Unix socket received to the sender, which may be closed by now.
+        # The kernel charges data received on a Unix socket to the sender, which may be closed by now.
         return max(received + max(sent, queued) + ahead + backlog, unread)
     except OSError:
         return 0
@@ -163,7 +163,7 @@ def _memfd_device() -> int:
 
 
 class Descriptors:
-    """Keeps what one sandbox held by descriptors at the last poll."""
+    """Measures what one sandbox's descriptors hold and keeps the result of the last poll."""
 
     def __init__(self) -> None:
         self.held = Held()
@@ -172,10 +172,10 @@ class Descriptors:
         self._cpu_s = -1.0
 
     def poll(self, init: int, seen: usage.Look, now: float, urgent: bool) -> None:
-        """Measures if it is time. An urgent poll comes sooner, and also if nothing works.
+        """Measures if a poll is due. Urgent polls are more frequent and also cover idle sandboxes.
 
         Args:
-            urgent: the node loses memory or descriptors.
+            urgent: True if the node is losing memory or descriptors.
         """
         is_idle = seen.cpu_s == self._cpu_s
         if now < (self._next_urgent_poll if urgent else self._next_poll) or (is_idle and not urgent):

@@ -1,6 +1,6 @@
-"""Measures a sandbox's writable layer and its other directories with ``du``.
+"""Measures a sandbox's writable layer and its other writable directories with ``du``.
 
-Every file counts as one block or more, because empty files take the file system's inodes.
+Each file counts as at least one block, because even empty files use up inodes.
 """
 
 from __future__ import annotations
@@ -15,47 +15,48 @@ from contextlib import suppress
 from typing import NamedTuple
 
 BLOCK = 4096
-"""Minimum bytes that a file counts as. File systems have an inode for every 4 to 16 KB."""
+"""Minimum size in bytes that a file counts as. File systems have one inode per 4 to 16 KB."""
 
 MAX_SHARE_OF_TIME = 1 / 30
-"""Share of the time that ``du`` may run."""
+"""Maximum fraction of the time that ``du`` may run."""
 MIN_INTERVAL_S = 2.0
-"""Minimum seconds between two measurements, unless much was written."""
+"""Minimum seconds between two measurements, unless much has been written."""
 QUIET_INTERVAL_S = 30.0
-"""Seconds between two measurements of a sandbox that writes nothing."""
+"""Seconds between two measurements of a sandbox that writes almost nothing."""
 QUIET_BYTES = 100_000
-"""Bytes that commands and the runner print without writing to disk."""
+"""Writes below this many bytes count as idle, because commands and the runner print that much without using the
+disk."""
 MANY_FILES = 1000
-"""If the file system lost this many inodes, files are counted too. Counting takes as long as measuring bytes."""
+"""Once the file system has lost this many inodes, files are counted too. Counting takes as long as measuring bytes."""
 
 _WITH_FILES = 'du -s -x -c --block-size=1 -- "$@" | tail -n 1; du -s -x -c --inodes -- "$@" | tail -n 1'
 
 TOLERATED_BYTES = 1_000_000
-"""Bytes that later commands may write to a layer that was full before, because a verifier leaves its logs there."""
+"""Bytes that later commands may add to an already full layer, because a verifier writes its logs there."""
 
 
 class Free(NamedTuple):
     """Free space of a file system."""
 
     bytes: int
-    """Blocks reserved for delayed writes are not free."""
+    """Free bytes, not including blocks reserved for delayed writes."""
     inodes: int | None
-    """``None`` if the file system creates inodes as they are needed."""
+    """Free inodes, or ``None`` if the file system allocates inodes on demand."""
 
     def lost(self, later: Free) -> int:
-        """Returns the bytes that were used since, with each new file as one block or more."""
+        """Returns the bytes used up until ``later``, with each new file counted as at least one block."""
         used = self.bytes - later.bytes
         return max(used, BLOCK * (self.files(later) - max(used, 0) // 512))
 
     def files(self, later: Free) -> int:
-        """Returns how many files were created since. Estimates them from bytes if inodes are not counted."""
+        """Returns the number of files created until ``later``, estimated from the bytes if inodes are not counted."""
         if self.inodes is None or later.inodes is None:
             return max(0, self.bytes - later.bytes) // 512
         return self.inodes - later.inodes
 
 
 def free_disk(path: str) -> Free:
-    """Returns the free space of the file system of ``path``."""
+    """Returns the free space of the file system that contains ``path``."""
     try:
         status = os.statvfs(path)
     except OSError:
@@ -64,20 +65,21 @@ def free_disk(path: str) -> Free:
 
 
 class DiskUse:
-    """The disk space of one sandbox, as of the last measurement.
+    """Disk usage of one sandbox as of the last measurement.
 
     Args:
-        layer: the writable layer.
+        layer: The writable layer.
     """
 
     def __init__(self, layer: str) -> None:
         self.directories = [layer]
-        """The layer, and other directories that the sandbox may write to."""
+        """The layer and the other directories that the sandbox may write to."""
         self.occupied = 0
-        """Bytes in them that the sandbox did not write: a copy of the image, files for its verifier."""
+        """Bytes in these directories that the sandbox did not write, such as a copy of the image or files for its
+        verifier."""
         self.bytes = 0
         self.peak: int | None = None
-        """The largest measured size; ``None`` before the first measurement."""
+        """Largest measured size; ``None`` before the first measurement."""
         self._du: subprocess.Popen[bytes] | None = None
         self._began = self._due = self._cost_s = 0.0
         self._written = 0
@@ -87,16 +89,16 @@ class DiskUse:
         self._free_at_count: Free | None = None
         self._excuse_requested = False
         self._tolerated: float = 0
-        """Bytes that are no breach even above the limit, because earlier processes wrote them. Infinite until a
-        measurement that began after :meth:`excuse` has ended."""
+        """Bytes tolerated even above the limit, because earlier processes wrote them. Infinite after :meth:`excuse`
+        until a later measurement has finished."""
 
     def excuse(self) -> None:
-        """Does not blame later processes for the present files. May be called from any thread."""
+        """Stops blaming later processes for the files that exist now. Thread-safe."""
         self._excuse_requested = True
 
     def wanted(self, allowed: int, free: Free) -> bool:
-        """Returns whether to look now: a measurement has ended, or the node lost half of the sandbox's remaining
-        bytes."""
+        """Returns whether a poll is due: a measurement has finished, or the node lost half of the sandbox's
+        remaining bytes."""
         if self._du is not None:
             return self._du.poll() is not None
         return self._is_much(self._free.lost(free), allowed)
@@ -107,12 +109,12 @@ class DiskUse:
     def exceeds(
         self, allowed: int, init: int, written: int, deleted: Callable[[], int], now: float, free: Free
     ) -> bool:
-        """Measures in the background. Returns whether running processes wrote more than is allowed.
+        """Measures in the background. Returns whether running processes have written more than allowed.
 
         Args:
-            init: the container's first process.
-            written: bytes that the sandbox's processes passed to ``write``.
-            deleted: returns the bytes of deleted files that are open.
+            init: The container's first process.
+            written: Bytes that the sandbox's processes have passed to ``write``.
+            deleted: Returns the size in bytes of deleted files that are still open.
         """
         if self._free_at_count is None:
             self._free_at_count, self._files_counted = free, now
@@ -160,7 +162,7 @@ class DiskUse:
             self._due = now + 4 * self._cost_s
         if self.bytes <= max(allowed, self._tolerated):
             return False
-        self._tolerated = math.inf  # the killed processes write until they have ended
+        self._tolerated = math.inf  # killed processes may still write until they exit
         return True
 
     def end(self) -> None:
@@ -174,10 +176,10 @@ class DiskUse:
 
 
 def _start_du(directories: Sequence[str], init: int, count_files: bool) -> subprocess.Popen[bytes] | None:
-    """Starts ``du`` in the container's user namespace; ``None`` if it cannot run.
+    """Starts ``du`` in the container's user namespace. Returns ``None`` if it cannot run.
 
-    There the caller is root over its own files, so a directory without any right (``chmod 000``) hides nothing. ``du``
-    also walks trees that are deeper than the longest path.
+    There the caller is root over its files, so a directory without permissions (``chmod 000``) hides nothing. ``du``
+    also handles trees deeper than the maximum path length.
     """
     nsenter, du = shutil.which("nsenter"), shutil.which("du")
     if du is None:
@@ -200,7 +202,7 @@ def _start_du(directories: Sequence[str], init: int, count_files: bool) -> subpr
 
 
 def _totals(process: subprocess.Popen[bytes]) -> tuple[int, int] | None:
-    """Returns bytes and files of a finished measurement; ``None`` if it failed. Files are 0 if not counted."""
+    """Returns the bytes and files of a finished measurement, or ``None`` if it failed. Files are 0 if not counted."""
     assert process.stdout is not None
     with process.stdout as output:
         totals = [line.split()[0] for line in output.read(65536).splitlines() if line.endswith(b"\ttotal")]

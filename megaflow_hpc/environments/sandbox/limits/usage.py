@@ -1,12 +1,12 @@
-"""Reads from ``/proc`` how much memory and CPU time the processes of a sandbox use. Needs no rights.
+"""Reads the memory and CPU time of a sandbox's processes from ``/proc``. Needs no privileges.
 
-A cheap look at a process (``stat`` and its children, some 30 µs) gives its threads, resident set and CPU time. The sum
-of the resident sets is an upper bound of a sandbox's memory. Proportional set sizes (``smaps_rollup``, which walks page
-tables) are read only if this sum is over a limit.
+Sampling a process (``stat`` and its children, about 30 µs) gives its threads, resident set and CPU time. The sum of the
+resident sets is an upper bound on a sandbox's memory. Only if it exceeds a limit are proportional set sizes read
+(``smaps_rollup``, which walks page tables).
 
-The kernel adds the CPU time of an ended process to the process that waits for it. If the parent ignores SIGCHLD, the
-time is lost: the process is gone at the next look, and its parent's time has not grown by the same amount.
-:class:`CpuTime` counts it all the same. If the sandbox has a control group, the kernel counts.
+The kernel adds the CPU time of an exited process to the process that waits for it. If the parent ignores SIGCHLD, that
+time is lost: the process is missing at the next poll, and its parent's time has not grown accordingly. :class:`CpuTime`
+still counts such time. If the sandbox has a cgroup, the kernel does the counting.
 """
 
 from __future__ import annotations
@@ -26,45 +26,46 @@ PAGE = resource.getpagesize()
 TICKS = os.sysconf("SC_CLK_TCK")
 
 PEAK_GROWTH = 1.05
-"""A peak is measured again if the upper bound has changed by more than this factor."""
+"""Measure a peak again once the upper bound has changed by more than this factor."""
 PEAK_SLACK_BYTES = 1_000_000
 
 _IN_MEMORY = ("dev", "dev/shm")
-"""Directories of a container whose files are in memory and belong to no process."""
+"""Directories of a container whose files are in memory but belong to no process."""
 
 
 class Process(NamedTuple):
-    """One process at one look. Times in clock ticks."""
+    """One process as of one poll. Times are in clock ticks."""
 
     start: int
     parent: int
     state: str
     own: int
     waited: int
-    """CPU time of children that it has waited for."""
+    """CPU time of the children that it has waited for."""
 
 
 @dataclass
 class Look:
-    """Sums of one cheap look at every process of a container."""
+    """Totals of one poll of all processes of a container."""
 
     pids: list[int] = field(default_factory=list)
     threads: int = 0
     resident: int = 0
-    """Bytes. Pages that several processes share count in each."""
+    """Resident bytes. Pages shared by several processes count for each of them."""
     cpu_s: float = 0.0
-    """CPU seconds, also of children that a process has waited for."""
+    """CPU seconds, including children that have been waited for."""
     written: int = 0
-    """Bytes passed to ``write`` since the container started, as far as the kernel counts them (``/proc/PID/io``)."""
+    """Bytes passed to ``write`` since the container started, to the extent that the kernel counts them
+    (``/proc/PID/io``)."""
     processes: dict[int, Process] = field(default_factory=dict)
 
 
 def look(init: int, written: bool = False) -> Look:
-    """Looks at every process of a container.
+    """Polls all processes of a container.
 
     Args:
-        init: its first process.
-        written: also read what they wrote.
+        init: The container's first process.
+        written: Also read how many bytes they have written.
     """
     result = Look()
     waiting = [init]
@@ -87,7 +88,8 @@ def look(init: int, written: bool = False) -> Look:
 
 
 def runtime_threads(init: int) -> int:
-    """Returns Apptainer's threads in a container's user namespace, which the kernel counts with the container's."""
+    """Returns the number of Apptainer's threads in a container's user namespace; the kernel counts them with the
+    container's."""
     try:
         runtime = parent(init)
         if os.readlink(f"/proc/{runtime}/ns/user") == os.readlink(f"/proc/{init}/ns/user"):
@@ -98,7 +100,7 @@ def runtime_threads(init: int) -> int:
 
 
 def written_by(pid: int) -> int:
-    """Returns the bytes a process and its reaped children passed to ``write``."""
+    """Returns the bytes that a process and its reaped children have passed to ``write``."""
     try:
         return int(read_proc(f"/proc/{pid}/io").partition(b"wchar:")[2].split(None, 1)[0])
     except (OSError, ValueError, IndexError):
@@ -106,12 +108,12 @@ def written_by(pid: int) -> int:
 
 
 def proportional(pid: int) -> tuple[int, int]:
-    """Returns a process's proportional bytes: anonymous memory with swap, and shared memory.
+    """Returns the proportional set size of a process in bytes: anonymous memory including swap, and shared memory.
 
     Pages of mapped files do not count, because the kernel can drop them.
     """
     anonymous = shared = total = 0
-    is_split = False  # before Linux 5.4 there is only a total
+    is_split = False  # before Linux 5.4 only the total is available
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             for line in file:
@@ -129,10 +131,10 @@ def proportional(pid: int) -> tuple[int, int]:
 
 
 def memory_of(init: int, pids: Iterable[int], files: int) -> int:
-    """Returns the bytes of memory of a container: its processes, and files in memory that no process has mapped.
+    """Returns the memory of a container in bytes: its processes, and in-memory files that no process has mapped.
 
     Args:
-        files: bytes of memfds, which are in no file system of the container.
+        files: Bytes of memfds, which are in no file system of the container.
     """
     anonymous = shared = 0
     for pid in pids:
@@ -143,7 +145,7 @@ def memory_of(init: int, pids: Iterable[int], files: int) -> int:
 
 
 def memory_devices(init: int) -> dict[int, str]:
-    """Returns the container's own memory file systems (``/dev/shm`` and ``/dev``): device → path on the host."""
+    """Returns the container's own in-memory file systems (``/dev/shm`` and ``/dev``): device → path on the host."""
     root = f"/proc/{init}/root"
     try:
         root_device = os.stat(root).st_dev
@@ -155,7 +157,7 @@ def memory_devices(init: int) -> dict[int, str]:
 
 
 def memory_files(init: int) -> int:
-    """Returns the bytes in the container's own memory file systems."""
+    """Returns the bytes used in the container's own in-memory file systems."""
     total = 0
     for path in memory_devices(init).values():
         try:
@@ -175,11 +177,11 @@ def _swap() -> bool:
 
 
 SWAP = _swap()
-"""True if memory may be swapped out, which resident sets do not show."""
+"""True if memory may be swapped out, in which case resident sets do not show it."""
 
 
 def open_files() -> int:
-    """Returns how many files are open on this node."""
+    """Returns the number of open files on this node."""
     try:
         return int(_read("/proc/sys/fs/file-nr").split()[0])
     except (OSError, ValueError, IndexError):
@@ -187,7 +189,7 @@ def open_files() -> int:
 
 
 def available_memory() -> int:
-    """Returns the bytes of memory that are available on this node (``MemAvailable``)."""
+    """Returns the available memory of this node in bytes (``MemAvailable``)."""
     try:
         return int(_read("/proc/meminfo").partition(b"MemAvailable:")[2].split(maxsplit=1)[0]) * 1024
     except (OSError, ValueError, IndexError):
@@ -195,7 +197,7 @@ def available_memory() -> int:
 
 
 def _read(path: str) -> bytes:
-    """Reads a file of ``/proc`` that stays open, because it is read twenty times a second."""
+    """Reads a file of ``/proc``. The file is kept open because it is read 20 times per second."""
     return os.pread(_opened(path), 4096, 0)
 
 
@@ -207,15 +209,15 @@ def _opened(path: str) -> int:
 def lost_ticks(
     before: Mapping[int, Process], now: Mapping[int, Process], init: int, ticks: float, processors: int
 ) -> float:
-    """Returns the CPU time, in clock ticks, of processes that ended between two looks and that no process waited for.
+    """Returns the CPU time, in clock ticks, of processes that exited between two polls without being waited for.
 
-    A process that is new at one look and gone at the next represents others like it. It is charged the time between
-    the looks.
+    A process that started shortly before one poll and is gone at the next is assumed to have successors like it. The
+    whole time between the polls is charged for it.
 
     Args:
-        init: the first process, which waits for orphans.
-        ticks: time between the looks.
-        processors: maximum number of processes that run at the same time.
+        init: The first process, which reaps orphans.
+        ticks: Time between the polls.
+        processors: Maximum number of processes that can run at the same time.
     """
     if before.keys() <= now.keys():
         return 0.0
@@ -251,11 +253,11 @@ def _is_alive(pid: int, old: Process, now: Mapping[int, Process]) -> bool:
 
 
 class CpuTime:
-    """The CPU time of one sandbox, over all its containers."""
+    """CPU time of one sandbox across all its containers."""
 
     def __init__(self) -> None:
         self.leaks = False
-        """True if processes ended and no process waited for them."""
+        """True if processes have exited without being waited for."""
         self._until_renewal = 0.0
         self._ended_containers = self._container = self._lost = 0.0
         self._group_at_renewal = 0.0
@@ -264,30 +266,30 @@ class CpuTime:
 
     @property
     def seconds(self) -> float:
-        """CPU seconds since the last :meth:`renew`, at the last look."""
+        """CPU seconds since the last :meth:`renew`, as of the last poll."""
         return self._ended_containers + self._container
 
     @property
     def total(self) -> float:
-        """CPU seconds since the start, at the last look."""
+        """CPU seconds since the start, as of the last poll."""
         return self._until_renewal + self.seconds
 
     def renew(self, group: Cgroup | None) -> None:
-        """Counts from zero again."""
+        """Restarts the count from zero."""
         self._until_renewal = self.total
         self._ended_containers = self._container = self._lost = 0.0
         self._group_at_renewal = group.cpu_s() or 0.0 if group else 0.0
         self._processes = {}
 
     def end(self) -> None:
-        """Keeps the time of a container that ends."""
+        """Adds up the time of a container that is ending."""
         self._ended_containers += self._container
         self._container = self._lost = 0.0
         self._processes = {}
         self.leaks = False
 
     def look(self, init: int, seen: Look, group: Cgroup | None, processors: int, now: float) -> float:
-        """Adds a look. Returns the CPU seconds since the last one."""
+        """Adds the result of a poll. Returns the CPU seconds used since the previous one."""
         last = self._container
         kernel = group.cpu_s() if group is not None else None
         if kernel is not None:
@@ -303,20 +305,21 @@ class CpuTime:
 
 
 class Consumption(NamedTuple):
-    """Resources that a sandbox has used so far in all its containers. MB are 10^6 bytes."""
+    """Resources that a sandbox has used so far, across all its containers. 1 MB is 10^6 bytes."""
 
     cpu_s: float
-    """CPU time of its processes, ended ones included."""
+    """CPU time of its processes, including exited ones."""
     memory_peak_mb: float
-    """The largest amount of memory at a poll. Pages that processes share count once. Use between polls is not seen."""
+    """Largest memory usage seen at a poll. Shared pages count once. Peaks between polls are missed."""
     disk_peak_mb: float | None
-    """The largest measured size; ``None`` without a disk limit or before the first measurement."""
+    """Largest measured size; ``None`` without a disk limit or before the first measurement."""
 
 
 class MemoryPeak:
-    """Keeps the largest amount of memory that a sandbox held.
+    """Tracks the peak memory usage of a sandbox.
 
-    A cheap look counts shared pages in each process, so it is an upper bound. Only a possible peak is measured exactly.
+    A plain poll counts shared pages once per process, so its result is an upper bound. Only a potential peak is
+    measured exactly.
     """
 
     def __init__(self) -> None:
@@ -324,11 +327,11 @@ class MemoryPeak:
         self._bound = 0
 
     def look(self, bound: int, exact: Callable[[], int]) -> None:
-        """Adds a look.
+        """Updates the peak after a poll.
 
         Args:
-            bound: an upper bound of the memory in bytes.
-            exact: measures the memory.
+            bound: Upper bound of the memory in bytes.
+            exact: Measures the memory exactly.
         """
         is_no_peak = bound <= self.bytes * PEAK_GROWTH + PEAK_SLACK_BYTES
         is_unchanged = self._bound / PEAK_GROWTH <= bound <= self._bound * PEAK_GROWTH

@@ -1,16 +1,16 @@
-"""The watchdog enforces the limits of sandboxes without root, in one thread for all sandboxes of a process.
+"""Enforces the limits of sandboxes without root privileges, in one thread for all sandboxes of a process.
 
-The thread polls the node 20 times a second for three cheap figures: available memory, free space of scratch, and open
-files. It looks at one sandbox (:class:`SandboxWatch`) twice a second while that works and every two seconds while it
-idles. It looks at once if the node has lost a good part of what the sandbox may still take. So the cost depends on
-activity and not on the number of sandboxes, and a hog is seen within one poll.
+The thread polls three cheap values of the node 20 times a second: available memory, free space on scratch, and open
+files. It polls each sandbox (:class:`SandboxWatch`) twice a second while the sandbox is active, and every two seconds
+while it is idle. It polls a sandbox immediately if the node has lost much of what the sandbox may still use. The cost
+therefore depends on activity rather than on the number of sandboxes, and a hog is noticed within one poll.
 
-A breach of memory, processes, disk or descriptors ends the command that uses most. It ends the whole container if no
-command can be named, because a process wiped its environment. A breach of CPU or wall time ends the sandbox. If the
-site delegates a cgroup, the kernel also limits memory, processes and CPU shares (cgroups.py).
+A breach of the memory, process, disk or descriptor limit kills the command that uses the most. If no command can be
+identified because a process cleared its environment, the whole container is killed. A breach of CPU or wall time ends
+the sandbox. If the site delegates a cgroup, the kernel also limits memory, processes and CPU shares (cgroups.py).
 
-Some limits are set once at the start and need no rights: RLIMIT_NPROC (per user namespace), RLIMIT_FSIZE, an affinity
-to ``cpus`` processors, and the score by which the kernel's out-of-memory killer chooses a sandbox first.
+Some limits are set once at the start and need no privileges: RLIMIT_NPROC (per user namespace), RLIMIT_FSIZE, affinity
+to ``cpus`` processors, and an ``oom_score_adj`` that makes the OOM killer prefer sandboxes.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from megaflow_hpc.host.process import Identity, descendants
 
 NODE_POLL_INTERVAL_S = 0.05
 BUSY_POLL_INTERVAL_S = 0.5
-"""Seconds between two looks at a sandbox that works."""
+"""Seconds between polls of an active sandbox."""
 IDLE_POLL_INTERVAL_S = 2.0
-"""Seconds between two looks at a sandbox that idles."""
+"""Seconds between polls of an idle sandbox."""
 MB = 1_000_000
 _ALL = os.cpu_count() or 1
 FULL = 0.95
-"""Share of the process limit that counts as reached."""
+"""Fraction of the process limit that counts as reaching it."""
 MAX_COMMAND_KILLS = 2
-"""After this many kills of commands in a row, a breach that continues ends the container."""
+"""Maximum consecutive kills of commands; if the breach persists, the container is killed."""
 KILL_ROUNDS = 5
 OOM_FIRST = "900"
-"""``oom_score_adj`` of a sandbox. If memory runs out before the watchdog looks, the kernel kills a sandbox first."""
+"""``oom_score_adj`` of a sandbox. If memory runs out before the watchdog polls, the kernel kills a sandbox first."""
 
 
 @dataclass(frozen=True)
 class Breach:
-    """A limit that was passed. ``value`` and ``allowed`` are in the unit that :meth:`__str__` writes."""
+    """A limit that was exceeded. ``value`` and ``allowed`` have the unit that :meth:`__str__` prints."""
 
     limit: str
     value: float
     allowed: float
     final: bool = False
-    """The sandbox ends, because CPU and wall time cannot be given back."""
+    """True if the sandbox must end, because used CPU or wall time cannot be freed."""
 
     def __str__(self) -> str:
         units = {"memory": "MB", "disk": "MB", "processes": "processes and threads", "descriptors": "open descriptors"}
@@ -73,18 +73,18 @@ class Breach:
 
 OnBreach = Callable[[Breach, int | None, bool], None]
 """Called in the watchdog's thread before a kill, with the breach, the number of the command to kill, and whether the
-whole container is killed. With neither, no process is left to kill."""
+whole container is killed. With ``None`` and ``False``, nothing is killed."""
 
 
 class Node(NamedTuple):
-    """Figures of the whole node at one poll."""
+    """Node-wide measurements at one poll."""
 
     available: int
-    """Bytes of memory."""
+    """Available memory in bytes."""
     free: Free
-    """Free space of scratch."""
+    """Free space on scratch."""
     opened: int
-    """Open files."""
+    """Number of open files."""
 
 
 @dataclass
@@ -93,23 +93,24 @@ class ContainerState:
 
     init: Identity
     runtime_threads: int = 0
-    """Threads of Apptainer, which the kernel counts with the container's."""
+    """Number of Apptainer's threads, which the kernel counts with the container's."""
     descriptors: Descriptors = field(default_factory=Descriptors)
     memory: int = 0
-    """Bytes at the last look; an upper bound unless it exceeds the limit."""
+    """Memory in bytes at the last poll; an upper bound unless it exceeds the limit."""
     looks_at_process_limit: int = 0
     command_kills: int = 0
-    """Kills of commands in a row that did not end a breach."""
+    """Number of consecutive kills of commands that did not end a breach."""
 
 
 class SandboxWatch:
-    """One sandbox under watch.
+    """Watches one sandbox.
 
-    Call ``attach`` and ``detach`` as its containers start and end, and ``renew`` to count CPU and wall time from zero.
+    Call ``attach`` and ``detach`` when its containers start and end, and ``renew`` to restart CPU and wall time from
+    zero.
 
     Args:
-        layer: the writable layer.
-        layer_in_memory: scratch is memory, so the layer counts as memory.
+        layer: The writable layer.
+        layer_in_memory: True if scratch is in memory, so that the layer counts as memory.
     """
 
     def __init__(self, spec: SandboxSpec, layer: str, on_breach: OnBreach, *, layer_in_memory: bool = False) -> None:
@@ -119,7 +120,7 @@ class SandboxWatch:
         self.cpus: frozenset[int] = frozenset()
         self.container: ContainerState | None = None
         self.next_look = 0.0
-        """Monotonic time of the next look; 0 for a new container."""
+        """Monotonic time of the next poll; 0 for a new container."""
         self._on_breach = on_breach
         self._layer_in_memory = layer_in_memory
         self._poked = False
@@ -128,26 +129,26 @@ class SandboxWatch:
         self._renewed = time.monotonic()
         self._cpu = CpuTime()
         self._cpu_lock = threading.Lock()
-        """The watchdog's thread counts CPU time, and so does the thread that ends a container."""
+        """Guards the CPU time, which is updated by the watchdog's thread and by the thread that ends a container."""
         self._memory_peak = MemoryPeak()
         self._unblamed_disk_breaches = 0
 
     def poke(self) -> None:
-        """Asks for a look soon, because a command starts."""
+        """Requests a poll soon, because a command is starting."""
         self._poked = True
 
     def adopt(self, owner: Identity) -> None:
-        """Moves the process that will start a container into the control group. What it starts follows."""
+        """Moves the process that will start a container into the cgroup, and thereby its future children."""
         if self.group is not None:
             self.group.add(owner.pid)
 
     def attach(self, init: Identity) -> None:
-        """Begins to watch a container that has started, and sets the limits of the kernel on its first processes."""
+        """Starts watching a newly started container, and sets kernel limits on its first processes."""
         for pid in (init.pid, *descendants(init.pid)):
             try:
                 self._set_limits(pid)
             except OSError:
-                continue  # it has ended, or the site forbids it; the watchdog still looks
+                continue  # it has exited, or the site forbids it; the watchdog still polls
         if self.spec.processes and os.geteuid() != 0:
             limit_processes(init.pid, self.spec.processes)
         self.next_look = 0.0
@@ -166,7 +167,7 @@ class SandboxWatch:
             file.write(OOM_FIRST)
 
     def detach(self) -> None:
-        """Ends the watch of a container after a last look at its CPU time. Times continue to count."""
+        """Stops watching a container after a last poll of its CPU time. Its times still count."""
         with self._cpu_lock:
             self._count_cpu()
             self.container = None
@@ -188,7 +189,7 @@ class SandboxWatch:
             self._cpu.look(pid, seen, self.group, self._processors, time.monotonic())
 
     def renew(self) -> None:
-        """Counts CPU and wall time from zero. Later commands are not blamed for a layer that is full already."""
+        """Restarts CPU and wall time from zero. Later commands are not blamed for a layer that is already full."""
         self._cpu.renew(self.group)
         self.disk.excuse()
         self._renewed = time.monotonic()
@@ -196,7 +197,8 @@ class SandboxWatch:
     # --- in the watchdog's thread -------------------------------------------------------------------------------
 
     def wanted(self, now: float, node: Node) -> bool:
-        """Returns whether to look now: it is time, or the node lost half of what the sandbox may still take."""
+        """Returns whether a poll is due: by schedule, or because the node lost half of what the sandbox may still
+        use."""
         container = self.container
         if container is None:
             return False
@@ -207,7 +209,7 @@ class SandboxWatch:
         return bool(self.spec.disk_mb and self.disk.wanted(self.spec.disk_mb * MB, node.free))
 
     def _node_loses(self, container: ContainerState, node: Node) -> bool:
-        """Returns whether the node loses memory or descriptors as fast as a hog takes them."""
+        """Returns whether the node has lost half of the memory or descriptors that the sandbox may still use."""
         opened = node.opened - self._last_node.opened
         if opened > (MAX_DESCRIPTORS - container.descriptors.held.count) / 2:
             return True
@@ -217,7 +219,7 @@ class SandboxWatch:
         return taken > (self.spec.memory_mb * MB - container.memory) / 2
 
     def check(self, now: float, node: Node) -> None:
-        """Looks once, and ends processes that exceed a limit."""
+        """Polls once and kills processes that exceed a limit."""
         container = self.container
         if container is None or not container.init.alive():
             return
@@ -234,7 +236,7 @@ class SandboxWatch:
         urgent = self._node_loses(container, node)
         self._last_node = node
         container.descriptors.poll(init.pid, seen, now, urgent)
-        # A command that has just started may only begin to work.
+        # A command that has just started may not have begun its work yet.
         is_busy = cpu_s > 0.02 or len(seen.pids) > 8 or poked or is_early or is_first
         self.next_look = now + (BUSY_POLL_INTERVAL_S if is_busy else IDLE_POLL_INTERVAL_S)
         if self.group is not None and self.group.new_ooms():  # the kernel has killed a process
@@ -259,7 +261,7 @@ class SandboxWatch:
         if spec.cpu_s:
             if cpu_s > spec.cpu_s:
                 return Breach("cpu time", cpu_s, spec.cpu_s, final=True)
-            # One second of wall time adds at most one CPU second for each processor.
+            # One second of wall time adds at most one CPU second per processor.
             left_s = (spec.cpu_s - cpu_s) / self._processors
             self.next_look = min(self.next_look, now + max(NODE_POLL_INTERVAL_S, left_s))
             if self._cpu.leaks:
@@ -275,9 +277,10 @@ class SandboxWatch:
         return len(self.cpus) or _ALL
 
     def _process_breach(self, container: ContainerState, seen: usage.Look, now: float) -> Breach | None:
-        """Reports a breach only after two looks in a row near the limit, so short spikes survive and fork bombs do not.
+        """Reports a breach after two consecutive polls near the limit, so that short spikes are tolerated.
 
-        At the limit, processes end because a fork failed as fast as others start. So nearly full counts as full.
+        At the limit, processes exit because fork fails, as fast as new ones start. Nearly full therefore counts as
+        full.
         """
         allowed = self.spec.processes
         threads = seen.threads + container.runtime_threads
@@ -322,13 +325,14 @@ class SandboxWatch:
         return None
 
     def _end(self, container: ContainerState, seen: usage.Look, breach: Breach) -> None:
-        """Ends the command that uses most. Ends the container if that did not help or no command can be named."""
+        """Kills the command that uses the most, or the container if that did not help or no command can be
+        identified."""
         number = None
         if not breach.final and container.command_kills < MAX_COMMAND_KILLS:
             number = blame(seen.pids, breach.limit, container.descriptors.held)
         container.command_kills += 1
         whole = number is None
-        if whole and breach.limit == "disk":  # the writer may have ended; the second time it is hiding
+        if whole and breach.limit == "disk":  # the writer may have exited; the second time it must be hiding
             self._unblamed_disk_breaches += 1
             whole = self._unblamed_disk_breaches > 1
         self._on_breach(breach, number, whole)
@@ -339,7 +343,7 @@ class SandboxWatch:
 
 
 def blame(pids: list[int], limit: str, held: Held) -> int | None:
-    """Returns the command whose processes use most; ``None`` if most of it belongs to no command."""
+    """Returns the command whose processes use the most, or ``None`` if processes of no command do."""
     used: Counter[int | None] = Counter()
     for pid in pids:
         amount = 1
@@ -351,15 +355,15 @@ def blame(pids: list[int], limit: str, held: Held) -> int | None:
             amount = held.count_of[pid]
         used[command_of(pid)] += amount
     if limit == "disk":
-        del used[None]  # the kernel counts the writes of reaped processes for the runner
+        del used[None]  # the kernel credits writes of reaped processes to the runner
     return max(used, key=lambda number: used[number]) if used else None
 
 
 class Watchdog:
-    """Watches every sandbox of this process in one thread, from the first sandbox to :meth:`close`.
+    """Watches all sandboxes of this process in one thread, from the first sandbox until :meth:`close`.
 
     Args:
-        scratch: directory of the writable layers.
+        scratch: Directory of the writable layers.
     """
 
     def __init__(self, scratch: str) -> None:
@@ -374,7 +378,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def watch(self, watch: SandboxWatch) -> None:
-        """Chooses the sandbox's processors and begins to watch it."""
+        """Chooses the sandbox's processors and starts watching it."""
         with self._lock:
             watch.cpus = self._choose_cpus(watch.spec.cpus)
             if self._group is not None:
@@ -387,7 +391,7 @@ class Watchdog:
                 self._thread.start()
 
     def unwatch(self, watch: SandboxWatch) -> None:
-        """Ends the watch of a sandbox. Idempotent."""
+        """Stops watching a sandbox. Idempotent."""
         with self._lock:
             if watch in self._watches:
                 self._watches.remove(watch)
@@ -397,17 +401,17 @@ class Watchdog:
             watch.group.remove()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
     def _choose_cpus(self, wanted: float | None) -> frozenset[int]:
-        """Returns the least used processors, as many as wanted; empty to set no affinity."""
+        """Returns the least used processors, ``wanted`` rounded up; empty to leave the affinity unset."""
         ours = sorted(os.sched_getaffinity(0))
         if not wanted or math.ceil(wanted) >= len(ours):
             return frozenset()
-        # Other processes of the node do not know these choices, so each process starts at a different processor.
+        # Other processes on the node do not know these choices, so each process starts at a different processor.
         first = os.getpid() % len(ours)
         rotated = ours[first:] + ours[:first]
         chosen = sorted(rotated, key=lambda cpu: self._pinned[cpu])[: math.ceil(wanted)]
@@ -427,4 +431,4 @@ class Watchdog:
                     if watch.wanted(now, node):
                         watch.check(now, node)
                 except (OSError, ValueError, IndexError):
-                    continue  # a process ended while it was read
+                    continue  # a process exited while it was being read

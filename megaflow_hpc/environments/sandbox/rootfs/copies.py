@@ -5,16 +5,16 @@
     LAYER/root    the files of the image and of the sandbox, as one tree that a container writes to
     LAYER/upper   only the files of the sandbox, in the form of an overlay's upper directory
 
-One of the two exists at a time. ``lay_out`` creates ``root`` from the image and ``upper``; ``gather`` does the reverse.
-So everything that is done with a layer between two containers (restoring programs for the verifier, snapshots) is done
-on ``upper``, however the sandbox writes. An empty file ``.wh.NAME`` marks a deleted name, because not every file system
-has the kernel's marks: devices and extended attributes.
+Only one of the two exists at a time. ``lay_out`` creates ``root`` from the image and ``upper``; ``gather`` does the
+reverse. Edits of a layer between two containers (restoring programs for the verifier, snapshots) therefore always apply
+to ``upper``, however the sandbox writes. An empty file ``.wh.NAME`` marks a deleted name, because not all file systems
+support the kernel's whiteouts (devices and extended attributes).
 
-Files are compared by contents and not by times, which an agent may set. Blocks are shared if the file system supports
-reflinks, but never by hard links, because a sandbox must not write to the image.
+Files are compared by content rather than by time, because an agent may set times. Blocks are shared if the file system
+supports reflinks, but never through hard links, because a sandbox must not write to the image.
 
-A separate process runs this module (``lay_out|gather IMAGE LAYER``). If possible it is uid 0 of a user namespace, so
-that it may read the owner's files whatever their modes are. It imports little, so that it starts fast.
+A separate process runs this module (``lay_out|gather IMAGE LAYER``). If possible it runs as uid 0 of a user namespace,
+so that it can read the owner's files regardless of their modes. It has few imports, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megaflow_hpc.host.files import remove_tree
 
 _BLOCK = 1 << 20
 _COUNTED = 4096
-"""Minimum bytes that a file counts as, as in limits/disk.py."""
+"""Minimum size in bytes that a file counts as; the same as in limits/disk.py."""
 
 
 def lay_out(image: str, layer: str) -> int:
-    """Copies the image to ``LAYER/root``, merges ``LAYER/upper`` into it, and removes ``upper``.
+    """Copies the image to ``LAYER/root``, merges ``LAYER/upper`` into it and removes ``upper``.
 
     Returns:
-        Bytes on disk of the image's copy.
+        Size on disk of the image's copy, in bytes.
     """
     root, upper, partial = (os.path.join(layer, name) for name in ("root", "upper", "root.partial"))
     remove_tree(partial)
@@ -58,11 +58,9 @@ def _du(option: str, path: str) -> int:
 
 
 def gather(image: str, layer: str) -> None:
-    """Moves files that differ from the image from ``LAYER/root`` to ``LAYER/upper``, and removes ``root``."""
+    """Moves files that differ from the image from ``LAYER/root`` to ``LAYER/upper`` and removes ``root``."""
     root, upper, partial = (os.path.join(layer, name) for name in ("root", "upper", "upper.partial"))
-    if os.path.isdir(
-        partial
-    ):  # from a killed process; the files that it moved cannot be distinguished from deleted ones
+    if os.path.isdir(partial):  # left by a killed process; files it moved look like deleted ones
         raise OSError(f"{partial}: the layer was left half gathered")
     os.mkdir(partial, 0o755)
     _take_changes(os.path.realpath(image), root, partial)
@@ -71,7 +69,8 @@ def gather(image: str, layer: str) -> None:
 
 
 def _take_changes(image: str, root: str, upper: str) -> bool:
-    """Moves differing files of one directory. Returns whether any differs. Drops an agent's own ``.wh.`` files."""
+    """Moves differing files of one directory. Returns whether there were any. Ignores ``.wh.`` files made by an
+    agent."""
     mode = open_to_owner(root)
     before = set(os.listdir(image))
     with os.scandir(root) as entries:
@@ -103,7 +102,7 @@ def _take_changes(image: str, root: str, upper: str) -> bool:
 
 
 def same(one: str, other: str) -> bool:
-    """Returns whether two entries that are not both directories agree in type, mode, time and contents."""
+    """Returns whether two entries have the same type, mode, time and contents. They must not both be directories."""
     first, second = os.lstat(one), os.lstat(other)
     if first.st_mode != second.st_mode:
         return False

@@ -1,14 +1,14 @@
 """The overlay of an unpacked image and a writable layer, mounted before Apptainer starts.
 
-Apptainer 1.4 can mount one itself, but without ``userxattr`` in a user namespace. Then no directory of the image that
-holds others can be deleted (``rm -rf`` ends with an I/O error), because the mark that hides the lower files cannot be
-set. Apptainer also tries the mount first, and each unmount waits until the file system has written all dirty data.
-``volatile`` avoids this wait, because a layer need not survive its node.
+Apptainer 1.4 can mount an overlay itself, but omits ``userxattr`` in a user namespace. Non-empty directories of the
+image then cannot be deleted (``rm -rf`` fails with an I/O error), because the mark that hides the lower files cannot be
+set. Apptainer also tries the mount once beforehand, and each unmount waits until the file system has written all dirty
+data. ``volatile`` avoids this wait, because a layer need not survive a crash of its node.
 
-Every process inside can read the names of the directories in the mount table. The kernel takes these names and all
-other options in one page. So the overlay is mounted from a directory of links: ``upper``, ``work``, and 0, 1, 2 … for
-the lower directories. Lower directories with a common parent in the cache share one link while their longer names fit
-into the page, because creating a link costs more than following it.
+Every process inside can read the names of the directories in the mount table. The kernel limits these names and all
+other options to one page. The overlay is therefore mounted from a directory of symlinks: ``upper``, ``work``, and 0, 1,
+2 … for the lower directories. Lower directories with a common parent in the cache share one symlink as long as their
+longer names fit into the page, because creating a symlink costs more than following it.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ from megaflow_hpc.host.apptainer import unshare
 from megaflow_hpc.host.files import remove_tree
 
 _MOUNT = 'cd "$1" && mount -t overlay overlay -o "$2" "$3"'
-"""Shell command that mounts an overlay; its arguments are those of :class:`Overlay`."""
+"""Shell command that mounts an overlay. Its arguments are the fields of :class:`Overlay`."""
 
 MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
-"""Directories that Apptainer mounts on. It creates none in a root that it does not overlay itself."""
+"""Directories that Apptainer mounts on. It does not create them unless it mounts the overlay itself."""
 
 MAX_LOWERS = 400
-"""Maximum lower directories of one overlay. The kernel takes 500, and their names must fit into a page."""
+"""Maximum number of lower directories of one overlay. The kernel allows 500, but their names must fit into a page."""
 _MAX_NAMES_BYTES = 3400
-"""Maximum bytes of their names. The rest of the page is for the other options."""
+"""Maximum total length of their names in bytes. The rest of the page is for other options."""
 _MIN_NAME_BYTES = 4
-"""Bytes of a link's name, which is a number, and its separator."""
+"""Length of a symlink's name, which is a number, plus separator."""
 
 
 class Overlay(NamedTuple):
-    """The arguments of a mount."""
+    """Arguments for mounting an overlay."""
 
     directory: str
-    """Working directory of the mount, which holds the links."""
+    """Working directory of the mount command; contains the symlinks."""
     options: str
     merged: str
     """Mount point."""
 
 
 def prepare(lowers: Sequence[str], layer: str, merged: str) -> Overlay | None:
-    """Creates the directories of an overlay and returns how to mount it; ``None`` if Apptainer must mount its own.
+    """Creates the directories of an overlay. Returns how to mount it, or ``None`` if Apptainer must mount it itself.
 
     Args:
-        lowers: directories of the image, the topmost first.
-        layer: directory of the writable layer, which gets ``upper`` and ``work``.
-        merged: the mount point.
+        lowers: Directories of the image, topmost first.
+        layer: Directory of the writable layer, in which ``upper`` and ``work`` are created.
+        merged: The mount point.
 
     Raises:
-        SandboxError: the image has more layers than the kernel takes.
+        SandboxError: The image has more layers than the kernel allows.
     """
     if has_reserved_character(layer, merged):
         return None
     if os.geteuid() == 0 or not works(os.path.dirname(layer)):
         return None
-    remove_tree(f"{layer}/work")  # an earlier volatile mount left a mark there that refuses the next mount
+    remove_tree(f"{layer}/work")  # a mark left by an earlier volatile mount makes the next mount fail
     for path in (f"{layer}/upper", f"{layer}/work", merged):
         os.makedirs(path, mode=0o755, exist_ok=True)
-    # Layers never change, so their names are looked up once. A single tree may be a directory of the user's.
+    # Layers never change, so their names are looked up only once. A single tree may be a directory of the user.
     image_has = _has if len(lowers) == 1 else _layers_have
     for name in MOUNT_POINTS:
         path = f"{layer}/upper/{name}"
@@ -80,10 +80,10 @@ def prepare(lowers: Sequence[str], layer: str, merged: str) -> Overlay | None:
 
 
 def argv_prefix(mounted: Overlay, spec: SandboxSpec, namespace: Sequence[str] | None = None) -> list[str]:
-    """Returns the argv prefix that enters new namespaces, mounts an overlay there and becomes the spec's user.
+    """Returns the argv prefix that enters new namespaces, mounts an overlay and becomes the spec's user.
 
     Args:
-        namespace: argv prefix that enters a user namespace; default: that of :func:`unshare`.
+        namespace: Argv prefix that enters a user namespace. Default: that of :func:`unshare`.
     """
     script = f'{_MOUNT} && cd / && shift 3 || exit 1; {set_namespace_limits(spec)}exec "$@"'
     prefix = [*_enter(namespace), "/bin/sh", "-c", script, "sh", *mounted]
@@ -91,12 +91,12 @@ def argv_prefix(mounted: Overlay, spec: SandboxSpec, namespace: Sequence[str] | 
 
 
 def has_reserved_character(*paths: str) -> bool:
-    """Returns whether a path has a character that separates options of a bind or an overlay."""
+    """Returns whether a path contains a character that separates options of a bind or overlay."""
     return any(letter in path for path in paths for letter in ',:\\"')
 
 
 def _has(lowers: Sequence[str], name: str) -> bool:
-    """Returns whether an image has ``name`` in its root directory. The topmost layer that mentions it decides."""
+    """Returns whether an image has ``name`` in its root directory. The topmost layer with an entry decides."""
     for lower in lowers:
         try:
             status = os.lstat(f"{lower}/{name}")
@@ -111,10 +111,10 @@ _layers_have = functools.lru_cache(maxsize=4096)(_has)
 
 
 def arguments(lowers: Sequence[str], layer: str, merged: str) -> Overlay:
-    """Creates the directory of links for an overlay and returns how to mount it.
+    """Creates the directory of symlinks for an overlay and returns how to mount it.
 
     Raises:
-        SandboxError: there are more lower directories than the kernel takes.
+        SandboxError: There are more lower directories than the kernel allows.
     """
     if len(lowers) > MAX_LOWERS:
         raise SandboxError(f"{layer}: an image of {len(lowers)} layers; an overlay takes {MAX_LOWERS}")
@@ -129,7 +129,8 @@ def arguments(lowers: Sequence[str], layer: str, merged: str) -> Overlay:
 
 
 def _name(lowers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Names lower directories with as few links as fit; returns the names, and the links: name → target."""
+    """Names the lower directories with as few symlinks as possible. Returns the names, and symlinks as name →
+    target."""
     parents = [os.path.dirname(os.path.dirname(lower)) for lower in lowers]
     siblings = Counter(parents)
     links: dict[str, str] = {}
@@ -154,7 +155,8 @@ _works_on_device: dict[int, bool] = {}
 
 
 def works(directory: str) -> bool:
-    """Returns whether an ordinary user can mount an overlay on a directory's file system. Tries it once."""
+    """Returns whether an ordinary user can mount an overlay on a directory's file system. Tested once per file
+    system."""
     device = os.stat(directory).st_dev
     if device not in _works_on_device:
         _works_on_device[device] = bool(unshare()) and _try(directory)

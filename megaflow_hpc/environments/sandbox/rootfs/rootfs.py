@@ -1,9 +1,8 @@
-"""The image of a sandbox as a root file system: its trees in the node's cache, and how the sandbox writes over them.
+"""A sandbox's image as a root file system: its trees in the node's cache, and how the sandbox writes over them.
 
-Every image is a list of trees, the topmost first: unpacked layers, and at the bottom an unpacked SIF or a directory.
-The kernel stacks them as the lower directories of an overlay. If no overlay can be mounted (an old kernel, scratch on a
-network file system, containers that only root can start), the image is unpacked as one tree, and every sandbox gets a
-copy of it.
+Every image is a list of trees, topmost first: unpacked layers over an unpacked SIF or a directory. The kernel stacks
+them as the lower directories of an overlay. If no overlay can be mounted (an old kernel, scratch on a network file
+system, containers that only root can start), the image is unpacked as one tree, and every sandbox gets a copy of it.
 """
 
 from __future__ import annotations
@@ -35,28 +34,28 @@ class CommandLine:
     """Argv prefix that changes the user and mounts the overlay."""
     argv: list[str]
     mounted: overlay.Overlay | None = None
-    """The overlay that the prefix mounts; ``None`` if Apptainer mounts one or the sandbox is a copy."""
+    """The overlay that the prefix mounts; ``None`` if Apptainer mounts it or the sandbox is a copy."""
 
 
 @dataclass(frozen=True)
 class Rootfs:
-    """One sandbox's hold on its image, until ``release`` is called."""
+    """A sandbox's hold on its image. Lasts until ``release`` is called."""
 
     base: str
     """The bottom tree."""
     release: Callable[[], None]
     copies: bool = False
-    """Each sandbox writes to a copy of the image, which must be one tree."""
+    """True if each sandbox writes to a copy of the image, which must be one tree."""
     namespace: Sequence[str] | None = None
-    """Argv prefix that enters the sandbox's user namespace; ``None``: a namespace of uid 0 alone."""
+    """Argv prefix that enters the sandbox's user namespace. If ``None``, a namespace that maps only uid 0 is used."""
     layers: Sequence[str] = ()
-    """Trees over ``base``, the topmost first, each in the form of an overlay's upper directory."""
+    """Trees over ``base``, topmost first, each in the form of an overlay's upper directory."""
     settings: str = ""
-    """Shell lines that set the image's variables. The runtime adds those that it finds in the image."""
+    """Shell lines that set the image's variables. The runtime adds those defined in the image itself."""
 
     @property
     def image(self) -> LayerView:
-        """The image's files, merged from all trees."""
+        """Merged view of the image's files from all trees."""
         return LayerView([Tree(path) for path in (*self.layers, self.base)])
 
     def command_line(
@@ -85,9 +84,9 @@ class Rootfs:
 
 
 def _make_bind_targets(root: str, binds: Sequence[Bind]) -> None:
-    """Creates the targets of binds in a writable tree, because Apptainer creates none in a writable root.
+    """Creates the targets of binds in a writable tree, because Apptainer does not create them in a writable root.
 
-    The agent controls the tree, so no symbolic link in it is followed.
+    The agent controls the tree, so symlinks in it are never followed.
     """
     for source, target, _ in binds:
         parts = [part for part in target.split("/") if part]
@@ -112,13 +111,13 @@ def _make_bind_targets(root: str, binds: Sequence[Bind]) -> None:
 
 
 class RootfsFactory:
-    """Makes the root file systems of one process's sandboxes.
+    """Creates the root file systems of one process's sandboxes.
 
     Args:
-        images: the node's cache.
-        site: returns what the node can do; called if it is needed.
-        scratch: the directory of writable layers.
-        storage: the kind of storage that scratch is.
+        images: The node's image cache.
+        site: Returns the capabilities of the node; called only if needed.
+        scratch: Directory of writable layers.
+        storage: Kind of storage that scratch is on.
     """
 
     def __init__(self, images: ImageCache, site: Callable[[], Site], scratch: Path, storage: Kind) -> None:
@@ -131,7 +130,7 @@ class RootfsFactory:
 
     @property
     def writes(self) -> Writes:
-        """How sandboxes write: through an overlay if one can be mounted here, else to a copy of the image."""
+        """How sandboxes write: to an overlay if one can be mounted here, otherwise to a copy of the image."""
         if self._writes is None:
             self._writes = self._decide_writes()
         return self._writes
@@ -144,7 +143,7 @@ class RootfsFactory:
         return "copy" if self._site().overlay else "overlay"
 
     def is_flat(self, image: str) -> bool:
-        """Returns whether an image is unpacked as one tree here, because an overlay cannot stack its layers."""
+        """Returns whether an image is unpacked as a single tree here, because an overlay cannot stack its layers."""
         if os.path.isdir(image):
             return False
         if image not in self._flat:
@@ -158,15 +157,15 @@ class RootfsFactory:
         return self.writes == "overlay" and os.geteuid() != 0 and overlay.works(scratch)
 
     def ready(self, image: str) -> Rootfs | None:
-        """Returns an image that is in the cache, else ``None``. Never blocks; the first use of an image returns
-        ``None``."""
+        """Returns an image if it is in the cache, otherwise ``None``. Never blocks. Always ``None`` for the first
+        use of an image."""
         if not os.path.isdir(image) and image not in self._flat:
             return None
         lease = self.images.ready(image, flat=self.is_flat(image))
         return self._rootfs(image, lease) if lease else None
 
     def acquire(self, image: str) -> Rootfs:
-        """Returns an image. Unpacks it first if it is not in the cache. Blocks."""
+        """Returns an image, unpacking it first if it is not in the cache. Blocks."""
         return self._rootfs(image, self.images.acquire(image, flat=self.is_flat(image)))
 
     def _rootfs(self, image: str, lease: ImageLease) -> Rootfs:

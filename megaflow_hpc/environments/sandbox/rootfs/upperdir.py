@@ -1,9 +1,9 @@
 """Edits a sandbox's writable layer from the host while no process runs in it.
 
-The overlay's upper directory stores the agent's changes. It belongs to the user who runs the campaign. Before tests
+The overlay's upper directory stores the agent's changes and belongs to the user who runs the campaign. Before tests
 run, the directory is renamed, and a new one gets the changes that the tests may see (:func:`sift`, :func:`keep_only`).
-All other files are then the image's again. The agent controls the contents of the layer, so no function here follows
-symbolic links in it.
+All other files then revert to those of the image. The agent controls the contents of the layer, so no function here
+follows symlinks in it.
 
 ``image`` is a view of all layers of the image (images/layers/view.py).
 """
@@ -21,32 +21,32 @@ from megaflow_hpc.environments.images.layers.view import LayerView
 from megaflow_hpc.host.files import remove_tree
 
 RUNTIME = (".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity")
-"""Files of an image that the container runtime reads when a container starts, such as scripts that set variables."""
+"""Files of an image that the container runtime reads at start, such as scripts that set variables."""
 
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt", *RUNTIME)
-"""Directories that programs, their libraries and their settings are loaded from."""
+"""Directories from which programs, libraries and settings are loaded."""
 
 PROGRAM_DIRS = ("bin", "sbin", "usr/bin", "usr/sbin", "usr/local/bin", "usr/local/sbin")
-"""Directories that always count as directories of programs, even if ``PATH`` does not name them."""
+"""Directories that always count as program directories, even if ``PATH`` does not list them."""
 
 
 @dataclass(frozen=True)
 class KeepRules:
-    """Rules for which of an agent's changes tests see. Paths are relative to the root directory."""
+    """Rules that select which of an agent's changes the tests see. Paths are relative to the root directory."""
 
     kept: Sequence[str] = ()
     """Keep every change at or below these paths."""
     additions: bool = True
-    """Also keep new files and directories outside the system directories, and new programs whose name no program of the
-    image has."""
+    """Also keep new files and directories outside the system directories, and new programs whose names do not clash
+    with a program of the image."""
     everywhere: bool = False
     """Also keep every change outside the system directories, because the task has no work directory."""
     programs: Sequence[str] = PROGRAM_DIRS
     """Directories on ``PATH``."""
     loaded: Sequence[str] = ()
-    """Further files and directories that programs load (``PYTHONPATH`` and the like)."""
+    """Other files and directories from which programs load code (``PYTHONPATH`` and similar)."""
     home: str = "root"
-    """The home directory. Names in it that begin with a dot count as settings."""
+    """The home directory. Dotfiles in it count as settings."""
 
     def is_system(self, path: str) -> bool:
         """Returns whether programs load code or settings from ``path``."""
@@ -58,7 +58,7 @@ class KeepRules:
         return any(_at_or_below(path, name) for name in (*self.programs, *self.loaded, *prefixes) if name)
 
     def within(self, image: LayerView) -> KeepRules:
-        """Returns the rules extended by the targets of their paths, with the image's symbolic links resolved."""
+        """Returns the rules with the targets of their paths added, following symlinks of the image."""
 
         def both(paths: Sequence[str]) -> list[str]:
             targets = [_resolved(image, path) for path in paths]
@@ -69,20 +69,20 @@ class KeepRules:
         return KeepRules(kept, self.additions, self.everywhere, programs, loaded, home)
 
     def leads(self, path: str) -> bool:
-        """Returns whether the rules name a path at or below ``path``. If so, its entries are sorted one by one."""
+        """Returns whether the rules name ``path`` or a path below it, so that its entries must be sorted one by one."""
         borders = (*self.programs, *self.loaded, self.home)
         return path in borders or any(name.startswith(f"{path}/") for name in (*self.kept, *borders))
 
 
 @dataclass
 class Sifted:
-    """Paths of a layer, sorted by rules."""
+    """The changed paths of a layer, sorted by the rules."""
 
     kept: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     false: list[str] = field(default_factory=list)
-    """Dropped paths that could mislead tests: files of the image in system directories that the agent changed or
-    deleted, and new programs that shadow a program of the image."""
+    """Paths that could mislead tests: files of the image in system directories that the agent changed or deleted,
+    and new programs that shadow one of the image."""
 
     def drop(self, path: str, *, misleads: bool) -> None:
         """Adds a dropped path."""
@@ -92,7 +92,7 @@ class Sifted:
 
 
 def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
-    """Sorts the paths of a layer."""
+    """Sorts the changed paths of a layer into kept and dropped ones."""
     sifted = Sifted()
     rules = rules.within(image)
     names: set[str] | None = None
@@ -141,8 +141,8 @@ def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
 def keep_only(upper: Path, aside: Path, paths: Iterable[str], image: LayerView | None = None) -> list[str]:
     """Renames the layer to ``aside`` and moves only ``paths`` back to a new layer. Returns the paths that were moved.
 
-    Moving keeps deletions (the overlay's whiteouts) and times. Paths behind a symbolic link of the agent stay in
-    ``aside``. Parent directories are created with the mode that they have in the image, if it has them.
+    Moving preserves deletions (the overlay's whiteouts) and times. Paths behind a symlink of the agent stay in
+    ``aside``. Parent directories are created with the mode that they have in the image, if they exist there.
     """
     open_to_owner(upper)
     os.rename(upper, aside)
@@ -158,7 +158,7 @@ def keep_only(upper: Path, aside: Path, paths: Iterable[str], image: LayerView |
 
 
 def put_back(upper: Path, aside: Path, taken: Sequence[str]) -> None:
-    """Undoes :func:`keep_only`. Changes that were made at the kept paths meanwhile stay."""
+    """Undoes :func:`keep_only`. Changes made to the kept paths in the meantime are preserved."""
     for path in taken:
         parts = PurePosixPath(path).parts
         revert(aside, path)
@@ -168,7 +168,7 @@ def put_back(upper: Path, aside: Path, taken: Sequence[str]) -> None:
 
 
 def restore(upper: Path, image: LayerView, kept: Sequence[str]) -> None:
-    """Restores the image's programs, libraries and settings in a layer. Other additions of the agent stay."""
+    """Restores the image's programs, libraries and settings in a layer. Other additions of the agent are kept."""
     for path in sift(upper, image, KeepRules(kept)).false:
         revert(upper, path)
 
@@ -192,7 +192,7 @@ def revert(upper: Path, path: str) -> bool:
 
 
 def make_way(upper: Path, path: str) -> None:
-    """Prepares ``path`` for a bind mount: makes its parents real directories of the layer or of the image."""
+    """Prepares ``path`` as a mount point: makes its parents real directories of the layer or the image."""
     parts = PurePosixPath(path).parts
     for depth in range(1, len(parts)):
         parent = upper.joinpath(*parts[:depth])
@@ -204,7 +204,8 @@ def make_way(upper: Path, path: str) -> None:
 
 
 def set_aside(upper: Path, path: str, aside: Path) -> bool:
-    """Moves the layer's files at ``path`` to ``aside``, so the image's files show. Returns ``False`` if it has none."""
+    """Moves the layer's files at ``path`` to ``aside``, exposing those of the image. Returns ``False`` if there are
+    none."""
     target = _reachable(upper, path.strip("/"))
     if target is None or not os.path.lexists(target):
         return False
@@ -213,7 +214,7 @@ def set_aside(upper: Path, path: str, aside: Path) -> bool:
 
 
 def replace(upper: Path, path: str, aside: Path) -> None:
-    """Undoes :func:`set_aside`. Replaces the layer's files at ``path``, and makes its parents real directories."""
+    """Undoes :func:`set_aside`. Replaces the layer's files at ``path`` and makes its parents real directories."""
     make_way(upper, path.strip("/"))
     target = upper / path.strip("/")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +222,7 @@ def replace(upper: Path, path: str, aside: Path) -> None:
 
 
 def _move(source: Path, target: Path, parts: Sequence[str], image: LayerView | None = None) -> bool:
-    """Moves one path to another layer. Returns ``False`` if it is missing or behind a symbolic link."""
+    """Moves one path to another layer. Returns ``False`` if it is missing or behind a symlink."""
     here, there = source, target
     for depth, part in enumerate(parts[:-1], 1):
         here, there = here / part, there / part
@@ -246,7 +247,7 @@ def _program_names(image: LayerView, rules: KeepRules) -> set[str]:
 def _resolved(image: LayerView, directory: str) -> str:
     try:
         return image.resolve(directory)
-    except OSError:  # links in a circle
+    except OSError:  # symlink loop
         return directory
 
 
@@ -255,7 +256,7 @@ def _at_or_below(path: str, parent: str) -> bool:
 
 
 def _reachable(upper: Path, path: str) -> Path | None:
-    """Returns the path in a layer; ``None`` if a parent is missing or a link."""
+    """Returns the path in a layer, or ``None`` if a parent is missing or a symlink."""
     *parents, name = PurePosixPath(path).parts
     for part in parents:
         upper /= part

@@ -2,11 +2,11 @@
 
 ::
 
-    LAYER/upper  LAYER/work   with an overlay: what the sandbox changed, and the kernel's working directory
+    LAYER/upper  LAYER/work   with an overlay: the sandbox's changes, and the kernel's working directory
     LAYER/root                without one: a copy of the image that the sandbox writes to (copies.py)
 
-Between two containers the host may change a layer. It always works on ``upper``. So what differs in a copy is moved to
-``upper`` first, and the next container gets a new copy.
+Between two containers the host may change a layer. It always works on ``upper``. If the sandbox is a copy, its changes
+are moved to ``upper`` first, and the next container gets a new copy.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class LayerPaths:
-    """A sandbox's files on the host."""
+    """Paths of a sandbox's files on the host."""
 
     upper: Path
-    """The overlay's upper directory, which holds what the sandbox changed."""
+    """The overlay's upper directory, which holds the sandbox's changes."""
     image: LayerView
 
 
 class WritableLayer:
-    """A layer at ``path`` over the image of ``rootfs``."""
+    """The layer at ``path`` over the image of ``rootfs``."""
 
     def __init__(self, path: str, rootfs: Rootfs) -> None:
         self.path = path
         self._rootfs = rootfs
         self.occupied = 0
-        """Bytes below ``path`` that the copy of the image takes."""
+        """Bytes below ``path`` used by the copy of the image."""
 
     def make(self) -> None:
         """Creates the layer's directory if it is missing."""
@@ -60,24 +60,24 @@ class WritableLayer:
             self.occupied = int(await self._run_copies("lay_out") or 0)
 
     async def change(self, work: Callable[[LayerPaths], None]) -> None:
-        """Lets the host change what the sandbox has written, while no container runs."""
+        """Lets ``work`` edit the sandbox's changes on the host. No container may be running."""
         if self._rootfs.copies and os.path.isdir(os.path.join(self.path, "root")):
             await self._run_copies("gather")
         await asyncio.to_thread(work, LayerPaths(Path(self.path, "upper"), self._rootfs.image))
 
     async def take(self, target: Path) -> None:
-        """Moves what the sandbox changed to ``target``, as an overlay's upper directory. No container may start
-        again."""
+        """Moves the sandbox's changes to ``target``, as an overlay's upper directory. No container may be started
+        afterwards."""
         if self._rootfs.copies:
             await self._run_copies("gather")
         await asyncio.to_thread(os.rename, os.path.join(self.path, "upper"), target)
 
     def read(self, path: str, limit: int) -> tuple[bool, bytes | None]:
-        """Reads a file as a container would see it, while no container runs.
+        """Reads a file as a container would see it. No container may be running.
 
         Returns:
-            Whether the host can tell what is there, and the file's first ``limit`` bytes, or ``None`` if there is no
-            regular file. The host cannot tell if a link is in the path or if the image has something there.
+            Whether the host can tell what is at ``path``, and the file's first ``limit`` bytes (``None`` if it is not a
+            regular file). The host cannot tell if the path contains a symlink or may exist in the image.
         """
         parts = [part for part in path.split("/") if part not in ("", ".")]
         top = os.path.join(self.path, "root" if self._rootfs.copies else "upper")
@@ -92,7 +92,7 @@ class WritableLayer:
                 os.close(directory)
         except FileNotFoundError:
             return self._rootfs.copies or not _may_exist(self._rootfs.image, parts), None
-        except OSError:  # a link, or a file that this user must not read
+        except OSError:  # a symlink, or a file that this user may not read
             return False, None
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -112,7 +112,7 @@ class WritableLayer:
     # --- snapshots ----------------------------------------------------------------------------------------------
 
     def restore(self, kept: Snapshot) -> None:
-        """Copies a snapshot into the layer. No container may have started."""
+        """Copies a snapshot into the layer, before any container has started."""
         self.make()
         snapshot.restore(kept, Path(self.path), whiteouts=not self._rootfs.copies)
 
@@ -120,7 +120,7 @@ class WritableLayer:
         """Copies the layer while no process writes to it.
 
         Raises:
-            SandboxError: something is at ``target`` already, or the copy failed.
+            SandboxError: ``target`` already exists, or the copy failed.
         """
         if not self._rootfs.copies:
             return await asyncio.to_thread(snapshot.take, Path(self.path, "upper"), target, image)
@@ -134,7 +134,7 @@ class WritableLayer:
             await asyncio.to_thread(remove_tree, twin.path)
 
     async def _run_copies(self, verb: str) -> str:
-        """Runs :mod:`.copies` in a process of its own and returns its output."""
+        """Runs :mod:`.copies` in a separate process and returns its output."""
         image = self._rootfs.base
         enter = self._rootfs.namespace
         if enter is None:
@@ -151,10 +151,10 @@ class WritableLayer:
 
 
 def has_nothing_at(paths: LayerPaths, path: str) -> bool:
-    """Returns whether nothing is at the absolute ``path``, or an empty directory that only the layer has.
+    """Returns whether the absolute ``path`` does not exist, or is an empty directory that only the layer has.
 
-    Also ``False`` if a link or a deletion is in the path, or if the image has something there. No process may run in
-    the sandbox. No link of the layer is followed.
+    Returns ``False`` if the path contains a symlink or a deletion, or if it may exist in the image. No process may be
+    running in the sandbox. Symlinks of the layer are not followed.
     """
     parts = PurePosixPath(path).parts[1:]
     if ".." in parts or _may_exist(paths.image, parts):
@@ -174,7 +174,7 @@ def has_nothing_at(paths: LayerPaths, path: str) -> bool:
 
 
 def _open_below(top: str, parts: Sequence[str]) -> int:
-    """Opens a directory below ``top`` without following a link."""
+    """Opens a directory below ``top`` without following symlinks."""
     directory = os.open(top, _DIRECTORY)
     for part in parts:
         try:
@@ -186,7 +186,7 @@ def _open_below(top: str, parts: Sequence[str]) -> int:
 
 
 def _may_exist(image: LayerView, parts: Sequence[str]) -> bool:
-    """Returns whether an image has something at a path. A link in the path may lead to something."""
+    """Returns whether a path may exist in an image. A symlink in the path counts, because it may lead to something."""
     for depth in range(1, len(parts) + 1):
         entry = image.entry("/".join(parts[:depth]))
         if entry is None:
