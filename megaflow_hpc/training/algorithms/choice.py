@@ -57,8 +57,8 @@ def choose(
         groups: complete groups in any order, without duplicates.
         version: ordinal of the policy's newest weights. Staleness is relative to it.
         want: maximum number of groups to settle.
-        replayed: groups that earlier steps trained on, newest last. Those of the last
-            :data:`REPLAYED_STEPS` steps are enough.
+        replayed: groups that earlier steps trained on, newest last. Those of the last :data:`REPLAYED_STEPS` steps
+            are enough.
         state: the state that the last call returned; ``None`` on the first call.
         random: generator for ``shuffle``.
         advantage: the policy's advantage settings, which name the rewards that must be present and must differ.
