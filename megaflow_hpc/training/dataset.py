@@ -123,7 +123,7 @@ class PackedTrajectories(IterableDataset[Batch]):
         token_budget: largest number of entries of each token column per batch, padding included.
         where: an expression that chooses rows.
         pad: number to pad token columns with to (S, longest); ``None`` keeps them flat (T), with ``offsets``.
-        seed: seed of the shuffle, which differs in every epoch. If ``None``, rows keep their order.
+        seed: seed of the shuffle, which differs in every epoch. If ``None``, rows keep their order except for packing.
         advantage: kind of the column ``advantage`` (S) to add.
         rank, ranks: this trainer's share; by default those of ``torch.distributed``, or of RANK and WORLD_SIZE.
         even: drop up to ``ranks - 1`` batches, so that every rank gets the same number.
