@@ -1,11 +1,11 @@
 """The command line ``megaflow-hpc``: one module per group of verbs, each with a function ``register(subparsers)``.
 
-Results go to stdout, as pure JSON under ``--json``. Notes for a person and errors go to stderr as text, under
-``--json`` too: a program detects an error by the exit status and an empty stdout. Verbs call the other rooms and
-compute nothing themselves. Only ``__main__``, the console script and tests call :func:`main`.
+Results go to stdout, as pure JSON with ``--json``. Notes and errors go to stderr as text, even with ``--json``: a
+program detects an error by the exit status and an empty stdout. Verbs call other subpackages and compute nothing
+themselves. Only ``__main__``, the console script and tests call :func:`main`.
 
-Exit status: 0 every rollout was carried out, whatever its reward; 1 some rollouts could not be carried out; 2 a bad
-file or argument; 3 the site refused; 130 interrupted.
+Exit status: 0 if every rollout was carried out, whatever its reward; 1 if some could not be carried out; 2 for a bad
+file or argument; 3 if the site refused; 130 if interrupted.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ GROUPS = {
     "completion": ("completion",),
     "help": ("help",),
 }
-"""Modules of this room and its subrooms, with the verbs that each adds."""
+"""Module in this package or a subpackage → the verbs that it adds."""
 ABOUT_ALL = ("completion", "help")
-"""Verbs that need the parser with all verbs."""
+"""Verbs that need the parser with all other verbs."""
 
 SECTIONS = {
     "start a campaign": ("init", "check", "plan", "run", "submit"),
@@ -62,7 +62,7 @@ SECTIONS = {
     "tasks, agents and images": ("tasks", "agents", "images"),
     "the site and this program": ("doctor", "janitor", "completion", "help"),
 }
-"""Activities with their verbs, as ``--help`` shows them."""
+"""Section of ``--help`` → the verbs listed in it."""
 
 EPILOG = """\
 first steps:
@@ -87,8 +87,8 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     """Builds the parser. ``run`` of its result is the function that carries out the verb.
 
     Args:
-        words: A command line. If it names a verb, only that verb's group is loaded: loading all takes a tenth of a
-            second.
+        words: The command line. If it names a verb, only that verb's group is loaded, because loading all of them
+            takes a tenth of a second.
     """
     parser = CommandParser(
         SECTIONS,
@@ -107,7 +107,7 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
 
 
 def _groups_of(words: Sequence[str]) -> Iterable[str]:
-    """Return the group of the command line's verb, or all groups if there is no verb or it needs all of them."""
+    """Returns the group of the verb in ``words``. If there is no verb, or it needs all groups, returns all of them."""
     verb = next((word for word in words if word not in ("--json", "--debug")), "")
     if verb in ABOUT_ALL:
         return GROUPS
@@ -115,7 +115,7 @@ def _groups_of(words: Sequence[str]) -> Iterable[str]:
 
 
 def _help(arguments: argparse.Namespace) -> int:
-    """Print the help. A bare command is not an error, since new users start with it."""
+    """Prints the help. A bare command is not an error, since new users start with it."""
     if arguments.json:
         arguments.root.error("missing: VERB")
     arguments.root.print_help()
@@ -156,7 +156,7 @@ def _carry_out(arguments: argparse.Namespace) -> int:
             raise
         note(f"megaflow-hpc: {lacking}")
         return lacking.exit_status
-    except BrokenPipeError:  # the reader closed the pipe, which is not an error
+    except BrokenPipeError:  # the reader closed the pipe; that is not an error
         _close_stdout()
         return 0
     except OSError as error:
@@ -170,7 +170,7 @@ def _carry_out(arguments: argparse.Namespace) -> int:
 
 
 def _flushed(status: int) -> int:
-    """Flush stdout while an error can still be reported. At exit Python would print a traceback instead."""
+    """Flushes stdout while errors can still be reported. At exit, Python would print a traceback instead."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -42,7 +42,7 @@ def _completion(arguments: argparse.Namespace) -> int:
 
 
 def _name_paths(parser: argparse.ArgumentParser) -> None:
-    """Mark for ``shtab`` which arguments are paths."""
+    """Tells ``shtab`` which arguments are paths."""
     import shtab
 
     for action in parser._actions:

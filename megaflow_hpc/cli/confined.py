@@ -1,4 +1,4 @@
-"""Runs a verb in a child process with resource limits if it reads a run or a file of another user."""
+"""Runs a verb in a child process with resource limits if it reads another user's run or file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ ASKS_SLURM = ("status", "watch", "usage", "report")
 READS = ("show", "diff", "logs", "export", "import", "validate", "verify", "compact", "anonymise", "du")
 """Verbs that read runs or files and need no network."""
 RESULTS = "trajectories.h5"
-"""The file of a run directory that HDF5 parses. It may be a link to a file of another user."""
+"""The file in a run directory that HDF5 parses. It may be a symlink to another user's file."""
 LIMITS = ProcessLimits(memory_bytes=8 << 30, cpu_s=3600, file_bytes=64 << 30)
 
 
 def carry_out(arguments: argparse.Namespace, call: Callable[[argparse.Namespace], int]) -> int:
-    """Calls ``call`` with a verb's arguments, in a confined child process if a path belongs to another user."""
+    """Calls ``call`` with a verb's arguments. If a path belongs to another user, the call runs in a confined child
+    process."""
     verb = getattr(arguments, "verb", None)
     whose = _of_others(arguments) if verb in (*ASKS_SLURM, *READS) else ""
     if not whose:
@@ -38,7 +39,7 @@ def carry_out(arguments: argparse.Namespace, call: Callable[[argparse.Namespace]
 
 
 def _of_others(arguments: argparse.Namespace) -> str:
-    """Returns the first path of a verb's arguments that belongs to another user, with the user; else an empty text."""
+    """Describes the first path in the arguments that belongs to another user. Empty if there is none."""
     paths = getattr(arguments, "run_dir", None) or getattr(arguments, "file", None) or []
     for path in [paths] if isinstance(paths, str) else paths:
         for read in (path, os.path.join(path, RESULTS)):

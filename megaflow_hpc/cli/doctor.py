@@ -1,4 +1,4 @@
-"""``doctor``: what this site has, what it lacks, and what to do about it."""
+"""``doctor``: reports what the site provides and what is missing, with remedies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ASK_S = 60.0
 TRAINED_WITH = ("torch", "transformers", "safetensors", "numpy", "h5py", "msgspec", "pydantic", "yaml")
-"""Modules of a trainer's interpreter; of this package it needs no installed copy."""
+"""Modules that a trainer's interpreter must have. This package need not be installed in it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,9 @@ def _python() -> Iterator[Finding]:
             yield Finding(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             yield Finding(name, "FAIL", "not installed; rollouts need it", 'pip install "megaflow-hpc[mpi]"')
-    (made,), _ = probe([AgentConfig(name="mini-swe-agent")])  # as planning asks, its dependencies with it
+    (made,), _ = probe(
+        [AgentConfig(name="mini-swe-agent")]
+    )  # the same probe as in planning, which imports the agent's dependencies too
     if made.error:
         yield Finding("agents", "warn", made.error.partition("; install")[0], "pip install 'megaflow-hpc[agents]'")
     else:
@@ -178,13 +180,13 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _mpi_probe() -> Iterator[Finding]:
-    """Two ranks through each type of srun --mpi, until two find each other and one goes on when the other is killed."""
+    """Starts two ranks with each srun --mpi type, until the ranks connect and one survives when the other is killed."""
     from megaflow_hpc.slurm import health, site
 
     plugins, tried = site.mpi_plugins(), []
     worlds: dict[str, health.MpiProbe] = {}
     for plugin in plugins:
-        if plugin.partition("_")[0] in worlds:  # pmix_v4 is what pmix has just shown
+        if plugin.partition("_")[0] in worlds:  # pmix_v4 was already tested as pmix
             continue
         world = health.try_world(plugin)
         if world.why_not:
@@ -212,7 +214,11 @@ def _mpi_probe() -> Iterator[Finding]:
 
 
 def _lost_rank(outlives: dict[str, bool]) -> Finding:
-    """What becomes of a pod that loses a rank, by each type that works; the first is what pods take."""
+    """Reports whether a pod survives the loss of a rank.
+
+    Args:
+        outlives: Working ``--mpi`` types → whether a surviving rank continues. Pods use the first type.
+    """
     first = next(iter(outlives))
     better = next((name for name, goes_on in outlives.items() if goes_on), "")
     if first == better:

@@ -1,4 +1,4 @@
-"""``help VERB``: prints the same text as ``VERB --help``. ``help variables`` describes environment variables."""
+"""``help VERB`` prints the same text as ``VERB --help``. ``help variables`` describes environment variables."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def _help(arguments: argparse.Namespace) -> int:
         if not verbs:
             parser.error(f"{word}: one argument too many")
         if word not in verbs:
-            parser.parse_args([word])  # reports the unknown verb and similar ones
+            parser.parse_args([word])  # fails with an error that suggests similar verbs
         parser = verbs[word]
     parser.print_help()
     return 0
 
 
 def variables(width: int) -> str:
-    """Formats every variable that a user may set: its meaning, its default and its reader."""
+    """Formats all user-settable variables with their meaning, default and readers."""
     from megaflow_hpc.config.variables import PREFIX, VARIABLES
 
     lines = []

@@ -1,4 +1,4 @@
-"""``janitor``: removes the remains of killed sandboxes on this node."""
+"""``janitor``: removes leftovers of killed sandboxes from this node."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Print results of verbs: pure JSON on stdout under ``--json``, otherwise lines and tables.
+"""Prints results of verbs: pure JSON on stdout with ``--json``, otherwise lines and tables.
 
-Text from tasks, agents, files and logs is untrusted, and terminals obey control characters. All text for a person goes
-through :func:`say`, :func:`note` or :func:`table`, which escape control characters.
+Text from tasks, agents, files and logs is untrusted, and terminals interpret control characters. All human-readable
+text goes through :func:`say`, :func:`note` or :func:`table`, which escape control characters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FINAL = ("completed", "truncated", "failed", "cancelled")
 
 
 def print_json(value: Any, indent: int | None = 1) -> None:
-    """Prints ``value`` as JSON. NaN and infinity become ``null``; types that JSON lacks become text."""
+    """Prints ``value`` as JSON. NaN and infinity become ``null``; unsupported types become strings."""
     try:
         text = json.dumps(value, indent=indent, default=str, allow_nan=False)
     except ValueError:
@@ -39,21 +39,21 @@ def _without_nan(value: Any) -> Any:
 
 
 def say(text: object = "", end: str = "\n") -> None:
-    """Prints text for a person on stdout."""
+    """Prints human-readable text to stdout."""
     print(printable(str(text)), end=end)
 
 
 def note(text: str) -> None:
-    """Prints a line for a person on stderr."""
+    """Prints a human-readable line to stderr."""
     print(printable(text), file=sys.stderr, flush=True)
 
 
 def confirmed(question: str, option: str) -> bool:
-    """Asks on a terminal for confirmation of an irreversible action.
+    """Asks for confirmation of an irreversible action on the terminal.
 
     Args:
         question: The action and its effect, as a question.
-        option: The option that confirms on the command line.
+        option: The command-line option that confirms it.
 
     Raises:
         ConfigError: Standard input is not a terminal.
@@ -65,14 +65,14 @@ def confirmed(question: str, option: str) -> bool:
 
 
 class LogFormatter(logging.Formatter):
-    """Formats log records in the same way as :func:`note`."""
+    """Formats log records like :func:`note`."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Formats rows as a table with the heading ``head``. Numeric columns are right-aligned."""
+    """Formats rows as a table with the header row ``head``. Numeric columns are right-aligned."""
     cells = [[in_one_line(str("" if c is None else c)) for c in row] for row in rows]
     numeric = [
         all(not row[i] or row[i].replace(".", "", 1).replace("-", "", 1).isdigit() for row in cells)
@@ -88,7 +88,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Formats a duration as ``1:02:03`` or ``4:05``. ``None`` gives ``?``."""
+    """Formats a duration as ``1:02:03`` or ``4:05``. ``None`` becomes ``?``."""
     if value is None:
         return "?"
     hours, rest = divmod(round(value), 3600)
@@ -96,7 +96,7 @@ def seconds(value: float | None) -> str:
 
 
 def used(cpu_s: float | None, memory_peak_mb: float | None, disk_peak_mb: float | None) -> str:
-    """Formats resource use as ``12.5 s of CPU, at most 103 MB of memory``. NaN counts as unknown, like ``None``."""
+    """Formats resource use as ``12.5 s of CPU, at most 103 MB of memory``. NaN and ``None`` count as unknown."""
     parts = (
         (cpu_s, "{:.1f} s of CPU"),
         (memory_peak_mb, "at most {:.0f} MB of memory"),
@@ -137,7 +137,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _evaluated(evaluation: dict[str, Any] | None, mean: float | None) -> tuple[str, str]:
-    """Format mean reward and pass@k of a policy, each with its 95 % interval."""
+    """Formats the mean reward and pass@k of a policy, each with its 95 % interval."""
     if not evaluation:
         return ("-" if mean is None else f"{mean:.3f}"), "-"
     each = [f"@{k} {estimate(p['value'], p['low'], p['high'])}" for k, p in evaluation["pass_at"].items()]
@@ -145,12 +145,12 @@ def _evaluated(evaluation: dict[str, Any] | None, mean: float | None) -> tuple[s
 
 
 def estimate(value: float, low: float | None, high: float | None) -> str:
-    """Formats an estimate with its interval, if there is one: ``0.500 [0.095, 0.905]``."""
+    """Formats an estimate, with its interval if known: ``0.500 [0.095, 0.905]``."""
     return f"{value:.3f}" if low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def failure_lines(status: Mapping[str, Any]) -> list[str]:
-    """Returns, for each cause of failure, the first rollout that failed, its error and the log to read."""
+    """For each cause of failure, returns the first failed rollout, its error and the log to read."""
     lines, run = [], status["run"]
     for cause in status.get("first_failures", ()):
         lines.append(in_one_line(f"first of {cause['kind'] or 'no cause'}: {cause['id']}: {cause['error']}"))
@@ -160,7 +160,8 @@ def failure_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
-    """Returns why pods ended before any rollout started, and their logs. Pods with the same cause share a line."""
+    """Explains why pods ended before any rollout started, and names their logs. Pods with the same cause share a
+    line."""
     causes: dict[str, list[dict[str, Any]]] = {}
     for pod in status["unstarted"]:
         causes.setdefault(pod["cause"], []).append(pod)
@@ -174,7 +175,7 @@ def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def queue_lines(status: Mapping[str, Any]) -> list[str]:
-    """Returns which jobs wait in Slurm's queue, why, the remedy, and the expected start of the first."""
+    """Lists the jobs waiting in Slurm's queue, the reasons, remedies, and the earliest expected start."""
     lines = []
     for group in status.get("queue", ()):
         who = group["first"] if group["jobs"] == 1 else f"{group['jobs']} (among them {group['first']})"
@@ -197,11 +198,11 @@ FIGURES = (
     ("tokens_per_s", "tokens/s"),
     ("wait_share", "waiting"),
 )
-"""Training metrics, averaged over the last steps, with their labels."""
+"""Training metrics to average over the last steps, with their labels."""
 
 
 def training_lines(status: Mapping[str, Any]) -> list[str]:
-    """Returns the progress and metrics of each learning policy, and the state of its trainer."""
+    """Returns the progress and metrics of each trained policy, and the state of its trainer."""
     lines = []
     for policy, state in status.get("training", {}).items():
         parts = [f"{policy}: step {state['step']} of {state['steps']}, weights {state['weights']}"]

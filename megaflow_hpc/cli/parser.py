@@ -1,9 +1,9 @@
-"""Parse the command line, with one-line errors and help that fits the terminal.
+"""Parses the command line, with one-line errors and help that fits the terminal.
 
-For a mistyped verb ``argparse`` prints a long usage and a list of all verbs. Here an error is one line with the wrong
-word, the expected ones and a similar word. Options cannot be abbreviated, because a script that uses ``--roll`` would
-break when another option with this prefix is added. Options may come before, between and after the other arguments. In
-plain ``argparse`` an option with several values would take ``campaign.yaml`` too.
+For a mistyped verb, ``argparse`` prints a long usage and a list of all verbs. Here an error is one line with the wrong
+word, the expected words and a suggestion. Options cannot be abbreviated, because a script that uses ``--roll`` would
+break when another option with this prefix is added. Options may come before, between and after positional arguments. In
+plain ``argparse``, an option with several values would consume ``campaign.yaml`` too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaflow_hpc.texts import in_one_line
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Fills the paragraphs of descriptions. Indented lines, such as examples, stay unchanged."""
+    """Wraps paragraphs of descriptions. Indented lines, such as examples, are left unchanged."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
@@ -39,7 +39,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses the command line or one verb's arguments. ``--debug`` is accepted after any verb."""
+    """Parser for the command line or the arguments of one verb. ``--debug`` is accepted after any verb."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", HelpFormatter)
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with status 2 and one line."""
+        """Prints a one-line error and exits with status 2."""
         message = re.sub(r"^argument ([^:]+): ", r"\1: ", message)
         message = re.sub(r"^the following arguments are required: ", "missing: ", message)
         note(in_one_line(f"{self.prog}: {message}; see: {self.prog} --help"))
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parses like ``argparse``, but reports an unknown option here, where the verb is known."""
+        """Parses like ``argparse``, but reports unknown options here, where the verb is known."""
         for word in self._own(args or ()):
             name = word.partition("=")[0]
             if name.startswith("--") and name != "--" and name not in self._option_string_actions:
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, []
 
     def _own(self, words: Sequence[str]) -> Iterable[str]:
-        """Yield the words before the verb that parses the rest, or before ``--``."""
+        """Yields the words before the verb whose parser handles the rest, or before ``--``."""
         verbs = verbs_of(self)
         for word in words:
             if word == "--" or (verbs and not word.startswith("-")):
@@ -81,9 +81,9 @@ class Parser(argparse.ArgumentParser):
             yield word
 
     def _options_first(self, words: Sequence[str]) -> list[str]:
-        """Move a verb's options with their values to the front, followed by ``--`` and the other arguments.
+        """Moves a verb's options and their values to the front, followed by ``--`` and the positional arguments.
 
-        An option with any number of values leaves enough words for the verb's own arguments.
+        An option that takes any number of values leaves enough words for the positional arguments.
         """
         options: list[list[str]] = []
         others: list[tuple[int, str]] = []
@@ -134,10 +134,10 @@ class Parser(argparse.ArgumentParser):
 
 
 class CommandParser(Parser):
-    """Parses the whole command line. Its help groups the verbs by activity.
+    """Parser for the whole command line. Its help groups the verbs by activity.
 
     Args:
-        sections: Title → its verbs, in the order of display.
+        sections: Title → its verbs, in display order.
     """
 
     def __init__(self, sections: Mapping[str, Sequence[str]], **options: Any) -> None:
@@ -171,7 +171,7 @@ class CommandParser(Parser):
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """Returns the subparsers of ``parser`` by name. Empty for a verb without verbs of its own."""
+    """Returns the subparsers of ``parser`` by name. Empty if the verb has no subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action.choices
@@ -193,6 +193,6 @@ def _number(text: str) -> float:
 
 
 def _near(word: str, known: Iterable[Any]) -> str:
-    """Return ``; did you mean …?`` if a known word is similar."""
+    """Returns ``; did you mean …?`` if a known word is similar."""
     near = difflib.get_close_matches(word, map(str, known), 1, 0.6)
     return f"; did you mean {near[0]}?" if near else ""

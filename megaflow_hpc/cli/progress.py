@@ -1,4 +1,4 @@
-"""Show the progress of long work on stderr: a bar or a line in place on a terminal, occasional lines in a log."""
+"""Shows progress of long operations on stderr: a bar or live line on a terminal, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class ProgressLine:
 
 
 class ImageProgress:
-    """Shows the progress of image builds on stderr: a line in place on a terminal, a line every two seconds in a log.
+    """Shows the progress of image builds on stderr: a live line on a terminal, or a line every two seconds in a log.
 
-    It is a context manager, and threads may call it. It shows nothing before there is progress to report.
+    It is a context manager and thread-safe. Nothing is shown until there is progress to report.
     """
 
     EVERY_S = 2.0
@@ -103,7 +103,7 @@ class ImageProgress:
             self._live = None
 
     def say(self, line: str) -> None:
-        """Prints a line above the line in place."""
+        """Prints a line above the live line."""
         live = self._live
         if live is None:
             note(line)
@@ -140,7 +140,7 @@ class ImageProgress:
                 from rich.console import Console
                 from rich.live import Live
 
-                # Piped output must not pass through rich.
+                # Piped output must bypass rich.
                 on_terminal = sys.stdout.isatty()
                 console = Console(stderr=True)
                 self._live = Live(console=console, refresh_per_second=4, transient=True, redirect_stdout=on_terminal)
@@ -154,16 +154,16 @@ class ImageProgress:
 
 
 class PlanProgress(ImageProgress):
-    """Shows the current step of planning on stderr, so that no step is silent for more than two seconds.
+    """Shows the current planning step on stderr, so that no step is silent for more than two seconds.
 
-    In a log, steps that take less than two seconds are not shown.
+    In a log, steps shorter than two seconds are not shown.
 
     Args:
-        campaign: The campaign file to plan, for the command that builds its images on compute nodes.
+        campaign: The campaign file to plan. Used to suggest a command that builds its images on compute nodes.
     """
 
     MANY_IMAGES = 4
-    """Number of missing images from which a job array is suggested instead of a build on the login node."""
+    """If at least this many images are missing, suggest a job array instead of building on the login node."""
     MAX_SHARES = 16
 
     def __init__(self, campaign: str | None = None) -> None:
@@ -184,18 +184,17 @@ class PlanProgress(ImageProgress):
             super().__exit__(*error)
 
     def step(self, text: str) -> None:
-        """Starts a new step."""
         with self._guard:
             self._step, self._detail, self._since = text, "", time.monotonic()
             if self._live is not None:
                 self._now(text)
 
     def detail(self, text: str) -> None:
-        """Sets the progress within the step. Cheap enough to be called often."""
+        """Sets the progress within the step. Cheap enough to call often."""
         self._detail = f", {text}"
 
     def say(self, line: str) -> None:
-        """Prints a line above the line in place."""
+        """Prints a line above the live line."""
         with self._guard:
             super().say(line)
 
@@ -208,7 +207,7 @@ class PlanProgress(ImageProgress):
                 self._campaign = None
 
     def _suggest_jobs(self, campaign: str, images: int) -> None:
-        """Prints how to build images on compute nodes, because builds may be unwelcome on a login node."""
+        """Prints how to build images on compute nodes, because login nodes may not allow builds."""
         from megaflow_hpc.slurm.site import has_slurm
 
         if not has_slurm() or "SLURM_JOB_ID" in os.environ:
@@ -227,7 +226,7 @@ class PlanProgress(ImageProgress):
 
 @contextmanager
 def under_way(step: str) -> Iterator[PlanProgress]:
-    """Reports on stderr every two seconds how long a step has been running. A shorter step is not reported."""
+    """Reports on stderr, every two seconds, how long a step has been running. Shorter steps are not reported."""
     with PlanProgress() as watch:
         watch.step(step)
         yield watch

@@ -1,4 +1,4 @@
-"""Types of arguments that several verbs share. An invalid value is reported with the expected form."""
+"""Argument types shared by several verbs. Errors for invalid values state the expected form."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from megaflow_hpc.rundir.budget import LIMITS
 
 ROLES = ("pods", "servers", "trainer", "gather")
-"""Kinds of jobs in a campaign, as the section ``slurm`` names them."""
+"""Kinds of jobs in a campaign, named as in the section ``slurm``."""
 
 
 def whole(least: int = 0) -> Callable[[str], int]:
-    """Returns an argument type for whole numbers of at least ``least``."""
+    """Returns an argument type for integers of at least ``least``."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdecimal()) or int(text) < least:
@@ -24,10 +24,10 @@ def whole(least: int = 0) -> Callable[[str], int]:
 
 
 def above_zero(text: str) -> float:
-    """Parses a number above 0, such as a time in seconds.
+    """Parses a positive number, such as a time in seconds.
 
     Raises:
-        ArgumentTypeError: The text is not such a number.
+        ArgumentTypeError: The text is not a positive number.
     """
     value = _number(text)
     if not 0 < value < math.inf:
@@ -36,10 +36,10 @@ def above_zero(text: str) -> float:
 
 
 def zero_or_more(text: str) -> float:
-    """Parses a number of at least 0.
+    """Parses a non-negative number.
 
     Raises:
-        ArgumentTypeError: The text is not such a number.
+        ArgumentTypeError: The text is not a non-negative number.
     """
     value = _number(text)
     if not 0 <= value < math.inf:
@@ -48,10 +48,10 @@ def zero_or_more(text: str) -> float:
 
 
 def share(text: str) -> tuple[int, int]:
-    """Returns ``(3, 16)`` for ``3/16``, the third of sixteen shares.
+    """Parses a share such as ``3/16``, the third of sixteen, into ``(3, 16)``.
 
     Raises:
-        ArgumentTypeError: the text has another form, or there is no such share.
+        ArgumentTypeError: The text has another form, or the share does not exist.
     """
     number, _, shares = text.partition("/")
     if not (number.isdecimal() and shares.isdecimal() and 1 <= int(number) <= int(shares)):

@@ -1,7 +1,7 @@
-"""Add verbs to the command line with uniform help and argument names.
+"""Adds verbs to the command line with uniform help and argument names.
 
 A group's ``register`` adds each of its verbs with :func:`add_verb`, which requires a one-line help and an example to
-copy. A verb with verbs of its own is added with :func:`add_group`. Arguments that several verbs share have functions
+copy. A verb with subcommands is added with :func:`add_group`. Arguments that several verbs share have functions
 here, so that their names agree: ``RUN`` (:func:`add_run`), ``-o`` (:func:`add_output`), ``--json`` (:func:`add_json`).
 ``tests/cli/test_help.py`` checks the help of every verb.
 """
@@ -29,15 +29,15 @@ def add_verb(
     description: str = "",
     json: bool = True,
 ) -> argparse.ArgumentParser:
-    """Adds one verb and returns its parser, to which the caller adds the verb's own arguments.
+    """Adds a verb and returns its parser, to which the caller adds arguments.
 
     Args:
         function: Carries out the verb and returns the exit status.
         help_: One line without a full stop, for the list of verbs.
-        examples: At least one command line. ``megaflow-hpc`` is put in front unless the line contains it.
-        description: Sentences for the verb's own help. Default: ``help_``. Paragraphs are filled to the terminal's
-            width, indented lines stay unchanged.
-        json: Whether the verb takes ``--json``. Every verb that prints results does.
+        examples: At least one command line. ``megaflow-hpc`` is prepended unless the line contains it.
+        description: Text for the verb's own help. Default: ``help_``. Paragraphs are wrapped to the terminal's width,
+            and indented lines are left unchanged.
+        json: Whether the verb accepts ``--json``. Every verb that prints results should.
     """
     lines = [line if "megaflow-hpc " in line else f"megaflow-hpc {line}" for line in examples]
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -58,9 +58,9 @@ def add_verb(
 def add_group(
     subparsers: Subparsers, name: str, help_: str, *, examples: Sequence[str], description: str = ""
 ) -> Subparsers:
-    """Adds a verb that has verbs of its own, such as ``images``. Returns the object to which those are added.
+    """Adds a verb with subcommands, such as ``images``. Returns the object to which they are added.
 
-    Without a second verb it prints its help. The arguments are those of :func:`add_verb`.
+    Without a subcommand, the verb prints its help. The arguments are those of :func:`add_verb`.
     """
     parser = add_verb(subparsers, name, _print_help, help_, examples=examples, description=description)
     parser.set_defaults(group=parser)
@@ -75,7 +75,7 @@ def _print_help(arguments: argparse.Namespace) -> int:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--json``. It has no default here, so that a ``--json`` before the verb is not overwritten."""
+    """Adds ``--json`` without a default, so that a ``--json`` before the verb is not overwritten."""
     parser.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON on stdout, and nothing else there"
     )
@@ -85,7 +85,7 @@ def add_run(parser: argparse.ArgumentParser, nargs: str | None = None, file: boo
     """Adds ``RUN`` as ``run_dir``: a run directory, or ``latest`` for the newest run here (``DIR/latest``: in DIR).
 
     Args:
-        nargs: As in ``add_argument``, for verbs that take several runs.
+        nargs: As in ``add_argument``, for verbs that accept several runs.
         file: Whether a ``trajectories.h5`` is accepted too.
     """
     what = "run directory, a trajectories.h5" if file else "run directory"
@@ -95,12 +95,16 @@ def add_run(parser: argparse.ArgumentParser, nargs: str | None = None, file: boo
 
 
 def add_output(parser: argparse.ArgumentParser, what: str, required: bool = False, metavar: str = "PATH") -> None:
-    """Adds ``-o``/``--output`` as ``output``. ``what`` is its help line."""
+    """Adds ``-o``/``--output`` as ``output``.
+
+    Args:
+        what: The help text.
+    """
     parser.add_argument("-o", "--output", metavar=metavar, required=required, help=what)
 
 
 def run_path(text: str) -> str:
-    """Parses a run directory. ``latest`` stands for the newest one here."""
+    """Parses a run directory. ``latest`` means the newest one here."""
     from megaflow_hpc.rundir import runs
 
     try:

@@ -1,7 +1,7 @@
-"""The campaign file: the models of its sections, a text for each key, and errors with file, line, value and remedy.
+"""The campaign file: models of its sections, a description of each key, and errors with file, line, value and remedy.
 
 :func:`load` reads YAML into a :class:`CampaignConfig`. :func:`schema` exports the JSON Schema for editors. Relative
-paths in the file are relative to the file.
+paths in the file are relative to the file's directory.
 """
 
 from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, parsed, read, resolved, schema

@@ -1,4 +1,4 @@
-"""The whole campaign file: its sections, its policies, and how it is loaded."""
+"""The top level of the campaign file: its sections, its policies, and functions that load it."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ class CampaignConfig(Section):
     run_dir: str = "runs"
     """Directory in which each run gets its own directory. All nodes must see it. Default: ``runs``."""
     share: Literal["user", "group"] = "user"
-    """Readers of the run directory: only its ``user``, or also the ``group``. Files with keys are never shared. For
-    an engine pool: whose campaigns may use the servers. Default: ``user``."""
+    """Who may read the run directory: only the ``user``, or also the ``group``. Files with keys are never shared.
+    For an engine pool: whose campaigns may use the servers. Default: ``user``."""
     tasks: tuple[TaskSource, ...] = ()
     """Sources of tasks. A campaign without tasks and agent is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()
-    """Agent that works on the tasks. A list, allowed without a model, runs every task with each agent; each is a policy
-    of its own name."""
+    """Agent that works on the tasks. A list, which requires a campaign without a model, runs every task with each
+    agent. Each agent is then a policy with its own name."""
     samples: int = Field(1, ge=1)
     """Number of rollouts of each task under each policy. Raise it to measure pass@k or to train. Default: 1."""
     pass_threshold: float = 1.0
     """Minimum reward of a passed rollout. It counts in pass@k, reports and training. Default: 1."""
     seed: int | None = Field(None, ge=0, lt=2**31)
-    """Seed of the sampling of every rollout and of the trainer's random choices. Set it to make runs repeatable.
-    Default: none; engines then sample without a seed, which is faster, and the trainer uses 0."""
+    """Random seed for sampling and for the trainer. Set it to make runs repeatable. Default: none; engines then
+    sample without a seed, which is faster, and the trainer uses 0."""
     model: ModelConfig | None = None
     """Model of a campaign with one policy. The policy's name is ``default``."""
     models: dict[str, ModelConfig] = Field(default_factory=dict)
-    """Models of a campaign with several policies, by policy name."""
+    """Models of a campaign with several policies, keyed by policy name."""
     pool: EnginePoolConfig | None = None
     """How the users of this engine pool share its servers."""
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -74,7 +74,7 @@ class CampaignConfig(Section):
     quotas: QuotasConfig = QuotasConfig()
     """Rates and concurrency of model calls."""
     training: TrainingConfig | None = None
-    """Training on the rollouts while they arrive. Default: none; the campaign only collects rollouts."""
+    """Training on rollouts as they arrive. Default: none; the campaign only collects rollouts."""
 
     @field_validator("name")
     @classmethod
@@ -140,11 +140,11 @@ class CampaignConfig(Section):
 
     @property
     def run_share(self) -> Literal["user", "group"]:
-        """Readers of the run directory. An engine pool shares only its servers, so its directory stays private."""
+        """Who may read the run directory. An engine pool shares only its servers, so its directory stays private."""
         return "user" if self.is_pool else self.share
 
     def policies(self) -> dict[str, Policy]:
-        """Returns the policies that run every task, by name."""
+        """Returns the policies that run tasks, by name."""
         if self.models:
             models: Mapping[str, ModelConfig | None] = self.models
         elif self.model:
@@ -163,13 +163,13 @@ class CampaignConfig(Section):
 
 
 def pass_threshold_of(campaign: Mapping[str, Any]) -> float:
-    """Returns ``pass_threshold`` of a campaign as run directories and trajectory files store it."""
+    """Returns a campaign's ``pass_threshold`` as stored in run directories and trajectory files."""
     value = campaign.get("pass_threshold")
     return float(value) if isinstance(value, int | float) else 1.0
 
 
 class Policy(Section):
-    """One agent with one model or none. Resolved from the campaign file, never written by a user."""
+    """One agent with at most one model. Derived from the campaign file, never written by a user."""
 
     agent: AgentConfig
     model: ModelConfig | None = None
@@ -179,7 +179,7 @@ class Policy(Section):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A campaign and the data that error messages need."""
+    """A campaign with the data needed for error messages."""
 
     config: CampaignConfig
     node: yaml.Node | None = None
@@ -191,7 +191,7 @@ def load(path: str | os.PathLike[str]) -> CampaignConfig:
     """Reads and validates a campaign file.
 
     Raises:
-        ConfigError: A value is invalid; names file, line, value and remedy.
+        ConfigError: A value is invalid. The message names file, line, value and remedy.
     """
     return read(path).config
 
@@ -209,15 +209,15 @@ def read(path: str | os.PathLike[str]) -> Loaded:
 
 
 def parse(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node | None = None) -> CampaignConfig:
-    """Returns a campaign from Python values. ``source`` and ``node`` are used in error messages."""
+    """Builds a campaign from Python values. ``source`` and ``node`` are used in error messages."""
     return parsed(fields, source, node).config
 
 
 def parsed(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node | None = None) -> Loaded:
-    """Returns a campaign from Python values, completed by its site profile.
+    """Builds a campaign from Python values, completed by its site profile.
 
     Raises:
-        Mistakes: Values are invalid; names file, line, value and remedy of each.
+        Mistakes: Values are invalid. The message names file, line, value and remedy of each.
     """
     profile = None
     if isinstance(name := fields.get("site"), str):
@@ -230,7 +230,7 @@ def parsed(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node 
 
 
 def resolved(section: type[AnySection], fields: Mapping[str, Any]) -> AnySection:
-    """Reads a section from a run directory. Keys of later versions are ignored.
+    """Reads a section stored in a run directory. Keys from newer versions are ignored.
 
     Raises:
         ConfigError: This version cannot read the section.

@@ -15,7 +15,7 @@ Range = tuple[float, float, Literal["inclusive", "exclusive"]]
 
 
 def _range(value: Any) -> Any:
-    """Adds the default third part, ``inclusive``, and checks the bounds."""
+    """Validates the bounds, and adds the default third element, ``inclusive``."""
     if isinstance(value, list | tuple) and len(value) == 2:
         value = (*value, "inclusive")
     if isinstance(value, list | tuple) and len(value) == 3 and not (0 <= value[0] <= value[1] <= 1):
@@ -45,7 +45,7 @@ class MaskUnfinished(Section):
 
 
 class ShuffleConfig(Section):
-    """Exchanges the rewards of a step's rollouts at random. A control run: the rewards carry no information."""
+    """Permutes the rewards of a step's rollouts at random. For control runs: the rewards then carry no information."""
 
 
 class ZeroVariance(Section):
@@ -56,23 +56,23 @@ class DataStep(Section):
     """One step of ``data``. It has exactly one key."""
 
     penalty: float | None = None
-    """Number to add to the reward of a rollout that a limit of turns, tokens or time truncated. MegaFlow, appendix D.1,
-    uses -0.5."""
+    """Number to add to the reward of a rollout truncated by a limit on turns, tokens or time. MegaFlow, appendix
+    D.1, uses -0.5."""
     overlong: OverlongConfig | None = None
     """Lowers the rewards of long rollouts."""
     mask_unfinished: MaskUnfinished | None = None
     """Does not train on truncated rollouts."""
     shuffle: ShuffleConfig | None = None
-    """Exchanges rewards at random, for a control run."""
+    """Permutes rewards at random, for a control run."""
     zero_variance: ZeroVariance | None = None
     """Drops groups in which all rewards are equal."""
     pass_rate: Range | None = None
-    """Range of pass rates, ``[from, to]`` or, without the bounds themselves, ``[from, to, exclusive]``. Drops groups
-    outside it. A rollout passes with a reward of at least ``pass_threshold``."""
+    """Range of pass rates, ``[from, to]``, or ``[from, to, exclusive]`` to exclude the bounds themselves. Drops
+    groups outside it. A rollout passes with a reward of at least ``pass_threshold``."""
     staleness: int | None = Field(None, ge=0)
-    """Maximum age of a token in weight versions. Drops rollouts with older tokens."""
+    """Maximum age of a token, in weight versions. Drops rollouts with older tokens."""
     replay: float | None = Field(None, ge=0, lt=1)
-    """Maximum share of a step's groups that earlier steps already trained on. Adds the latest of them, each once."""
+    """Maximum share of a step's groups that earlier steps already trained on. Replays the newest ones, each once."""
 
     _bounds = field_validator("pass_rate", mode="before")(_range)
 
@@ -87,7 +87,7 @@ class DataStep(Section):
 
     @property
     def name(self) -> str:
-        """The key that is set."""
+        """Name of the key that is set."""
         return self._given()[0]
 
 
@@ -98,13 +98,13 @@ class PromptsConfig(Section):
     """``uniform``: random order, each task once before any is repeated. ``curriculum``: prefer tasks with a pass rate
     near one half. Default: ``uniform``."""
     pass_rate: Range | None = None
-    """Range of pass rates, ``[from, to]`` or, without the bounds themselves, ``[from, to, exclusive]``. Tasks outside
-    it are not requested again. Default: no range."""
+    """Range of pass rates, ``[from, to]``, or ``[from, to, exclusive]`` to exclude the bounds themselves. Tasks
+    outside it are not requested again. Default: no range."""
     filter_solved: float | None = Field(None, gt=0, le=1)
-    """Moving average of the pass rate at which a task counts as solved and is not requested again. AstraFlow uses 0.95.
-    Default: tasks are never left out."""
+    """Pass rate, as a moving average, at which a task counts as solved and is not requested again. AstraFlow uses
+    0.95. Default: tasks are never left out."""
     greso: bool = False
-    """Request tasks less often while the rewards of their groups are all equal (GRESO: Zheng et al. 2025, arXiv
+    """Request tasks less often while all rewards in their groups are equal (GRESO: Zheng et al. 2025, arXiv
     2506.02177). Default: false."""
 
     _bounds = field_validator("pass_rate", mode="before")(_range)

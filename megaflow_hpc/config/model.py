@@ -15,7 +15,7 @@ from megaflow_hpc.config.sections import AgentConfig, Section
 
 
 class ServerCount(NamedTuple):
-    """The number of engine servers of a policy."""
+    """Number of engine servers of a policy."""
 
     min: int = 1
     max: int = 1
@@ -28,31 +28,31 @@ class WeightsConfig(Section):
     """How running servers load newly published weights."""
 
     update: Literal["rolling", "together"] = "rolling"
-    """``rolling``: servers load one after another, so that some always answer. ``together``: all load at once, which
-    takes less time. Default: ``rolling``."""
+    """``rolling``: servers load one after another, so that some are always available. ``together``: all load at
+    once, which takes less time. Default: ``rolling``."""
     running: Literal["finish", "continue"] = "finish"
     """Requests in progress ``finish`` on the old weights before a server loads, or ``continue`` on the new ones.
     Default: ``finish``."""
 
 
 class SamplingConfig(Section):
-    """Sampling settings of a policy. The gateway adds them to calls that leave them out. Calls with other values are
-    answered, and their tokens get loss mask 0."""
+    """Sampling settings of a policy. The gateway adds them to calls that omit them. Calls with other values are
+    answered, but their tokens get loss mask 0."""
 
     temperature: float = Field(1.0, ge=0, le=2)
     """Divisor of the logits. 0 always takes the most likely token. Default: 1."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample only from the most likely tokens whose probabilities sum to this value. Default: 1, all tokens."""
     top_k: int = Field(-1, ge=-1)
-    """Sample only from this many of the most likely tokens. -1 or 0: no limit. Default: -1."""
+    """Sample only from the k most likely tokens. -1 or 0: no limit. Default: -1."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Minimum probability of a token, as a fraction of the most likely token's. Default: 0."""
+    """Minimum probability of a token, as a fraction of that of the most likely token. Default: 0."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
-    """Value subtracted once from the logit of each token that the answer already contains. Default: 0."""
+    """Value subtracted once from the logit of each token that already occurs in the answer. Default: 0."""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    """Value subtracted from a token's logit for each time that the answer already contains it. Default: 0."""
+    """Value subtracted from a token's logit for each of its occurrences in the answer so far. Default: 0."""
     repetition_penalty: float = Field(1.0, gt=0, le=100)
-    """Divisor of the logits of tokens that prompt or answer already contain. Default: 1."""
+    """Factor that reduces the logits of tokens that already occur in the prompt or answer. Default: 1."""
 
     @field_validator("temperature")
     @classmethod
@@ -75,7 +75,7 @@ ALSO = (
 
 
 class ModelConfig(Section):
-    """Model of one policy, and the servers that run it."""
+    """Model of one policy and the servers that run it."""
 
     engine: Literal["vllm", "sglang", "transformers", "scripted", "external", "replay"] = "vllm"
     """Inference engine. ``external``: an endpoint that already runs. ``replay``: answers of a recorded campaign.
@@ -88,10 +88,10 @@ class ModelConfig(Section):
     servers: Annotated[ServerCount, WithJsonSchema(SERVER_COUNT_SCHEMA)] = Field(
         ServerCount(), json_schema_extra={"default": 1}
     )
-    """Number of engine servers, or ``[min, max]``: ``min`` servers start with the campaign; others start while requests
-    wait, and end when idle. Default: 1."""
+    """Number of engine servers, or ``[min, max]``: ``min`` servers start with the campaign; more start while
+    requests wait, and stop when idle. Default: 1."""
     gpus: int = Field(1, ge=0)
-    """GPUs of each server on each of its nodes, for tensor parallelism. Always 0 for ``external``. Default: 1."""
+    """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 1."""
     nodes: int = Field(1, ge=1)
     """Nodes of each server, for pipeline parallelism (``vllm`` only). Raise it for models that do not fit on one node.
     Default: 1."""
@@ -114,7 +114,7 @@ class ModelConfig(Section):
     image: str | None = None
     """Apptainer image (SIF file or directory) that contains the engine. Default: none; the engine runs on the host."""
     binds: tuple[str, ...] = ()
-    """Further host paths to mount in ``image``: ``SRC[:DEST[:ro]]``."""
+    """Additional host paths to mount in ``image``: ``SRC[:DEST[:ro]]``."""
     base_url: str | None = None
     """Address of the ``external`` endpoint, to which ``/chat/completions`` is added. A bare host gets ``/v1``."""
     api_key_file: str | None = None
@@ -127,17 +127,17 @@ class ModelConfig(Section):
     """Rollouts of each task under this policy. 0: the policy runs no tasks and only answers calls that name it.
     Default: the campaign's ``samples``."""
     weight: float = Field(1.0, gt=0)
-    """Relative share of requests of each of these servers, compared with the policy's other servers. Default: 1."""
+    """Share of requests for each of these servers, relative to the policy's other servers. Default: 1."""
     also: tuple[dict[str, Any], ...] = ()
-    """Further kinds of servers of this policy. Each entry states the keys that differ, such as ``gpus``, ``servers`` or
-    ``weight``."""
+    """Additional kinds of servers for this policy. Each entry sets the keys that differ, such as ``gpus``,
+    ``servers`` or ``weight``."""
     include: tuple[str, ...] = ()
-    """Shell patterns of task ids. The policy runs matching tasks only. Default: every task."""
+    """Shell patterns of task ids. The policy runs only matching tasks. Default: every task."""
 
     @field_validator("servers", mode="before")
     @classmethod
     def _count(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.keys() <= {"min", "max"}:  # the form of earlier campaign files
+        if isinstance(value, dict) and value.keys() <= {"min", "max"}:  # form used in older campaign files
             value = [value.get("min", 1), value.get("max", 1)]
         bounds = tuple(value) if isinstance(value, list | tuple) else (value, value)
         whole = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds)
@@ -153,7 +153,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_gpus(cls, value: Any) -> Any:
-        """Sets ``gpus`` to 0, because an endpoint that already runs takes no GPU of this campaign."""
+        """Sets ``gpus`` to 0, because an external endpoint uses no GPUs of this campaign."""
         return {**value, "gpus": 0} if isinstance(value, dict) and value.get("engine") == "external" else value
 
     @field_validator("base_url")
@@ -197,7 +197,7 @@ class ModelConfig(Section):
         return self
 
     def kinds(self) -> list[ModelConfig]:
-        """Returns one section for each kind of server of this policy; none for ``replay``, which needs no server."""
+        """Returns one section for each kind of server of this policy; empty for ``replay``, which needs no servers."""
         if self.engine == "replay":
             return []
         common = {"also": (), "agent": None}
@@ -208,10 +208,10 @@ class ModelConfig(Section):
 
 
 class EnginePoolConfig(Section):
-    """How the users of an engine pool share its servers. The key ``share`` of the file says who may use them."""
+    """How users share the servers of an engine pool. The top-level key ``share`` sets who may use them."""
 
     in_flight: int | None = Field(None, ge=1)
-    """Maximum number of concurrent requests of a user at each server. Further requests wait. Default: no limit."""
+    """Maximum number of concurrent requests per user at each server. Further requests wait. Default: no limit."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Relative share of engine time of each user, by login name. It matters while requests wait. Default: 1 for
+    """Each user's relative share of engine time, by login name. It matters only while requests wait. Default: 1 for
     everyone."""

@@ -1,8 +1,8 @@
 """The objective of a policy: its loss, and the advantage that the loss uses.
 
-The *loss* is differentiated by the trainer. It is a function of new and proximal log-probabilities and advantages, and
-a rule for averaging. The *advantage* is one number for each rollout, computed from rewards alone. GRPO, Dr.GRPO and
-RLOO each define both; the other losses work with any advantage, and the advantage ``median`` with any loss.
+The trainer differentiates the *loss*. It is a function of new and proximal log-probabilities and advantages, with a
+rule for averaging. The *advantage* is one number per rollout, computed from rewards alone. GRPO, Dr.GRPO and RLOO each
+define both. The other losses work with any advantage, and the advantage ``median`` with any loss.
 Sources: Schulman et al. 2017 (PPO, arXiv 1707.06347); Shao et al. 2024 (GRPO, 2402.03300); Liu et al. 2025 (Dr.GRPO,
 2503.20783); Zheng et al. 2025 (GSPO, 2507.18071); Yu et al. 2025 (DAPO, 2503.14476); MiniMax 2025 (CISPO, 2506.13585);
 Zheng et al. 2025 (M2PO, 2510.01161); Ahmadian et al. 2024 (RLOO, 2402.14740).
@@ -26,15 +26,15 @@ CLIPS: dict[str, tuple[float, float]] = {
     "cispo": (
         1.0,
         4.0,
-    ),  # no lower bound, as in the paper; ratios up to 5, as in ScaleRL (2510.13786), which TRL's guide quotes
+    ),  # no lower bound, as in the paper; ratios up to 5, as in ScaleRL (2510.13786), which TRL's guide cites
     "m2po": (math.inf, math.inf),  # the second moment limits ratios
     "rloo": (math.inf, math.inf),  # uses no ratio
 }
-"""Loss → default of ``clip``: distances below and above 1 beyond which ratios are clipped."""
+"""Loss → default of ``clip``: the clip range, as distances below and above 1."""
 
 
 class LossConfig(Section):
-    """The loss, and how often the trainer passes through a step's data."""
+    """The loss, and the number of passes over a step's data."""
 
     kind: Literal["ppo", "grpo", "dr_grpo", "gspo", "dapo", "cispo", "m2po", "rloo"] = "dapo"
     """``ppo``, ``dapo``: clipped token ratios, averaged over all tokens. ``grpo``: averaged in each sequence, then over
@@ -42,15 +42,15 @@ class LossConfig(Section):
     sequence. ``cispo``: ratios are clipped weights without gradient. ``m2po``: the second moment of ratios is limited.
     ``rloo``: log-probabilities without ratios, divided by rollouts. Default: ``dapo``."""
     clip: tuple[float, float] | None = None
-    """Distances below and above 1 beyond which ratios are clipped: ``[below, above]``, or one number for both. Default:
-    the paper's values for each kind; 0.2 and 0.28 for ``dapo``."""
+    """Clip range of ratios, as distances from 1: ``[below, above]``, or one number for both. Default: the paper's
+    values for each kind; 0.2 and 0.28 for ``dapo``."""
     entropy: float = Field(0.0, ge=0)
     """Coefficient of the entropy bonus. Raise it if the policy stops exploring. Default: 0."""
     epochs: int = Field(1, ge=1)
-    """Passes through the data of each step. Default: 1."""
+    """Passes over the data of each step. Default: 1."""
     minibatch: int | None = Field(None, ge=1)
-    """Tasks of one optimizer step, each with all samples. Default: all tasks of the step, one optimizer step per
-    pass."""
+    """Number of tasks in one optimizer step, each with all samples. Default: all tasks of the step, one optimizer
+    step per pass."""
 
     @field_validator("kind", mode="before")
     @classmethod
@@ -75,12 +75,12 @@ class LossConfig(Section):
 
     @property
     def band(self) -> tuple[float, float]:
-        """Distances below and above 1 beyond which ratios are clipped."""
+        """Clip range of ratios, as distances below and above 1."""
         return self.clip or CLIPS[self.kind]
 
 
 class AdvantageConfig(Section):
-    """How the reward of a rollout is compared with the others of its group."""
+    """How a rollout's reward is compared with the others in its group."""
 
     kind: Literal["grpo", "dr_grpo", "rloo", "median"] = "dr_grpo"
     """``dr_grpo``: reward minus the group's mean. ``grpo``: the same, divided by the group's standard deviation.
@@ -89,8 +89,8 @@ class AdvantageConfig(Section):
     rewards: dict[str, float] = Field(default_factory=dict)
     """Weights of several rewards, by the names that verifiers give them. Default: the rollout's single reward."""
     normalise: Literal["together", "apart"] = "together"
-    """With several ``rewards``: ``together`` adds them up before they are compared in the group; ``apart`` compares
-    each by itself, adds the results up and whitens them (GDPO, arXiv 2601.05242). Default: ``together``."""
+    """With several ``rewards``: ``together`` adds them up before comparing them within the group. ``apart`` compares
+    each one separately, adds up the results and whitens them (GDPO, arXiv 2601.05242). Default: ``together``."""
     whiten: bool = False
     """Scale advantages to mean 0 and standard deviation 1 over the tokens of the batch. Default: false."""
 

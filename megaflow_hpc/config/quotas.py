@@ -3,9 +3,9 @@
 ``quotas`` of the campaign file limit its model calls. Each gateway, one per worker rank, gets an equal part. The site
 file limits what a campaign may request, and applies too if the campaign sets no quota.
 
-Gateways do not communicate. The parts are fixed from the start, so the total is never exceeded, and is not reached
-while pods wait in the queue or have ended. The site file is YAML: ``/etc/megaflow-hpc/site.yaml`` or, only if that does
-not exist, the file that ``MEGAFLOW_SITE_FILE`` names::
+Gateways do not communicate. Their parts are fixed from the start. So the total is never exceeded, but is not reached
+while pods are queued or have ended. The site file is YAML: ``/etc/megaflow-hpc/site.yaml`` or, only if that does
+not exist, the file named by ``MEGAFLOW_SITE_FILE``::
 
     caps: {requests_per_s: 200, tokens_per_s: 2.0e5, in_flight: 1000, pods: 16, servers: 8}
     users: {alice: {in_flight: 2000}}     # replaces single caps for this user
@@ -28,8 +28,8 @@ SITE_FILE = Path("/etc/megaflow-hpc/site.yaml")
 
 
 class QuotasConfig(Section):
-    """Limits of the model calls of the whole campaign, for endpoints or sites that bound them. Calls above a limit
-    wait. Default of each: no limit."""
+    """Limits on the campaign's model calls, for endpoints or sites that restrict them. Calls above a limit wait.
+    Default of each: no limit."""
 
     requests_per_s: float | None = Field(None, gt=0)
     """Maximum number of model calls per second."""
@@ -40,15 +40,15 @@ class QuotasConfig(Section):
 
     @property
     def any(self) -> bool:
-        """True if a limit is set."""
+        """True if any limit is set."""
         return any(value is not None for value in self.model_dump().values())
 
 
 class Caps(QuotasConfig):
-    """Limits that a site sets for each campaign. Default of each: no limit."""
+    """Limits that a site sets on each campaign. Default of each: no limit."""
 
     pods: int | None = Field(None, ge=1)
-    """Maximum number of pods of all pools."""
+    """Maximum number of pods in all pools."""
     servers: int | None = Field(None, ge=1)
     """Maximum number of engine servers of all policies."""
 
@@ -59,7 +59,7 @@ class _SiteFile(Section):
 
 
 def site_caps(user: str | None = None, file: Path | None = None) -> tuple[Caps, str]:
-    """Returns the caps of a user (default: the current user) and the site file; no caps if there is no file.
+    """Returns a user's caps (by default, the current user's) and the site file. Without a file, there are no caps.
 
     Raises:
         ConfigError: The file cannot be read or is invalid.
@@ -78,7 +78,7 @@ def site_caps(user: str | None = None, file: Path | None = None) -> tuple[Caps, 
 
 
 def gateways(pods: PodsConfig) -> int:
-    """Returns the number of worker ranks of all pods. Each has a gateway; rank 0 of a pod only schedules."""
+    """Returns the number of worker ranks in all pods. Each has a gateway; rank 0 of a pod only schedules."""
 
     def workers(nodes: int) -> int:
         return max(1, nodes * pods.ranks_per_node - 1)
@@ -87,7 +87,7 @@ def gateways(pods: PodsConfig) -> int:
 
 
 def settle(quotas: QuotasConfig, pods: PodsConfig, servers: int, caps: Caps, source: str) -> QuotasConfig:
-    """Returns the quotas in force: the campaign's own, and the site's caps where it sets none.
+    """Returns the effective quotas: the campaign's own, or the site's caps where the campaign sets none.
 
     Args:
         servers: Maximum number of engine servers that the campaign requests.
@@ -116,7 +116,7 @@ def settle(quotas: QuotasConfig, pods: PodsConfig, servers: int, caps: Caps, sou
 
 
 def check_scale(wanted: int, pods: PodsConfig, quotas: QuotasConfig) -> None:
-    """Raises :class:`ConfigError` if a running campaign may not have ``wanted`` pods."""
+    """Raises :class:`ConfigError` if a running campaign may not scale to ``wanted`` pods."""
     caps, source = site_caps()
     if caps.pods is not None and wanted > caps.pods:
         raise ConfigError(f"--pods {wanted}: more than this site lets a campaign take ({caps.pods}, {source})")

@@ -14,13 +14,13 @@ from megaflow_hpc.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without base-60 numbers (``time: 1:00:00`` stays a string) and without duplicate keys."""
+    """YAML loader without base-60 numbers (``time: 1:00:00`` stays a string) that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Returns a node's mapping.
+        """Builds the mapping of a node.
 
         Raises:
-            ConstructorError: A key is given twice.
+            ConstructorError: A key occurs twice.
         """
         seen: set[Any] = set()
         for key, _ in node.value:
@@ -62,7 +62,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
     except yaml.reader.ReaderError as error:
         number = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{path}:{number}: holds the character 0x{error.character:02x}; expected YAML") from None
-    loader.name = str(path)  # every node's mark names its file, because a campaign may be merged from two
+    loader.name = str(path)  # each node's mark names its file, because a campaign may be merged from two files
     try:
         node = loader.get_single_node()
         if node is not None:
@@ -70,7 +70,11 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
         value = None if node is None else loader.construct_document(node)
     except RecursionError:
         raise ConfigError(f"{path}:{loader.line + 1}: not valid YAML: nested too deeply") from None
-    except (ValueError, TypeError, ArithmeticError) as error:  # an impossible date, a number of 5000 digits
+    except (
+        ValueError,
+        TypeError,
+        ArithmeticError,
+    ) as error:  # for example, an impossible date or a number of 5000 digits
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -84,11 +88,11 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
 
 
 MAX_VALUES = 100_000
-"""Maximum number of values in a file. Values behind an alias count each time."""
+"""Maximum number of values in a file. Values behind an alias count at each use."""
 
 
 def _require_small(root: yaml.Node) -> None:
-    """Rejects files whose aliases repeat values excessively or without end.
+    """Rejects files whose aliases repeat values excessively or endlessly.
 
     Raises:
         ConstructorError: The file has too many values or contains itself.
@@ -101,7 +105,7 @@ def _require_small(root: yaml.Node) -> None:
         children = children if isinstance(node, yaml.CollectionNode) else []
         if not children_done:
             if id(node) not in sizes:
-                sizes[id(node)] = 0  # 0 marks a node in progress; if met again, it contains itself
+                sizes[id(node)] = 0  # 0 marks a node in progress; meeting it again means that it contains itself
                 stack.append((node, True))
                 stack += [(child, False) for child in children]
             continue
@@ -114,19 +118,20 @@ def _require_small(root: yaml.Node) -> None:
 
 
 def line_of(node: yaml.Node | None, location: Sequence[Any]) -> int | None:
-    """Returns the line, from 1, of the deepest part of ``location`` that the file has."""
+    """Returns the line, from 1, of the deepest part of ``location`` that exists in the file."""
     mark = _deepest(node, location)
     return None if mark is None else mark.line + 1
 
 
 def place_of(node: yaml.Node | None, location: Sequence[Any], path: str) -> str:
-    """Returns ``file:line`` of the deepest part of ``location`` that the file has; ``path`` without a node."""
+    """Returns ``file:line`` of the deepest part of ``location`` that exists in the file, or ``path`` without a node."""
     mark = _deepest(node, location)
     return path if mark is None else f"{path if mark.name.startswith('<') else mark.name}:{mark.line + 1}"
 
 
 def reached(node: yaml.Node | None, location: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the parts of ``location`` that the file has. Pydantic adds the names of the types that it tried."""
+    """Returns the parts of ``location`` that exist in the file. Pydantic also lists the names of types that it
+    tried."""
     return tuple(part for part, _ in _walk(node, location))
 
 
@@ -138,7 +143,7 @@ def _deepest(node: yaml.Node | None, location: Sequence[Any]) -> yaml.Mark | Non
 
 
 def _walk(node: yaml.Node | None, location: Sequence[Any]) -> Iterator[tuple[Any, yaml.Mark]]:
-    """Yields each part of ``location`` that the file has, with its place."""
+    """Yields each part of ``location`` that exists in the file, with its position."""
     for part in location:
         if isinstance(node, yaml.MappingNode):
             values = {key.value: (key, value) for key, value in node.value}

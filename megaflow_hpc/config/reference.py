@@ -1,6 +1,7 @@
-"""Every key of the campaign file with its type, default and meaning, from the JSON Schema of the sections.
+"""Reference of all campaign-file keys: type, default and meaning, from the JSON Schema of the sections.
 
-The text below each field is its documentation. docs/reference/campaign-file.md holds the result of :func:`markdown`.
+The docstring below each field is its documentation. docs/reference/campaign-file.md contains the output of
+:func:`markdown`.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ class Key:
     type: str
     """``text``, ``number``, ``list of text``, ``one of fifo, longest``; for a section, a link to its table."""
     default: str
-    """The default as YAML; ``required`` without one, empty for a section."""
+    """The default as YAML; ``required`` if there is none, empty for a section."""
     text: str
-    """The meaning."""
+    """Description of the key."""
 
 
 @dataclass
 class Table:
-    """One section, under the first path that leads to it."""
+    """One section, listed under the first path that leads to it."""
 
     path: str
-    """``slurm.pods``; ``models.NAME`` for sections by name, ``tasks[]`` for those of a list."""
+    """``slurm.pods``; ``models.NAME`` for named sections, ``tasks[]`` for those in a list."""
     text: str
     keys: list[Key] = field(default_factory=list)
 
@@ -77,7 +78,7 @@ _DEFAULT_SENTENCE = re.compile(r" *\bDefault: (.+?)\.$")
 
 
 def _default_and_meaning(key: Key) -> tuple[str, str]:
-    """Return the last two cells of a key. If the meaning ends with the default, that moves to the default's cell."""
+    """Returns the last two cells of a key. If the description ends with the default, it moves to the default's cell."""
     default = f"`{key.default}`" if key.default not in ("", "required") else key.default
     sentence = _DEFAULT_SENTENCE.search(key.text)
     if not sentence:
@@ -94,7 +95,7 @@ def _plain(text: str) -> str:
 
 
 def _sections(value: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
-    """Yields the names of the definitions that a value refers to, each with its path."""
+    """Yields the definitions that a value refers to, each with its path."""
     if "$ref" in value:
         yield value["$ref"].rpartition("/")[2], path
     for part in (*value.get("anyOf", ()), *value.get("allOf", ())):
@@ -131,7 +132,7 @@ def _type(value: Mapping[str, Any], definitions: Mapping[str, Any], paths: Mappi
 
 def _default(value: Mapping[str, Any]) -> str:
     default = value.get("default", {"object": {}, "array": []}.get(str(value.get("type"))))
-    return "" if isinstance(default, dict) and default else json.dumps(default)  # sections have a table of their own
+    return "" if isinstance(default, dict) and default else json.dumps(default)  # sections have their own table
 
 
 def _anchor(path: str) -> str:

@@ -23,7 +23,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
     """Adds the docstring below each field to the JSON Schema of its section.
 
-    Pydantic's ``use_attribute_docstrings`` would do so at every import, which costs each process 25 ms.
+    Pydantic's ``use_attribute_docstrings`` would do so on every import, at a cost of 25 ms per process.
     """
     for section in reversed(model.__mro__):
         if section is not Section and issubclass(section, Section):
@@ -54,7 +54,7 @@ class Section(BaseModel):
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """Returns the types of an annotation, without those nested in others."""
+    """Returns the top-level types of an annotation, without nested ones."""
     if get_origin(annotation) in (Union, UnionType):
         return set().union(*(_kinds(part) for part in get_args(annotation)))
     return {bool} if annotation is bool else {annotation} if isinstance(annotation, type) else {Any}
@@ -70,7 +70,7 @@ class TaskSource(Section):
     exclude: tuple[str, ...] = ()
     """Shell patterns of task ids to leave out, applied after ``include``. Default: none."""
     limit: int | None = Field(None, ge=1)
-    """Maximum number of tasks, in order of their ids. Useful for a first try. Default: no limit."""
+    """Maximum number of tasks, in id order. Useful for a first try. Default: no limit."""
 
 
 class AgentConfig(Section):
@@ -80,12 +80,14 @@ class AgentConfig(Section):
     """Built-in agent (``mini-swe-agent``, ``oracle``, ``nop``, ``command``, ``replay``, …) or a Python class
     ``package.module:Class``."""
     max_turns: int | None = Field(None, ge=1)
-    """Maximum number of model calls of a rollout, which is then truncated and verified. Default: no limit."""
+    """Maximum number of model calls in a rollout. At the limit, the rollout is truncated and verified. Default: no
+    limit."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum number of sampled tokens of a rollout, which is then truncated and verified. Default: no limit."""
+    """Maximum number of sampled tokens in a rollout. At the limit, the rollout is truncated and verified. Default:
+    no limit."""
     timeout_s: float | None = Field(None, gt=0)
-    """Maximum run time of the agent in seconds. The rollout is then truncated and verified. Default: the task's
-    timeout."""
+    """Maximum run time of the agent in seconds. At the limit, the rollout is truncated and verified. Default: the
+    task's timeout."""
     args: dict[str, Any] = {}
     """Arguments of the agent, passed unchanged."""
 
@@ -94,12 +96,12 @@ class SandboxLimits(Section):
     """Limits of each sandbox, for tasks that set none. 1 MB is 10^6 bytes."""
 
     memory_mb: int | None = Field(None, ge=1)
-    """Maximum memory in MB of all processes, including files in memory. The command that uses most is killed. Default:
-    no limit."""
+    """Maximum memory in MB of all processes, including files in memory. At the limit, the command that uses most is
+    killed. Default: no limit."""
     cpus: float | None = Field(None, gt=0)
     """Number of CPUs that processes may use, rounded up. Default: no limit."""
     disk_mb: int | None = Field(None, ge=1)
-    """Maximum size in MB of files that a sandbox writes. Default: no limit."""
+    """Maximum total size in MB of files written in a sandbox. Default: no limit."""
     processes: int | None = Field(None, ge=16)
     """Maximum number of processes and threads. Default: 512."""
     wall_s: float | None = Field(None, gt=0)
@@ -110,8 +112,8 @@ class EnvironmentConfig(Section):
     """Sandboxes: images, network, limits and verification."""
 
     network: Network = "gateway"
-    """Network of sandboxes. ``none``: no network. ``gateway``: only the model is reachable. ``host``: everything that
-    the node reaches. Tasks may narrow it. Default: ``gateway``."""
+    """Network access of sandboxes. ``none``: no network. ``gateway``: only the model is reachable. ``host``:
+    everything that the node can reach. Tasks may restrict it further. Default: ``gateway``."""
     images: dict[str, str] = {}
     """Image name in the tasks → SIF file, definition file, directory or ``docker://`` reference."""
     image_store: str | None = None
@@ -123,31 +125,31 @@ class EnvironmentConfig(Section):
     air_gapped: bool = False
     """Fetch nothing from registries. An image that the store lacks is then an error. Default: false."""
     build_network: Literal["none", "host"] | None = None
-    """Network of the build steps of Dockerfiles. ``host`` lets them install packages, and reach everything that the
-    planning node reaches. Default: ``host`` if ``network`` is ``host``, else ``none``."""
+    """Network access of build steps in Dockerfiles. ``host`` lets them install packages and reach everything that
+    the planning node can reach. Default: ``host`` if ``network`` is ``host``, else ``none``."""
     limits: SandboxLimits = SandboxLimits()
     """Limits of each sandbox, for tasks that set none."""
     nested: bool = False
-    """Allow commands to create user namespaces (bubblewrap, containers). Limits do not see everything that runs in
+    """Allow commands to create user namespaces (bubblewrap, containers). Limits do not fully cover what runs in
     them. Default: false."""
     verification: Verification | None = None
-    """Changes of the agent that the tests see. ``fresh``: those in the work directory and in declared artifacts.
-    ``shared``: also files that the agent added outside the system directories. ``as-left``: all of them; an agent that
-    replaces programs can then choose its own reward. Default: ``fresh`` for tasks with a work directory, else
+    """Which of the agent's changes the tests see. ``fresh``: those in the work directory and in declared artifacts.
+    ``shared``: also files that the agent added outside the system directories. ``as-left``: all of them; an agent
+    that replaces programs can then choose its own reward. Default: ``fresh`` for tasks with a work directory, else
     ``shared``."""
 
     @property
     def network_of_builds(self) -> Literal["none", "host"]:
-        """The network of the build steps of Dockerfiles."""
+        """Network access of build steps in Dockerfiles."""
         return self.build_network or ("host" if self.network == "host" else "none")
 
     def verification_of(self, task: Task) -> Verification:
-        """Returns how a task is verified: the campaign's setting, or the default for the task."""
+        """Returns the verification mode of a task: the campaign's setting, or the default for the task."""
         has_workdir = os.path.normpath(task.workdir or "/") != "/"
         return self.verification or ("fresh" if has_workdir else "shared")
 
     def network_of(self, task: Task) -> Network:
-        """Returns the narrower of the campaign's network and the task's."""
+        """Returns the more restrictive of the campaign's and the task's network."""
         widths = get_args(Network)
         return min(self.network, task.network or self.network, key=widths.index)
 
@@ -167,23 +169,24 @@ class SchedulingConfig(Section):
     """``fifo``: as planned. ``longest``: longest expected duration first, which shortens the tail of a campaign.
     ``fair``: first the policy that has used the least time. Default: ``fifo``."""
     learn_from: tuple[str, ...] = ()
-    """Run directories or trajectories.h5 files of earlier campaigns, whose durations are expected again. Default: none;
-    durations are learned during the run."""
+    """Run directories or trajectories.h5 files of earlier campaigns whose rollout durations predict those of this
+    one. Default: none; durations are learned during the run."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Relative share of slot time of each policy under ``fair``. Default: 1."""
+    """Each policy's relative share of slot time under ``fair``. Default: 1."""
     pack: tuple[Literal["cpus", "memory"], ...] = ()
-    """Resources that must be free on a rank before it starts a rollout, as the task's limits state them. Set it if
+    """Resources that must be free on a rank before it starts a rollout, according to the task's limits. Set it if
     tasks differ in memory or CPUs. Default: a free slot is enough."""
     spare: int = Field(0, ge=0)
-    """Further samples of each group. Once ``samples`` rollouts of a group have a reward, the others are cancelled. Use
-    it if some rollouts hang or fail. Default: 0."""
+    """Number of extra samples in each group. Once ``samples`` rollouts of a group have a reward, the others are
+    cancelled. Use it if some rollouts hang or fail. Default: 0."""
     signal_after: int | None = Field(None, ge=2)
-    """Cancel the waiting samples of a group once this many rewards are all equal. Saves time on tasks that always or
-    never pass. Default: never."""
+    """Cancel the waiting samples of a group once it has this many rewards and all are equal. Saves time on tasks
+    that always or never pass. Default: never."""
 
 
 class LimitsConfig(Section):
-    """Total resources of the campaign. At a limit pods start no more rollouts; ``resume --limit`` raises it."""
+    """Total resources of the campaign. Once a limit is reached, pods start no more rollouts; ``resume --limit``
+    raises it."""
 
     core_hours: float | None = Field(None, gt=0)
     """Core-hours allocated to all pods, used or idle. Default: no limit."""

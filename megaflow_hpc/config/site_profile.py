@@ -8,9 +8,9 @@ the directories of ``MEGAFLOW_PROFILES``::
     model: {python: /group/ml/vllm}
 
 Mappings are merged key by key, and the campaign's keys win. Lists are not merged. ``model`` completes every model of
-the campaign, and adds none. Relative paths are relative to the campaign file, so a profile should use absolute ones. A
-profile may contain shell lines for jobs (``slurm.setup``). So it is refused if users other than this one, root and the
-owner of its directory could change it.
+the campaign, but adds none. Relative paths are relative to the campaign file, so a profile should use absolute ones. A
+profile may contain shell lines for jobs (``slurm.setup``). So it is rejected if anyone but the current user, root and
+the owner of its directory could change it.
 """
 
 from __future__ import annotations
@@ -36,20 +36,18 @@ SECTIONS = ("run_dir", "share", "model", "environment", "slurm", "scheduling", "
 
 @dataclass(frozen=True)
 class Profile:
-    """A site profile."""
-
     name: str
     file: str
     fields: Mapping[str, Any]
     node: yaml.MappingNode
 
     def record(self) -> dict[str, Any]:
-        """Returns the profile as ``run.json`` stores it."""
+        """Returns the profile in the form stored in ``run.json``."""
         return {"name": self.name, "file": self.file, "fields": dict(self.fields)}
 
 
 def directories() -> list[Path]:
-    """Returns the directories of profiles: the user's own first, then the group's."""
+    """Returns the profile directories: the user's first, then the group's."""
     own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "megaflow-hpc" / "sites"
     return [own, *(Path(part) for part in os.environ.get(VARIABLE, "").split(":") if part)]
 
@@ -60,13 +58,13 @@ def names() -> list[str]:
 
 
 def find(name: str, place: str) -> Profile:
-    """Returns the profile of this name.
+    """Returns the profile with this name.
 
     Args:
-        place: Place of the name in the campaign file, for messages.
+        place: Position of the name in the campaign file, for messages.
 
     Raises:
-        Mistakes: The profile is missing, unusable, or sets keys that it may not; names file and line.
+        Mistakes: The profile is missing, unusable, or sets keys that it may not. The message names file and line.
     """
     path = next((file for d in directories() if (file := d / f"{name}.yaml").is_file()), None)
     if path is None or os.sep in name:
@@ -74,7 +72,7 @@ def find(name: str, place: str) -> Profile:
         there = f"there are: {', '.join(close)}" if close else f"write {directories()[0]}/{name}.yaml"
         looked = " and ".join(map(str, directories()))
         raise ConfigError(f"{place}: site {name!r}: no such profile in {looked} ({VARIABLE}); {there}")
-    # The user has named the directory, so its owner is trusted, but no other user.
+    # The user named the directory, so its owner is trusted, but no other user.
     if why := who_may_replace(path, path.parent.stat().st_uid, "this site profile, which holds shell"):
         raise ConfigError(why)
     fields, node = read_yaml(path)

@@ -10,11 +10,11 @@ from pydantic import Field, field_validator, model_validator
 from megaflow_hpc.config.sections import Section
 
 TRAINER_REQUEUES = 20
-"""Consecutive requeues of a trainer without a committed step, after which it is given up."""
+"""Number of consecutive requeues without a committed step after which a trainer is abandoned."""
 CPUS_PER_RANK = 2
 """Default of ``cpus_per_rank``."""
 LEAST_GB = 0.001
-"""Slurm counts memory in MB, and takes 0 as all memory of a node."""
+"""Minimum memory: Slurm counts in MB, and treats 0 as all memory of a node."""
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
 _REMEDY = "write minutes (30), HH:MM:SS or D-HH:MM:SS"
 
@@ -25,19 +25,19 @@ def _walltime(value: Any) -> Any:
     text = str(value) if isinstance(value, int | str) else ""
     if not WALLTIME.match(text):
         raise ValueError(f"{value!r} is not a time; {_REMEDY}")
-    if not text.strip("0:-"):  # Slurm takes 0 as no limit, and never starts such a job if the partition has a limit
+    if not text.strip("0:-"):  # Slurm treats 0 as no limit, and never starts such a job if the partition has a limit
         raise ValueError(f"{value!r} leaves no time to run; {_REMEDY}")
     return value
 
 
 class PodPoolConfig(Section):
-    """A further pod array. Keys that it leaves out are those of ``slurm.pods``."""
+    """An additional pod array. Omitted keys default to those of ``slurm.pods``."""
 
     cluster: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
     """Another Slurm cluster (``sbatch --clusters``) that mounts the run directory. Default: the cluster of the login
     node."""
     partition: str | None = None
-    """Partition, or several separated by commas, of which Slurm chooses. Default: ``pods.partition``."""
+    """Partition, or a comma-separated list from which Slurm chooses. Default: ``pods.partition``."""
     account: str | None = None
     """Account to charge. Default: ``slurm.account``."""
     count: int = Field(1, ge=1)
@@ -47,7 +47,7 @@ class PodPoolConfig(Section):
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: ``pods.time``."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further sbatch options by name."""
+    """Additional sbatch options by name."""
 
     _time = field_validator("time", mode="before")(_walltime)
 
@@ -56,7 +56,7 @@ class PodsConfig(Section):
     """The pods, a job array on CPU nodes. Each element is one pod: an MPI world whose ranks run sandboxes."""
 
     partition: str | None = None
-    """CPU partition, or several separated by commas, of which Slurm chooses. Default: the site's."""
+    """CPU partition, or a comma-separated list from which Slurm chooses. Default: the site's."""
     count: int = Field(1, ge=1)
     """Number of pods. More pods finish sooner; all work on the same rollouts. Default: 1."""
     nodes: int = Field(1, ge=1)
@@ -74,9 +74,9 @@ class PodsConfig(Section):
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. It should be several times as long as a rollout. Default: the
     partition's, or less if account or QOS allow less."""
     pools: tuple[PodPoolConfig, ...] = ()
-    """Further pod arrays, in other partitions, accounts or clusters."""
+    """Additional pod arrays in other partitions, accounts or clusters."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further sbatch options by name."""
+    """Additional sbatch options by name."""
 
     _time = field_validator("time", mode="before")(_walltime)
 
@@ -87,12 +87,12 @@ class PodsConfig(Section):
 
     @property
     def total(self) -> int:
-        """Number of pods of all pools."""
+        """Number of pods in all pools."""
         return self.count + sum(pool.count for pool in self.pools)
 
     @property
     def here(self) -> int:
-        """Number of pods at this cluster."""
+        """Number of pods on this cluster."""
         return self.count + sum(pool.count for pool in self.pools if not pool.cluster)
 
 
@@ -102,7 +102,7 @@ class ServersConfig(Section):
     partition: str | None = None
     """GPU partition. Default: the site's default partition."""
     cpus_per_gpu: int | None = Field(None, ge=1)
-    """CPUs for each GPU of a server; for the whole server if it has no GPU. Default: the partition's CPUs divided by
+    """CPUs per GPU of a server, or for the whole server if it has no GPU. Default: the partition's CPUs divided by
     its GPUs, at most 8, unless the site sets a default itself (``DefCpuPerGPU``)."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory in GB (10^9 bytes) of each server on each of its nodes. Default: the partition's."""
@@ -110,7 +110,7 @@ class ServersConfig(Section):
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Servers are requeued when it ends. Default: the partition's, or less
     if account or QOS allow less."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further sbatch options by name."""
+    """Additional sbatch options by name."""
 
     _time = field_validator("time", mode="before")(_walltime)
 
@@ -124,7 +124,7 @@ class TrainerConfig(Section):
     nodes: int = Field(1, ge=1)
     """Number of nodes. Default: 1."""
     gpus: int = Field(1, ge=0)
-    """GPUs on each node, one process of the trainer for each. 0: one process on CPUs. Default: 1."""
+    """GPUs on each node. One trainer process runs on each GPU. 0: one process on CPUs. Default: 1."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory in GB (10^9 bytes) of each node. Default: the partition's."""
     time: str | int | None = None
@@ -133,7 +133,7 @@ class TrainerConfig(Section):
     """``none``: trainer and engine have their own GPUs. ``sleep``: they share the trainer's GPUs, and the engine sleeps
     during each step. Use it if GPUs are scarce. Default: ``none``."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further sbatch options by name."""
+    """Additional sbatch options by name."""
 
     _time = field_validator("time", mode="before")(_walltime)
 
@@ -146,10 +146,10 @@ class SlurmConfig(Section):
     setup: tuple[str, ...] = ()
     """Shell lines that every job runs first, such as ``module load apptainer``."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further sbatch options of every job, by name."""
+    """Additional sbatch options for every job, by name."""
     together: bool = False
-    """Run the engines and one pod in a single heterogeneous job, so that they start at the same time, in place of two
-    arrays. Default: false."""
+    """Run the engines and one pod in a single heterogeneous job, so that they start at the same time, instead of in
+    two arrays. Default: false."""
     requeues: int = Field(3, ge=0)
     """Consecutive starts without progress after which an array element is no longer requeued. Raise it on unreliable
     nodes. Default: 3."""
@@ -160,9 +160,9 @@ class SlurmConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     """Trainers of trained policies."""
     gather: dict[str, Any] = Field(default_factory=dict)
-    """sbatch options, by name, of the job that writes trajectories.h5 after the pods have ended. ``mail-user`` with
-    ``mail-type: END,FAIL`` sends a mail then. Defaults: ``partition``, that of ``pods``; ``time``, an hour, or less if
-    partition, account or QOS allow less; ``cpus-per-task``, the CPUs of a pod on one node, at most 8."""
+    """sbatch options, by name, for the job that writes trajectories.h5 after the pods have ended. ``mail-user`` with
+    ``mail-type: END,FAIL`` sends an email then. Defaults: ``partition``, that of ``pods``; ``time``, an hour, or
+    less if partition, account or QOS allow less; ``cpus-per-task``, the CPUs of a pod on one node, at most 8."""
 
     @model_validator(mode="after")
     def _one_cluster(self) -> SlurmConfig:

@@ -22,14 +22,14 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.types import NEUTRAL
 
 DEFAULTS = {"vllm": ("generation-config", "vllm"), "sglang": ("sampling-defaults", "openai")}
-"""Engine → option and value that make sampling neutral unless a call sets it."""
+"""Engine → option and value that keep sampling neutral unless a call overrides it."""
 
 LOADS_WEIGHTS = ("vllm", "sglang", "transformers", "scripted")
-"""Engines that the campaign starts itself, and that can load weights."""
+"""Engines that the campaign starts itself and that can load new weights."""
 
 
 def trained_model(model: ModelConfig) -> ModelConfig:
-    """Returns a trained policy's model, whose engine does not take sampling settings from the model's files."""
+    """Returns the model of a trained policy, with sampling defaults from the model's files switched off."""
     kinds = [{"engine": model.engine, "args": model.args}, *model.also]
     args = [_neutral_args(str(kind.get("engine", model.engine)), kind.get("args")) for kind in kinds]
     also = tuple({**kind, "args": own} if own else kind for kind, own in zip(model.also, args[1:], strict=True))
@@ -122,7 +122,7 @@ def _check_defaults(where: str, engine: str, args: Mapping[str, Any]) -> None:
 
 
 def _sampling(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields each sampling option, with its path and value, at any depth and in JSON text."""
+    """Yields the path and value of each sampling option, at any depth and inside JSON text."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
             value = json.loads(value)

@@ -30,16 +30,16 @@ class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
     lr: float = Field(1e-6, ge=0)
-    """Learning rate. The default suits all parameters of a model of some billions; LoRA and small models need more.
-    Default: 1e-6."""
+    """Learning rate. The default suits full training of models with a few billion parameters; LoRA and small models
+    need more. Default: 1e-6."""
     schedule: Literal["constant", "linear"] = "constant"
-    """``constant``, or ``linear``, which falls to 0 at the last step. Default: ``constant``."""
+    """``constant``, or ``linear``, which decays to 0 at the last step. Default: ``constant``."""
     warmup: int = Field(0, ge=0)
-    """Steps during which the learning rate rises from 0. Default: 0."""
+    """Steps over which the learning rate rises from 0. Default: 0."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay. Default: 0."""
     clip_norm: float | None = Field(1.0, gt=0)
-    """Maximum norm of the gradient, which is scaled down to it; null: no limit. Default: 1."""
+    """Maximum gradient norm. Larger gradients are scaled down to it; null: no limit. Default: 1."""
 
     def rate(self, step: int, steps: int) -> float:
         """Returns the learning rate of a step (from 1) out of ``steps``."""
@@ -57,9 +57,9 @@ class LoraConfig(Section):
     rank: int = Field(32, ge=1)
     """Rank of the adapters. Default: 32."""
     alpha: float = Field(64, gt=0)
-    """Scale of the adapters, which is divided by the rank. Default: 64."""
+    """Scale of the adapters, before division by the rank. Default: 64."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the modules that get an adapter. Default: ``all-linear``."""
+    """Names of the modules that get adapters. Default: ``all-linear``."""
 
 
 class PolicyTraining(Section):
@@ -71,14 +71,14 @@ class PolicyTraining(Section):
     loss: LossConfig = LossConfig()
     """The loss that the optimizer minimises."""
     advantage: AdvantageConfig = AdvantageConfig()
-    """How rewards become advantages."""
+    """How rewards are converted to advantages."""
     importance: Literal["none", "token", "sequence"] = "token"
     """Importance weights, which correct for the difference between the engine's and the trainer's probabilities: one
     for each ``token``, one for each ``sequence`` (the product over its tokens), or ``none`` (truncated importance
     sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training). Default:
     ``token``."""
     truncate: float = Field(2.0, ge=1)
-    """Upper bound of an importance weight. Default: 2."""
+    """Cap on importance weights. Default: 2."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its learning-rate schedule."""
     lora: LoraConfig | None = None
@@ -86,14 +86,14 @@ class PolicyTraining(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of the computation. Parameters and optimizer are always float32. Default: ``bfloat16``."""
     microbatch: int = Field(32768, ge=1)
-    """Maximum number of tokens, prompts included, of one forward pass on one GPU. A longer rollout gets a pass of its
-    own. Lower it if memory runs out. Default: 32768."""
+    """Maximum number of tokens, prompts included, in one forward pass on one GPU. A longer rollout gets its own
+    pass. Lower it if memory runs out. Default: 32768."""
     recompute: bool = True
-    """Recompute activations in the backward pass. Saves memory; without it steps are faster. Default: true."""
+    """Recompute activations in the backward pass. Saves memory but slows down steps. Default: true."""
 
 
 class HeldOutConfig(Section):
-    """Evaluation during training, on tasks that are not trained on."""
+    """Evaluation on held-out tasks during training."""
 
     tasks: tuple[TaskSource, ...]
     """Sources of the held-out tasks."""
@@ -110,30 +110,30 @@ class HeldOutConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Training on the campaign's rollouts while they arrive."""
+    """Training on the campaign's rollouts as they arrive."""
 
     policies: dict[str, PolicyTraining]
-    """Policies that learn, by name, and how. The policy of ``model`` is called ``default``."""
+    """Policies that learn, by name, with their settings. The policy of ``model`` is called ``default``."""
     batch: int = Field(16, ge=1)
-    """Number of tasks that a step trains on, each with all samples of the policy. Default: 16."""
+    """Number of tasks in a step, each with all samples of the policy. Default: 16."""
     refill: int = Field(0, ge=0, le=100)
     """Number of times that a step requests further tasks to replace groups that ``data`` drops (dynamic sampling: DAPO,
     arXiv 2503.14476, section 3.2). After that, the step is smaller than ``batch``. Default: 0."""
     staleness: int | None = Field(1, ge=0)
-    """Maximum age of a step's rollouts in weight versions. 0: synchronous, each step waits for rollouts of the newest
-    weights. 1 to 4: sampling continues during steps. null: asynchronous, without a limit. No rollout is discarded for
-    it. Default: 1."""
+    """Maximum age of a step's rollouts, in weight versions. 0: synchronous, each step waits for rollouts of the
+    newest weights. 1 to 4: sampling continues during steps. null: asynchronous, without a limit. No rollout is
+    discarded because of its age. Default: 1."""
     data: tuple[DataStep, ...] = ()
-    """Steps that filter and shape rollouts before training, in this order. Default: none."""
+    """Processing steps that filter and shape rollouts before training, in order. Default: none."""
     prompts: PromptsConfig = PromptsConfig()
     """Choice of the tasks to request next."""
     steps: int = Field(100, ge=1)
     """Number of training steps. Default: 100."""
     checkpoint_every: int = Field(5, ge=1)
-    """Steps between checkpoints of the trainer's state, of which the latest three are kept. Default: 5."""
+    """Steps between checkpoints of the trainer's state. The latest three are kept. Default: 5."""
     publish_delta: bool = False
-    """Publish weights as the difference to the last whole version, if that is much smaller. Saves time on slow file
-    systems. Default: false."""
+    """Publish only the difference from the last full version of the weights, if it is much smaller. Saves time on
+    slow file systems. Default: false."""
     evaluate: HeldOutConfig | None = None
     """Evaluation on held-out tasks. Default: none."""
 

@@ -1,6 +1,6 @@
-"""Explains invalid values of a campaign file: place, value, and the expected value.
+"""Explains invalid values in a campaign file: position, value and what is expected.
 
-Pydantic writes its messages for programmers ("input should be a valid dictionary or instance of …"). Here the
+Pydantic's messages are written for programmers ("input should be a valid dictionary or instance of …"). Here the
 expectation is read from the JSON Schema of the sections, so that messages state the bounds and choices of the key.
 """
 
@@ -21,7 +21,7 @@ OF_KIND = re.compile(
     r"(int|float|string|bool|dict|mapping|model|list|tuple|set|frozen_set|finite_number|greater_than|less_than|literal|enum"
     r")(_|\Z)"
 )
-"""Pydantic's names of errors that the schema explains better. Others have messages of the sections."""
+"""Pydantic error types that are better explained from the schema. Others carry messages of the sections."""
 REMOVED_KEYS = {
     "environment.limits.cpu_s": "limit CPUs and time with cpus and wall_s",
     "environment.mode": "every rollout gets a new sandbox; leave it out",
@@ -38,21 +38,21 @@ REMOVED_KEYS = {
     "training.mode": "write training.staleness: 0 for synchronous, null for asynchronous, or the bound",
     "weights.poll_s": "servers poll often for trained policies; leave it out",
 }
-"""Removed keys, or their last parts → what to do instead."""
+"""Removed key, or its last parts → what to use instead."""
 UNITS = {"s": "seconds", "gb": "GB", "mb": "MB", "hours": "hours"}
-"""Endings of keys → units."""
+"""Suffix of a key → its unit."""
 
 
 def explain(error: ValidationError, path: str, node: yaml.Node | None, model: type[BaseModel]) -> str:
-    """Returns the first problem of a validation error as one line: file, line, key, value and remedy."""
+    """Formats the first problem of a validation error as one line: file, line, key, value and remedy."""
     return explain_all(error, path, node, model)[0]
 
 
 def explain_all(error: ValidationError, path: str, node: yaml.Node | None, model: type[BaseModel]) -> list[str]:
-    """Returns each problem of a validation error as one line: file, line, key, value and remedy.
+    """Formats each problem of a validation error as one line: file, line, key, value and remedy.
 
-    Unknown keys come first, because they are often the reason why others are missing. A value that fits none of several
-    types counts once.
+    Unknown keys come first, because they are often the reason why others are missing. A value that matches none of
+    several types is reported once.
     """
     problems: dict[Any, str] = {}
     schema = model.model_json_schema()
@@ -89,7 +89,7 @@ def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema
 
 
 def _remedy(value: Any, key: str, kinds: Sequence[str]) -> str:
-    """Returns the remedy for a value, empty if it is not obvious."""
+    """Returns the remedy for a value, or an empty string if none is obvious."""
     if value is None:
         return ", or no such key"
     if kinds == ["text"] and isinstance(value, int | float):
@@ -103,7 +103,8 @@ def _remedy(value: Any, key: str, kinds: Sequence[str]) -> str:
 
 
 def _at(schema: Mapping[str, Any], location: Iterable[Any]) -> list[Mapping[str, Any]]:
-    """Returns the schemas of the value at ``location``, through lists, mappings, sections and optional values."""
+    """Returns the schemas of the value at ``location``, resolved through lists, mappings, sections and optional
+    values."""
 
     def kinds(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if "$ref" in value:
@@ -128,7 +129,7 @@ def _at(schema: Mapping[str, Any], location: Iterable[Any]) -> list[Mapping[str,
 
 
 def _expected(kinds: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns a name for each kind of value, with its bounds."""
+    """Returns a description of each accepted kind of value, with its bounds."""
     kinds_of_value = []
     for kind in kinds:
         if choices := kind.get("enum", [kind["const"]] if "const" in kind else []):

@@ -1,8 +1,8 @@
 """Environment variables of this package: those that users may set, and internal ones.
 
-The campaign file says what to do. Variables say what is where on this machine, or override a detected value.
-``megaflow-hpc help variables`` prints them, and docs/reference/variables.md holds :func:`markdown`. A test requires an
-entry here for every name in package, scripts and launchers.
+The campaign file defines what to do. Variables tell where things are on this machine, or override detected values.
+``megaflow-hpc help variables`` prints them, and docs/reference/variables.md contains the output of :func:`markdown`. A
+test requires an entry here for every name used in the package, scripts and launchers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class Variable:
     """One environment variable that a user may set."""
 
     name: str
-    """The name without its prefix ``MEGAFLOW_``."""
+    """Name without the prefix ``MEGAFLOW_``."""
     meaning: str
     default: str
-    """Effect if the variable is unset."""
+    """Behaviour if the variable is unset."""
     reader: str
     """Commands, jobs or launchers that read it."""
 
@@ -174,7 +174,7 @@ INTERNAL: Mapping[str, str] = {
     "KEEP_LAB": "launchers/demo → lab-session: leave the lab running",
     "LAB_ID": "launchers/lab → its daemons: which lab they belong to",
 }
-"""Name without ``MEGAFLOW_`` → which part sets it for which other part."""
+"""Name without ``MEGAFLOW_`` → which component sets it for which other component."""
 
 
 def markdown() -> str:

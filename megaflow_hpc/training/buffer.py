@@ -26,7 +26,7 @@ from megaflow_hpc.trajectory import TokenSequence, Trajectory
 from megaflow_hpc.types import Rollout
 
 MAX_CACHED_TOKENS = 16 << 20
-"""Maximum number of tokens kept in memory, at 13 bytes each."""
+"""Maximum number of tokens to cache, at 13 bytes each."""
 
 
 @dataclass
@@ -42,11 +42,11 @@ class _Collected:
 
 @dataclass(frozen=True)
 class Arrived:
-    """The place of a rollout's record and the lengths that packing needs."""
+    """Location of a rollout's record, and the lengths needed for packing."""
 
     place: RecordPlace
     lengths: tuple[int, ...]
-    """Tokens of each of the policy's sequences."""
+    """Token count of each of the policy's sequences."""
     sampled: tuple[int, ...]
 
 
@@ -56,9 +56,9 @@ class Buffer:
     Args:
         run: the run directory.
         sequences: reader of the trained policy's sequences.
-        owners: policies whose rollouts hold the policy's tokens. ``None`` means all, for a model that other policies'
-            agents call too.
-        ordinal: number of a weight version → the policy's own count.
+        owners: policies whose rollouts contain the policy's tokens. ``None`` means all, for a model that agents of
+            other policies call too.
+        ordinal: converts a campaign-wide weight version to the policy's own count.
         settled: the settled groups and the cursor of an earlier plan.
         held_out: tasks to ignore.
     """
@@ -76,18 +76,16 @@ class Buffer:
         self._run, self._sequences, self._owners, self._ordinal = run, sequences, owners, ordinal
         self._follower = Follower(run, cursor=settled.cursor or None)
         self._unread: deque[RecordEntry] = deque()
-        """Entries that the follower has returned and the buffer has not read. The follower's cursor is already past
-        them."""
+        """Entries returned by the follower that are not processed yet. The follower's cursor is already past them."""
         self._groups: dict[str, _Collected] = {}
         self._group_of: dict[str, str] = {}
-        """Rollout → its unsettled group."""
+        """Rollout id → its unsettled group."""
         self._blocks: dict[int, set[str]] = {}
-        """Block → its unsettled groups. A block without any is kept until all earlier blocks are settled."""
+        """Block number → its unsettled groups. An empty entry is kept until all earlier blocks are settled."""
         self._named: dict[int, frozenset[str]] = {}
-        """Block → all groups that begin in it."""
+        """Block number → all groups of the policy in it."""
         self._first_block, self._settled = settled.first_block, set(settled.groups)
         self.arrived: dict[str, Arrived] = {}
-        """Rollout → its arrival."""
         self._look_for_blocks()
         for place in settled.waiting:
             self._add(place)
@@ -104,18 +102,18 @@ class Buffer:
         added = 0
         while self._unread:
             entry = self._unread[0]
-            if entry.id in self._group_of:  # otherwise another policy's, or its group is settled
+            if entry.id in self._group_of:  # otherwise it is another policy's, or its group is settled
                 added += self._add(RecordPlace(entry.journal, entry.start, entry.epoch))
             self._unread.popleft()
         return added
 
     @property
     def journals(self) -> int:
-        """Number of journals whose size each poll asks for."""
+        """Number of journals that each poll has to stat."""
         return len(self._follower.cursor["journals"])
 
     def complete(self) -> list[SampleGroup]:
-        """Returns the complete groups in the order of their blocks."""
+        """Returns the complete groups in block order."""
         return [
             SampleGroup(name, group.task, tuple(sorted(group.samples.values(), key=lambda sample: sample.index)))
             for name, group in self._groups.items()
@@ -147,7 +145,7 @@ class Buffer:
             self._first_block += 1
 
     def read_groups(self, plan: StepPlan) -> list[tuple[SampleGroup, dict[str, Arrived]]]:
-        """Reads again the groups that an earlier plan trained on for the first time."""
+        """Rereads the groups that an earlier plan trained on for the first time."""
         by_group: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
         for rollout in plan.rollouts:
             if not rollout.replayed:
@@ -162,10 +160,10 @@ class Buffer:
 
     @property
     def settled(self) -> Settled:
-        """The state from which a later buffer continues."""
+        """State from which a later buffer can be rebuilt."""
         waiting = [self.arrived[rollout].place for group in self._groups.values() for rollout in group.samples]
         cursor = self._follower.cursor
-        # A settled failure is final: a later success of the rollout is not needed.
+        # A failure in a settled group is final, so a later success of that rollout is ignored.
         cursor["failed"] = [rollout for rollout in cursor["failed"] if rollout in self._group_of]
         return Settled(
             cursor=cursor,
@@ -205,10 +203,10 @@ class Buffer:
 
 
 class Sequences:
-    """Reads a policy's sequences from the journals, and caches those read last.
+    """Reads a policy's sequences from the journals and caches the most recent ones.
 
     A step reads each rollout for its plan, for its proximal log-probabilities and in each epoch. Callers must not
-    change the returned sequences.
+    modify the returned sequences.
     """
 
     def __init__(self, run: RunDir, policy: str) -> None:
@@ -228,7 +226,7 @@ class Sequences:
         return self._kept[place]
 
     def read(self, place: RecordPlace) -> tuple[Trajectory, list[TokenSequence]]:
-        """Reads a rollout; returns it and the policy's sequences of it.
+        """Reads a rollout. Returns it with the policy's sequences.
 
         Raises:
             ConfigError: its record is missing.
@@ -248,7 +246,7 @@ def _tokens(sequences: Iterable[TokenSequence]) -> int:
 
 
 def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -> tuple[Sample, Arrived]:
-    """Reads the facts of a rollout that data algorithms and packing need.
+    """Reads what data algorithms and packing need to know about a rollout.
 
     Raises:
         ConfigError: its record is missing.
@@ -261,7 +259,7 @@ def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -
         column = column[column >= 0]
         if len(column):
             lowest, highest = int(column.min()), int(column.max())
-            if lowest == highest:  # ``unique`` sorts, which is slow
+            if lowest == highest:  # faster than ``unique``, which sorts
                 versions.add(lowest)
             else:
                 versions.update(np.unique(column).tolist())

@@ -1,4 +1,4 @@
-"""The steps of a training: made of whole groups of a campaign's rollouts, each used exactly once.
+"""Builds training steps from complete groups of a campaign's rollouts. Each group is used exactly once.
 
     from megaflow_hpc.training.dataflow import Dataflow
 
@@ -13,11 +13,11 @@
         step.commit(checkpoint, metrics={"entropy": 0.4})
 
 Trainer and campaign share only the run directory. The trainer reads rollouts from the journals, requests tasks by
-adding blocks, and publishes weights by a rename. So trainer, pods and engines can each die and come back alone. The
-plan of a step is stored before it is used (:mod:`~megaflow_hpc.training.plan`). After a crash, the steps since the last
-checkpoint are made of the same rollouts again.
+adding blocks, and publishes weights by a rename. So trainer, pods and engines can each crash and restart independently.
+The plan of a step is stored before it is used (:mod:`~megaflow_hpc.training.plan`). After a crash, the steps since the
+last checkpoint are repeated with the same rollouts.
 
-In a distributed trainer every rank has a ``Dataflow`` of its own, with its ``rank``. Rank 0 plans, requests, publishes
+In a distributed trainer every rank creates a ``Dataflow`` with its ``rank``. Rank 0 plans, requests, publishes
 and commits; the other ranks follow its plans.
 """
 
@@ -49,25 +49,25 @@ from megaflow_hpc.trajectory import TokenSequence
 logger = logging.getLogger(__name__)
 
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.5
-"""Seconds between two polls of the journals while a step lacks rollouts. A step starts with frequent polls, because
-engines are about to load the weights just published; each interval is twice as long as the one before."""
+"""Bounds of the poll interval for journals while a step lacks rollouts. Polling starts frequently, because engines
+are about to load the weights just published. The interval doubles after each poll."""
 STATS_PER_S = 200
-"""Journals whose size may be asked for in a second. A campaign with many pods is polled less often."""
+"""Maximum number of journals to stat per second. A campaign with many pods is polled less often."""
 SAY_INTERVAL_S = 30.0
-"""Seconds between two lines about what a step waits for."""
+"""Seconds between log lines about what a step is waiting for."""
 
 
 class Dataflow:
-    """The steps of one policy of one run.
+    """Training steps for one policy of a run.
 
     Args:
         run: the run directory.
         policy: the policy to train; may be omitted if the campaign trains only one.
         consumer: name under which the trainer holds the campaign open; by default the policy's.
         rank, ranks: this process of a distributed trainer, and the number of its processes.
-        training: a section ``training`` for a campaign without one. The rollouts that were planned are then trained
-            on as they come, and no further ones are requested.
-        say: gets a line about what is waited for, at most every 30 s; by default the log.
+        training: a section ``training`` for a campaign without one. Training then uses the planned rollouts as they
+            arrive, and requests no others.
+        say: called with a line about what a step is waiting for, at most every 30 s; by default, it is logged.
 
     Raises:
         ConfigError: the run or the policy is missing, the policy has no model that can be trained, or the campaign has
@@ -97,7 +97,7 @@ class Dataflow:
         self.rank, self.ranks = rank, ranks
         self.files = TrainingFiles(self.run, self.policy)
         self.trainer = 0
-        """Number of this trainer's start; 0 until it has written something."""
+        """Start number of this trainer; 0 until it has registered."""
         self.tell = say or logger.info
         self._said_at = 0.0
         self._requests = planned is not None and training is None
@@ -118,7 +118,7 @@ class Dataflow:
 
     @property
     def settings(self) -> PolicyTraining:
-        """How the policy is trained: ``training.policies.NAME``."""
+        """Training settings of the policy: ``training.policies.NAME``."""
         return self.trained.settings
 
     @property
@@ -139,7 +139,7 @@ class Dataflow:
         return commit
 
     def checkpoint(self, commit: Commit) -> Path:
-        """Returns the directory of a commit's checkpoint."""
+        """Returns the checkpoint directory of a commit."""
         assert commit.checkpoint is not None
         return self.run.path / commit.checkpoint
 
@@ -168,7 +168,7 @@ class Dataflow:
         self.close()
 
     def start(self) -> None:
-        """Registers this trainer and keeps the campaign open. Only rank 0 does, and only once."""
+        """Registers this trainer and keeps the campaign open. Only rank 0 acts, and only on the first call."""
         if self.rank or self.trainer:
             return
         self.files.create()
@@ -178,22 +178,23 @@ class Dataflow:
             self._lease.keep()
 
     def close(self) -> None:
-        """Lets the campaign end: nothing more is requested. A trainer that dies or is requeued leaves it open."""
+        """Stops requesting rollouts, so that the campaign can end. A trainer that dies or is requeued leaves it
+        open."""
         if self._lease is not None:
             self._lease.close()
             self._lease = None
 
     def leave(self) -> None:
-        """Ends this process's part, and leaves the campaign open for the trainer to come back."""
+        """Ends this process's part, but keeps the campaign open for the trainer to resume."""
         if self._lease is not None:
             self._lease.leave()
             self._lease = None
 
     def check(self) -> None:
-        """Checks that no later trainer of the policy was started.
+        """Checks that no newer trainer of the policy was started.
 
         Raises:
-            LedgerError: one was.
+            LedgerError: a newer trainer was started.
         """
         if self.trainer:
             self.files.check(self.trainer)
@@ -201,15 +202,15 @@ class Dataflow:
     # --- requests ---
 
     def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
-        """Requests tasks at once, in addition to those that ``training.prompts`` chooses.
+        """Requests tasks immediately, in addition to those that ``training.prompts`` chooses.
 
         Steps take complete groups first. A step takes more than a batch if other groups would be too old for the next
         step. Call this between two steps; otherwise the weights from before the step sample the tasks.
 
         Args:
             tasks: ids of the campaign's tasks.
-            token: name of this request. A later start that repeats it requests nothing new.
-            samples: rollouts of each group; by default as for all others.
+            token: idempotency key. Repeating the request after a restart requests nothing new.
+            samples: number of rollouts in each group; by default, the policy's usual number.
 
         Raises:
             ConfigError: a task is unknown or held out.
@@ -222,7 +223,7 @@ class Dataflow:
             self.planning.control.add(tasks, token, samples)
 
     def committed(self, commit: Commit) -> None:
-        """Notes that a step is committed, and requests what is due now."""
+        """Records in memory that a step is committed, and requests the batches now due."""
         self._committed = max(self._committed, commit.step)
         self.request()
         evaluate = self.config.evaluate
@@ -230,14 +231,14 @@ class Dataflow:
             request_evaluation(self.run, self.trained, evaluate.samples, commit.step)
 
     def request(self) -> None:
-        """Requests the batches that are due. Only rank 0 does."""
+        """Requests the batches that are due. Does nothing on ranks other than 0."""
         if not self.rank:
             self.planning.request(self._committed, self._say_seldom)
 
     # --- reading ---
 
     def ordinal(self, version: int) -> int:
-        """Returns the policy's own count of a weight version's number; 0 for the campaign's own model."""
+        """Converts a campaign-wide weight version to the policy's own count; 0 for the initial model."""
         if version not in self._ordinals:
             self._ordinals = ordinals(self.run, self.policy, self._ordinals)
         return self._ordinals.get(version, 0)
@@ -249,11 +250,11 @@ class Dataflow:
     # --- plans ---
 
     def try_plan(self, number: int) -> StepPlan | None:
-        """Returns the plan of a step, or ``None`` while its rollouts are missing.
+        """Returns the plan of a step, or ``None`` while rollouts are missing.
 
         Raises:
-            LedgerError: a later trainer has taken over.
-            OSError: the run directory does not answer; the next call continues.
+            LedgerError: a newer trainer has taken over.
+            OSError: the run directory is unavailable. Calling again is safe.
         """
         if self.rank:
             return self.files.read(StepPlan, number)
@@ -262,7 +263,7 @@ class Dataflow:
         return self.planning.plan(number, self.trainer)
 
     def _await_plan(self, number: int) -> tuple[StepPlan | None, float]:
-        """Returns the next plan and the seconds of waiting; ``None`` if the training ends before it."""
+        """Waits for the next plan. Returns it with the seconds waited, or ``None`` if the training ends first."""
         waited, began, interval_s = 0.0, time.monotonic(), FIRST_POLL_S
         self._pods.begin()
         while True:
@@ -279,7 +280,7 @@ class Dataflow:
             interval_s = min(2 * interval_s, max(MAX_POLL_S, self.planning.journals / STATS_PER_S))
 
     def _end_before(self, step: int) -> str:
-        """Returns the reason why a step will never come; empty if it may."""
+        """Returns the reason why the step cannot happen, or an empty string if it still can."""
         if self._flags.cancelled:
             return "the campaign is cancelled"
         if self._flags.finished and not self.planning.complete_groups:

@@ -9,9 +9,9 @@
         for batch in DataLoader(data, batch_size=None, num_workers=4):
             batch["tokens"], batch["loss_mask"], batch["logprobs"], batch["advantage"], batch["offsets"]
 
-Every process opens the file for itself when it first reads: nothing of HDF5 crosses a fork, and only a path and a few
-numbers cross a spawn. All workers of all ranks compute the same plan from the same seed and take their share of it, so
-each trajectory is read once per epoch, however many workers there are.
+Each process opens the file on its first read: no HDF5 state crosses a fork, and only a path and a few numbers cross a
+spawn. All workers of all ranks compute the same plan from the same seed and take their share of it. So each trajectory
+is read once per epoch, regardless of the number of workers.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_b
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore, open_trajectories
 
 Batch = dict[str, Any]
-"""The columns of :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch` as tensors, text as lists."""
+"""Columns of :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch`, as tensors. Text columns are
+lists."""
 
 
 class _Opened:
-    """A store that each process opens for itself."""
+    """Trajectory store that each process opens lazily."""
 
     def __init__(self, path: str | os.PathLike[str], where: str | None, advantage: Kind | None) -> None:
         self.path = os.fspath(path)
         self.where = where
         self.advantage = advantage
         self._mine: tuple[int, TrajectoryStore, np.ndarray[Any, Any], np.ndarray[Any, Any] | None] | None = None
-        self.open()  # raises errors here rather than in a worker
+        self.open()  # fail here rather than in a worker
 
     def open(self) -> tuple[TrajectoryStore, np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
-        """Returns the store, the chosen row numbers, and the advantage of every row if one was asked for."""
+        """Returns the store, the selected row numbers, and the advantage of every row if requested."""
         if self._mine is None or self._mine[0] != os.getpid():
             store = open_trajectories(self.path)
             rows = np.arange(len(store)) if self.where is None else store.select(self.where)
@@ -52,7 +53,7 @@ class _Opened:
         return self._mine[1:]
 
     def batch(self, rows: np.ndarray[Any, Any], pad: int | None) -> Batch:
-        """Returns the batch of some rows."""
+        """Returns a batch of the given rows."""
         store, _, advantages = self.open()
         batch = make_batch(store.source, rows, pad)
         if advantages is not None:
@@ -101,13 +102,13 @@ class Trajectories(Dataset[Batch]):
         return self._opened.batch(rows[[range(len(rows))[index]]], self._pad)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
-        """Returns the items as one batch, read at once; PyTorch's fetcher calls it instead of ``__getitem__``."""
+        """Returns all items as one batch. PyTorch's fetcher calls it instead of ``__getitem__``."""
         rows = self._opened.open()[1]
         return [self._opened.batch(rows[np.asarray(indices, np.int64)], self._pad)]
 
     @staticmethod
     def collate(items: list[Batch]) -> Batch:
-        """Returns the one batch that :meth:`__getitems__` read; for the loader's ``collate_fn``."""
+        """Unwraps the batch that :meth:`__getitems__` returned; for the loader's ``collate_fn``."""
         (batch,) = items
         return batch
 
@@ -122,11 +123,11 @@ class PackedTrajectories(IterableDataset[Batch]):
         token_budget: largest number of entries of each token column per batch, padding included.
         where: an expression that chooses rows.
         pad: number to pad token columns with to (S, longest); ``None`` keeps them flat (T), with ``offsets``.
-        seed: shuffles, differently in every epoch; ``None`` keeps neighbours together.
+        seed: seed of the shuffle, which differs in every epoch. If ``None``, rows keep their order except for packing.
         advantage: kind of the column ``advantage`` (S) to add.
         rank, ranks: this trainer's share; by default those of ``torch.distributed``, or of RANK and WORLD_SIZE.
-        even: drops up to ``ranks - 1`` batches, so that every rank makes the same number of steps.
-        oversize: ``error`` or ``skip`` for a trajectory over the budget.
+        even: drop up to ``ranks - 1`` batches, so that every rank gets the same number.
+        oversize: what to do with a trajectory over the budget: ``error`` or ``skip``.
 
     Raises:
         ConfigError: ``path`` cannot be read, or ``where`` is not a selection.
@@ -161,14 +162,14 @@ class PackedTrajectories(IterableDataset[Batch]):
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # shared with persistent workers
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch, which changes the shuffle; call it with the same number on every rank."""
+        """Sets the epoch that seeds the shuffle. All ranks must use the same number."""
         self._epoch[0] = epoch
 
     def plan(self) -> list[np.ndarray[Any, Any]]:
-        """Returns the batches of this rank in this epoch, as arrays of row numbers.
+        """Returns this rank's batches for the epoch, as arrays of row numbers.
 
         Raises:
-            ConfigError: a trajectory is over the budget, with ``oversize="error"``.
+            ConfigError: a trajectory exceeds the budget and ``oversize`` is ``error``.
         """
         store, rows, _ = self._opened.open()
         seed = None if self._seed is None else self._seed * 1_000_003 + int(self._epoch[0])
@@ -178,7 +179,7 @@ class PackedTrajectories(IterableDataset[Batch]):
         return batches[self._rank :: self._ranks]
 
     def __len__(self) -> int:
-        """Returns the number of batches of this rank in this epoch."""
+        """Returns the number of this rank's batches in the epoch."""
         return len(self.plan())
 
     def __iter__(self) -> Iterator[Batch]:

@@ -1,6 +1,7 @@
-"""Evaluates a policy during training on tasks that it is not trained on, every few steps.
+"""Evaluates a policy on held-out tasks every few training steps.
 
-Evaluation rollouts are ordinary ones whose round is the step's number. Their tokens name the version that sampled them.
+Evaluation rollouts are ordinary rollouts whose round is the step number. Their tokens record the version that sampled
+them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from megaflow_hpc.types import Rollout, round_of
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of the held-out tasks after one step."""
+    """Results on the held-out tasks after one step."""
 
     step: int
     rollouts: int
-    """Number of rollouts that have a reward."""
+    """Number of rollouts with a reward."""
     reward: float
     """Mean reward."""
     passed: float
@@ -32,10 +33,10 @@ class Evaluation:
 
 
 def request_evaluation(run: RunDir, policy: TrainedPolicy, samples: int, step: int) -> None:
-    """Requests the held-out tasks after a step. Repeating the call requests nothing new.
+    """Requests rollouts of the held-out tasks after a step. Idempotent.
 
     Raises:
-        OSError: the run directory does not answer.
+        OSError: the run directory is unavailable.
     """
     tasks = sorted(policy.held_out)
     rollouts = [Rollout(task, policy.name, sample, policy.agent, step) for task in tasks for sample in range(samples)]
@@ -43,7 +44,7 @@ def request_evaluation(run: RunDir, policy: TrainedPolicy, samples: int, step: i
 
 
 def evaluations(run: RunDir, policy: str) -> list[Evaluation]:
-    """Returns the results so far of each evaluation, in the order of steps. Reads the rows of the whole campaign.
+    """Returns the results of all evaluations so far, in step order. Reads the rows of the whole campaign.
 
     Raises:
         ConfigError: the run is missing.

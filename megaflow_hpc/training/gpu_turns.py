@@ -3,7 +3,7 @@
     turns = GpuTurns(flow)
     turns.take(step.number)                      # the engine sleeps now
     ...                                          # move onto the GPUs, step, publish, move off them
-    turns.give()                                 # it wakes, and loads what was published
+    turns.give()                                 # the engine wakes and loads the published weights
 
 Each rank of a distributed trainer has its own ``GpuTurns``. Call :meth:`GpuTurns.give` only after all ranks have moved
 off the GPUs. If the campaign shares no GPUs, both methods do nothing.
@@ -19,18 +19,17 @@ from megaflow_hpc.rundir.training import SharedGpu
 from megaflow_hpc.training.dataflow import SAY_INTERVAL_S, Dataflow
 
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.5
-"""Shortest and longest poll interval while waiting for the engine to sleep. Each interval is twice as long as the last.
-"""
+"""Bounds of the poll interval while waiting for the engine to sleep. The interval doubles after each poll."""
 
 
 class GpuTurns:
-    """Takes the GPUs for this rank of a dataflow, and gives them back."""
+    """Takes the shared GPUs for this rank of a dataflow, and returns them."""
 
     def __init__(self, flow: Dataflow) -> None:
         self._flow = flow
         planned = flow.record.config if flow.record.campaign else None
         self.shared = planned is not None and planned.slurm.trainer.share == "sleep"
-        """True if trainer and engine share GPUs."""
+        """True if the trainer and the engine share GPUs."""
         self._gpu = SharedGpu(flow.run, flow.policy)
         # With several ranks, their parent process (torch's launcher) ends last.
         process = Identity.of(os.getppid() if flow.ranks > 1 else os.getpid())
@@ -38,10 +37,10 @@ class GpuTurns:
         self._process = process
 
     def take(self, step: int) -> float:
-        """Waits until the engine sleeps. Returns the seconds that it took to wake and load weights after the last turn.
+        """Waits until the engine sleeps. Returns the seconds it took to wake and load weights after the previous turn.
 
         Args:
-            step: identifies this turn; the same on all ranks, and different for each turn.
+            step: identifier of this turn. It must be equal on all ranks and different in each turn.
 
         Raises:
             LedgerError: a later trainer has taken over.
@@ -62,6 +61,6 @@ class GpuTurns:
         return turn_given.wake_s
 
     def give(self) -> None:
-        """Returns the GPUs to the engine. Call it once no rank has data on them."""
+        """Returns the GPUs to the engine. Call it only once no rank has data on them."""
         if self.shared and not self._flow.rank:
             self._gpu.release()

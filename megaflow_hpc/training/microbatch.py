@@ -1,4 +1,4 @@
-"""Splits a step into minibatches and micro-batches: which rollouts, how they are packed, and on which rank.
+"""Splits a step into minibatches and micro-batches, and assigns the micro-batches to ranks.
 
 A *minibatch* is the input of one optimizer step. A *micro-batch* is the input of one forward pass on one rank.
 Sequences are concatenated and never cut. All ranks compute the same split from the plan, and each reads only its own
@@ -23,16 +23,17 @@ from megaflow_hpc.trajectory import TokenSequence
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """S concatenated sequences of T tokens in all. Each token is predicted from the earlier ones of its sequence."""
+    """S concatenated sequences with T tokens in total. Each token is predicted from earlier tokens of its own
+    sequence."""
 
     tokens: NDArray[np.int32]
     """(T)"""
     positions: NDArray[np.int32]
-    """(T), from 0 in each sequence."""
+    """(T), position in the sequence, from 0."""
     offsets: NDArray[np.int64]
-    """(S+1), where each sequence begins."""
+    """(S+1), start of each sequence, then T."""
     mask: NDArray[np.uint8]
-    """(T), 1 for tokens to train on, which the policy sampled freely."""
+    """(T), 1 for tokens to train on: those that the policy sampled freely."""
     logprobs: NDArray[np.float32]
     """(T), the engine's log-probabilities; 0 where the mask is 0."""
     versions: NDArray[np.int32]
@@ -40,11 +41,11 @@ class MicroBatch:
     advantages: NDArray[np.float32]
     """(T), 0 where the mask is 0."""
     weights: NDArray[np.float32]
-    """(T), factors of the tokens in the loss; 0 where the mask is 0."""
+    """(T), per-token loss factors; 0 where the mask is 0."""
     sample: NDArray[np.int32]
-    """(S), index of each sequence's rollout in the step."""
+    """(S), index of the sequence's rollout in the step."""
     group: NDArray[np.int32]
-    """(S), number of its group in the step."""
+    """(S), index of the sequence's group in the step."""
 
     @property
     def sampled(self) -> int:
@@ -52,8 +53,8 @@ class MicroBatch:
         return int(self.mask.sum())
 
     def sequence_keys(self) -> list[tuple[int, bytes]]:
-        """Returns a key for each sequence, valid in every minibatch of a step: its rollout and a digest of its
-        tokens."""
+        """Returns a key for each sequence: its rollout and a digest of its tokens. Keys are valid for the whole
+        step."""
         bounds = zip(self.sample.tolist(), self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)
         return [(rollout, blake2b(self.tokens[a:b].tobytes(), digest_size=16).digest()) for rollout, a, b in bounds]
 
@@ -64,14 +65,14 @@ class SequencePart(NamedTuple):
     rollout: int
     """Index of the rollout in the plan."""
     sequence: int
-    """Index among the rollout's sequences of the policy."""
+    """Index of the sequence among those of the policy in this rollout."""
     length: int
 
 
 Load = Callable[[int], list[TokenSequence]]
-"""Index of a rollout in the plan → its sequences of the policy."""
+"""Index of a rollout in the plan → the policy's sequences."""
 Ordinal = Callable[[int], int]
-"""Number of a weight version → the policy's own count."""
+"""Campaign-wide weight version → the policy's own count."""
 
 
 class Minibatch:
@@ -120,7 +121,7 @@ class Minibatch:
             yield self._pack(bins[mine] if mine < len(bins) else [])
 
     def _bins(self, tokens: int) -> list[list[SequencePart]]:
-        """Packs sequences first-fit decreasing. Sequences without a token to train on are left out."""
+        """Packs sequences by first-fit decreasing. Skips sequences without tokens to train on."""
         parts = [
             SequencePart(index, number, length)
             for index in self.rollouts
@@ -155,7 +156,7 @@ class Minibatch:
         logprobs = _joined([np.frombuffer(s.logprobs, np.float32) for s in sequences], np.float32)
         versions = _joined([np.frombuffer(s.weight_versions, np.int32) for s in sequences], np.int32)
         for number in np.unique(versions[versions >= 0]).tolist():
-            versions[versions == number] = -2 - self._ordinal(number)  # negative, so that no number is replaced twice
+            versions[versions == number] = -2 - self._ordinal(number)  # negative, so that no version is converted twice
         versions[versions < -1] = -2 - versions[versions < -1]
         of = self._planned
         each = [np.repeat(np.array([f(of[p.rollout]) for p in parts], np.float32), lengths) for f in _BY_ROLLOUT]
@@ -177,7 +178,7 @@ _BY_ROLLOUT: tuple[Callable[[PlannedRollout], float], ...] = (lambda r: r.advant
 
 
 def _joined(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray:
-    """Returns a copy, so that the caller may change it."""
+    """Concatenates arrays. Always returns a copy, so that the caller may modify it."""
     return np.concatenate([np.empty(0, dtype), *parts])
 
 
@@ -185,12 +186,12 @@ def split(groups: Sequence[int], size: int, random: np.random.Generator | None =
     """Splits the rollouts of a step into minibatches of whole groups.
 
     Args:
-        groups: the number of the group of each rollout.
-        size: groups of a minibatch.
-        random: shuffles the groups; without it they keep the plan's order.
+        groups: group number of each rollout.
+        size: number of groups in a minibatch.
+        random: shuffles the groups; if ``None``, they keep the plan's order.
 
     Returns:
-        Indices of rollouts by minibatch.
+        Rollout indices of each minibatch.
     """
     by_group: dict[int, list[int]] = {}
     for index, group in enumerate(groups):

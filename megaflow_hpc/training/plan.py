@@ -2,18 +2,18 @@
 
 ::
 
-    batches/000003.json     :class:`TaskBatch`: tasks that were requested together
-    refills/012001.json     :class:`Refill`: tasks that step 12 requested in the place of dropped groups
-    added/3610421.json      :class:`Added`: tasks that the trainer requested in addition
+    batches/000003.json     :class:`TaskBatch`: tasks requested together
+    refills/012001.json     :class:`Refill`: tasks that step 12 requested to replace dropped groups
+    added/3610421.json      :class:`Added`: extra tasks that the trainer requested
     steps/000012.json       :class:`StepPlan`: the rollouts that step 12 trains on and drops; never changed
-    commits/000012.json     step 12 is done: its checkpoint, its weights, its metrics
+    commits/000012.json     commit of step 12: its checkpoint, weights and metrics
     trainers/000002.json    the second start of the trainer; earlier starts can no longer commit
     checkpoints/12/         the trainer's own files
 
 A plan is claimed before it is used: its file is linked to the step's number, which succeeds only once. A trainer that
-comes second uses the existing plan. So a step is always made of the same rollouts, no matter which process dies. A
-trainer that was wrongly believed dead can repeat a step, but cannot commit it. Other rooms read commits and starts too,
-so their records are in :mod:`megaflow_hpc.rundir.training`.
+loses this race uses the existing plan. So a step always has the same rollouts, no matter which process dies. A trainer
+that was wrongly presumed dead can repeat a step, but cannot commit it. Other subpackages read commits and starts too,
+so these records are defined in :mod:`megaflow_hpc.rundir.training`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class RecordPlace(msgspec.Struct, array_like=True, frozen=True):
-    """The place of a rollout's record in a journal."""
+    """Location of a rollout's record in a journal."""
 
     journal: str
     """File name in ``RUN/journal``."""
     start: int
-    """Offset of its first byte."""
+    """Offset of the record's first byte."""
     epoch: int = 0
 
 
@@ -53,32 +53,32 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     group: str
     place: RecordPlace
     reward: float | None = None
-    """``None`` if not verified."""
+    """Reward; ``None`` if the rollout was not verified."""
     advantage: float = 0.0
     """Advantage of each sampled token."""
     weight: float = 1.0
-    """Weight of its tokens in the loss."""
+    """Weight of the rollout's tokens in the loss."""
     oldest: int = -1
     """Ordinal of the oldest version that sampled a token; -1 if nothing was sampled."""
     replayed: bool = False
     """True if an earlier step trained on it too."""
     lengths: list[int] = []
-    """Tokens of each of the policy's sequences."""
+    """Token count of each of the policy's sequences."""
     sampled: list[int] = []
-    """Sampled tokens of each of the policy's sequences."""
+    """Number of sampled tokens in each of the policy's sequences."""
 
 
 class Settled(msgspec.Struct, kw_only=True, frozen=True):
-    """The groups that are settled after a step, and the rollouts that wait."""
+    """Groups settled after a step, and the rollouts still waiting."""
 
     cursor: dict[str, Any] = {}
-    """Position from which reading the journals continues."""
+    """Journal position at which reading resumes."""
     waiting: list[RecordPlace] = []
-    """Rollouts that were read and belong to no step yet."""
+    """Rollouts that were read but are not in any step yet."""
     first_block: int = 0
-    """Every group in blocks below this one is settled."""
+    """All groups in earlier blocks are settled."""
     groups: list[str] = []
-    """Groups in later blocks that are settled."""
+    """Settled groups in this block and later ones."""
 
 
 class StepPlan(msgspec.Struct, kw_only=True):
@@ -86,57 +86,57 @@ class StepPlan(msgspec.Struct, kw_only=True):
 
     format_version: int = FORMAT_VERSION
     step: int
-    """Number of the step, from 1."""
+    """Step number, from 1."""
     version: int
-    """Ordinal of the policy's newest weights at planning; staleness counts from here."""
+    """Ordinal of the policy's newest weights when the step was planned. Staleness is relative to it."""
     seed: list[int]
     """Seed of every random choice in the step."""
     rollouts: list[PlannedRollout] = []
     drops: dict[str, str] = {}
-    """Rollout or group → reason why no step trains on it."""
+    """Id of each dropped rollout or group → reason."""
     settled: Settled = Settled()
     state: dict[str, Any] = {}
     """State of the data algorithms after this step."""
     trainer: int = 0
-    """Number of the trainer's start that made the plan."""
+    """Start number of the trainer that made the plan."""
 
     @property
     def staleness(self) -> list[int]:
-        """For each rollout: versions published since its oldest token was sampled."""
+        """For each rollout, the number of versions published since its oldest token was sampled."""
         return [self.version - rollout.oldest if rollout.oldest >= 0 else 0 for rollout in self.rollouts]
 
 
 class TaskBatch(msgspec.Struct, kw_only=True):
-    """Tasks that were requested together. Their blocks are derived from this record, so each is added only once."""
+    """Tasks requested together. Their blocks are derived from this record, so each block is added only once."""
 
     batch: int
-    """Number of the batch, from 0."""
+    """Batch number, from 0."""
     tasks: list[tuple[str, int]]
-    """Task and round."""
+    """(task, round) pairs."""
     samples: int
     version: int = 0
-    """Ordinal of the policy's newest weights at the request. No token of the batch is sampled by an older version."""
+    """Ordinal of the policy's newest weights when the batch was requested. No older version samples its tokens."""
     state: dict[str, Any] = {}
-    """State of the task choice after this batch."""
+    """State of task selection after this batch."""
 
 
 class Refill(TaskBatch, kw_only=True):
-    """Further tasks for a step. ``batch`` counts the batches requested before."""
+    """Extra tasks requested by a step. ``batch`` is the number of batches requested earlier."""
 
 
 class Added(TaskBatch, kw_only=True):
-    """Tasks that a trainer requested in addition. ``batch`` counts the batches requested before."""
+    """Extra tasks requested by the trainer. ``batch`` is the number of batches requested earlier."""
 
 
 class TrainingFiles:
-    """The files of one policy. The constructor does not touch the disk."""
+    """Training files of one policy. The constructor does not access the disk."""
 
     def __init__(self, run: RunDir, policy: str) -> None:
         self.run, self.path = run, run.training / policy
         self.checkpoints, self.metrics = self.path / "checkpoints", self.path / "metrics.jsonl"
 
     def create(self) -> None:
-        """Makes the directories."""
+        """Creates the directories."""
         for folder in (self.path.parent, self.path, self.checkpoints, *map(self._folder, _KINDS)):
             make_directory(folder)
 
@@ -144,14 +144,14 @@ class TrainingFiles:
         return self.path / _KINDS[kind]
 
     def numbers(self, kind: type[msgspec.Struct]) -> list[int]:
-        """Returns the numbers of the existing records of one kind."""
+        """Returns the numbers of all existing records of a kind."""
         return numbered(self._folder(kind))
 
     def read(self, kind: type[R], number: int) -> R | None:
-        """Returns a record; ``None`` if it is missing.
+        """Returns a record, or ``None`` if it does not exist.
 
         Raises:
-            ConfigError: the record is damaged, or was written by a later version.
+            ConfigError: the record is damaged, or was written by a newer version of the package.
         """
         path = self._folder(kind) / f"{number:06d}.json"
         try:
@@ -167,7 +167,7 @@ class TrainingFiles:
         return record
 
     def claim(self, number: int, record: R) -> R:
-        """Publishes a record under its number unless one exists; returns the record that is stored."""
+        """Publishes a record under its number unless that number is taken. Returns the stored record."""
         path = self._folder(type(record)) / f"{number:06d}.json"
         try:
             write_atomic(path, msgspec.json.encode(record), exclusive=True)
@@ -178,23 +178,23 @@ class TrainingFiles:
         return record
 
     def digest(self, step: int) -> str:
-        """Returns the SHA-256 of a plan's file, in hexadecimal."""
+        """Returns the hexadecimal SHA-256 digest of a plan's file."""
         return hashlib.sha256(read_regular(self._folder(StepPlan) / f"{step:06d}.json")).hexdigest()
 
     # --- starts of the trainer ---
 
     def enter(self, trainer: Trainer) -> int:
-        """Registers the policy's latest trainer; returns the number of its start, from 1."""
+        """Registers a new trainer of the policy. Returns its start number, from 1."""
         number = (self.numbers(Trainer) or [0])[-1] + 1
         while self.claim(number, trainer) is not trainer:
             number += 1
         return number
 
     def check(self, trainer: int) -> None:
-        """Checks that no later trainer was started.
+        """Checks that no newer trainer was started.
 
         Raises:
-            LedgerError: one was.
+            LedgerError: a newer trainer was started.
         """
         latest = (self.numbers(Trainer) or [0])[-1]
         if latest > trainer:
@@ -205,10 +205,10 @@ class TrainingFiles:
     # --- commits ---
 
     def commit(self, commit: Commit) -> None:
-        """Publishes a step's commit, replacing an earlier one of the same step.
+        """Publishes the commit of a step, replacing an earlier commit of the same step.
 
         Raises:
-            LedgerError: a later trainer was started.
+            LedgerError: a newer trainer was started.
         """
         self.check(commit.trainer)
         write_atomic(self._folder(Commit) / f"{commit.step:06d}.json", msgspec.json.encode(commit))

@@ -42,11 +42,11 @@ class Planner:
         self._prompts = Prompts(config.prompts, policy.pass_threshold)
         self.learned = learned
         self.lacks = 0
-        """Number of groups that the last plan lacked, if none was made."""
+        """Number of groups missing when the last plan could not be made."""
         replays = any(step.replay for step in config.data)
         self._replayable = REPLAYED_STEPS * config.batch if replays else 0
         self._used: deque[tuple[SampleGroup, dict[str, Arrived]]] = deque(maxlen=self._replayable)
-        """Groups that may be replayed, the latest last."""
+        """Groups that may be replayed, newest last."""
         for plan in earlier if self._replayable else ():
             for group in reversed(buffer.read_groups(plan)):
                 self._used.appendleft(group)
@@ -64,15 +64,15 @@ class Planner:
         replace: bool = False,
         short: bool = False,
     ) -> StepPlan | None:
-        """Returns the plan of a step; ``None`` if groups are missing, whose number is then in :attr:`lacks`.
+        """Returns the plan of a step. If groups are missing, sets :attr:`lacks` to their number and returns ``None``.
 
         Args:
             version: ordinal of the newest weights.
             want: number of groups that the step waits for and settles, whether it trains on them or drops them.
             least: minimum number of groups to settle, oldest first, if more than ``want`` are complete.
-            last: no more rollouts will come, so fewer groups are enough.
-            replace: dropped groups do not count towards ``want``.
-            short: fewer undropped groups are enough if ``want`` groups are complete.
+            last: no more rollouts will arrive, so fewer groups are enough.
+            replace: do not count dropped groups towards ``want``.
+            short: accept fewer groups to train on if ``want`` groups are complete.
         """
         complete = self.buffer.complete()
         self.lacks = want - len(complete)
@@ -162,9 +162,9 @@ class Planning:
         files: where plans and requests are recorded.
         policy: the policy that is trained.
         config: the section ``training``.
-        requests: whether rollouts are requested. If not, those that the campaign planned are used as they come.
+        requests: whether to request rollouts. Otherwise, those that the campaign planned are used as they arrive.
         sequences: reads token sequences.
-        ordinal: number of a weight version → the policy's own count.
+        ordinal: converts a campaign-wide weight version to the policy's own count.
     """
 
     def __init__(
@@ -181,17 +181,17 @@ class Planning:
         self._requests, self._sequences, self._ordinal = requests, sequences, ordinal
         self._flags = Marks(run)
         self._planner: Planner | None = None
-        """Holds the rollouts that no plan has settled. It is rebuilt from the last plan where necessary."""
+        """Rollouts not settled by any plan. Rebuilt from the last plan when needed."""
         self.control = StalenessControl(files, policy, config)
         self.exhausted = False
-        """True if no task is left to request in the place of dropped groups."""
+        """True if no task is left to replace dropped groups."""
 
     def request(self, committed: int, say: Callable[[str], None]) -> None:
         """Requests the batches that are due.
 
         Args:
             committed: number of the last step that is committed.
-            say: gets a line if requests wait for engines.
+            say: called with a line if requests are waiting for engines.
 
         Raises:
             OSError: the run directory does not answer; the next call continues.
@@ -205,23 +205,23 @@ class Planning:
 
     @property
     def complete_groups(self) -> int:
-        """Groups that are complete and in no plan."""
+        """Number of complete groups that are not in a plan."""
         return len(self._planner.buffer.complete()) if self._planner else 0
 
     @property
     def open_groups(self) -> int:
-        """Groups that are in no plan, complete or not."""
+        """Number of groups that are not in a plan, complete or not."""
         return self._planner.buffer.open_groups if self._planner else 0
 
     @property
     def journals(self) -> int:
-        """Journals whose size each poll asks for."""
+        """Number of journals that each poll has to stat."""
         return self._planner.buffer.journals if self._planner else 0
 
     def plan(self, step: int, trainer: int) -> StepPlan | None:
         """Returns the plan of a step, or ``None`` while its rollouts are missing.
 
-        If another trainer has claimed the step meanwhile, its plan is returned.
+        If another trainer has claimed the step in the meantime, that trainer's plan is returned.
 
         Args:
             step: number of the step, from 1.
@@ -233,7 +233,7 @@ class Planning:
         if self._planner is None:
             self._planner = self._new_planner(step)
         planner = self._planner
-        over = self._flags.over  # read before the poll, so that the poll sees every rollout stored until then
+        over = self._flags.over  # read before polling, so that the poll covers every rollout stored until then
         planner.buffer.poll()
         version = self._ordinal(current(self._run, self._policy.name).version)
         if self._requests and not over and self.control.is_due(planner.buffer.rounds_under_way(), version):
@@ -243,7 +243,7 @@ class Planning:
             return None
         claimed = self._files.claim(step, plan)
         if claimed is not plan:
-            self._planner = None  # the other plan says what is settled
+            self._planner = None  # the other plan decides which groups are settled
         return claimed
 
     def _learned_prompts(self) -> dict[str, object]:
@@ -251,7 +251,7 @@ class Planning:
         return learned
 
     def _new_planner(self, step: int) -> Planner:
-        """Returns a planner with the rollouts that the plans before ``step`` left unsettled."""
+        """Returns a planner that holds the rollouts left unsettled before ``step``."""
         before = self._files.read(StepPlan, step - 1)
         settled, learned = (before.settled, before.state) if before else (Settled(), {})
         policy = self._policy
@@ -261,11 +261,11 @@ class Planning:
         return Planner(self._config, policy, buffer, learned, earlier)
 
     def _planned(self, planner: Planner, step: int, version: int, trainer: int, over: bool) -> StepPlan | None:
-        """Plans the step if there is enough for it, and requests groups in the place of dropped ones."""
+        """Plans the step if enough groups are complete, and requests replacements for dropped groups."""
         buffer, control = planner.buffer, self.control
         max_refills = self._config.refill if self._requests else 0
         want, complete = self.wanted(step), buffer.complete()
-        under_way = buffer.open_groups - len(complete) if max_refills else 0  # which looks for blocks
+        under_way = buffer.open_groups - len(complete) if max_refills else 0  # this polls for new blocks
         refills_used_up = bool(max_refills) and control.refills(step) >= max_refills
         newest_round = max(buffer.rounds_under_way(), default=0)
         refill_under_way = refills_used_up and newest_round >= FIRST_REFILL_ROUND

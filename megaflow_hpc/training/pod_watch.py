@@ -1,8 +1,8 @@
-"""Detects whether any pod is left that could sample the rollouts that a trainer waits for.
+"""Detects whether any pod is left to produce the rollouts that a trainer waits for.
 
-A live pod renews its lease. If no lease is renewed for long, the trainer asks the site whether pods run or are queued.
-It uses a command from its environment, because a trainer does not talk to Slurm itself. Without a command, the trainer
-keeps waiting.
+A live pod renews its lease. If no lease has been renewed for a while, the trainer asks the site whether pods are
+running or queued. It runs a command from its environment, because a trainer does not talk to Slurm itself. Without a
+command, the trainer keeps waiting.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.rundir.layout import RunDir
 
 POLL_INTERVAL_S = 30.0
-"""Seconds between two polls of the leases, and between two queries to the site."""
+"""Seconds between polls of the leases, and between queries to the site."""
 MAX_READS_PER_S = 10
-"""Leases to read per second. The leases of many pods are polled less often."""
+"""Maximum number of leases to read per second. A run with many pods is polled less often."""
 GIVE_UP_S = 900.0
-"""Seconds without pods after which a trainer ends. Before that, the user or ``watch`` may start new pods."""
+"""Seconds without pods after which a trainer gives up. Until then, the user or ``watch`` may start new pods."""
 ASK_VARIABLE = "MEGAFLOW_ASK_PODS"
-"""Environment variable with a command that prints the number of running and queued pods, and fails if it is unknown."""
+"""Environment variable naming a command that prints the number of running and queued pods, or fails if that is
+unknown."""
 QUEUED = "no pod runs yet; some are queued or starting"
 ASK_TIMEOUT_S = 120.0
 """Timeout of the command in seconds."""
 
 
 def ask_site() -> int | None:
-    """Returns the number of running and queued pods; ``None`` if it is unknown, as for a trainer started by hand."""
+    """Returns the number of running and queued pods, or ``None`` if unknown, as for a manually started trainer."""
     command = os.environ.get(ASK_VARIABLE, "")
     if not command:
         return None
@@ -44,12 +45,12 @@ def ask_site() -> int | None:
 
 
 class PodWatch:
-    """Watches the pods of a run for a trainer that waits.
+    """Watches the pods of a run on behalf of a waiting trainer.
 
     Args:
         run: the run directory.
-        ask: returns the number of running and queued pods; ``None`` if it is unknown.
-        clock: returns seconds.
+        ask: returns the number of running and queued pods, or ``None`` if unknown.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -61,24 +62,24 @@ class PodWatch:
         self._run, self._ask, self._clock = run, ask, clock
         self._ledger = Ledger(run)
         self._seen: dict[str, object] = {}
-        """``<pod>.<start>`` → counter of its lease at the last poll."""
+        """``<pod>.<start>`` → lease counter at the last poll."""
         self._next_at = self._alive_at = clock()
-        """Time of the next poll, and time when a pod was last known to be alive."""
+        """When to poll next, and when a pod was last known to be alive."""
         self._gone_at: float | None = None
-        """Time since when no pod runs or is queued."""
+        """When pods were first found to be missing; ``None`` if they are not."""
         self._said = ""
 
     def begin(self) -> None:
-        """Starts a new wait, as if a pod were alive now."""
+        """Starts a new wait. Assumes that a pod is alive now."""
         self._next_at = self._alive_at = self._clock()
         self._gone_at, self._said = None, ""
 
     def look(self) -> str:
-        """Returns a message about missing pods; empty if a pod is alive. Cheap enough to call often.
+        """Returns a message if pods are missing, or an empty string if any is alive. Cheap enough to call often.
 
         Raises:
-            StarvedError: no pod has run or been queued for :data:`GIVE_UP_S`.
-            OSError: the run directory does not answer.
+            StarvedError: no pod has been running or queued for :data:`GIVE_UP_S`.
+            OSError: the run directory is unavailable.
         """
         now = self._clock()
         if now >= self._next_at:

@@ -1,4 +1,4 @@
-"""The policy that a trainer trains, as the campaign describes it."""
+"""The policy to train, as described by the campaign."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from megaflow_hpc.rundir.record import RunRecord
 
 @dataclass(frozen=True)
 class TrainedPolicy:
-    """One policy of a run, with all that requesting and planning its rollouts needs to know."""
+    """The trained policy of a run, with everything needed to request and plan its rollouts."""
 
     name: str
     settings: PolicyTraining
     agent: str
-    """Name of the agent that rolls the policy out."""
+    """Name of the agent that runs the policy's rollouts."""
     tasks: tuple[str, ...]
     """Ids of the tasks to train on."""
     held_out: frozenset[str]
-    """Ids of the tasks that only evaluation uses."""
+    """Ids of the tasks reserved for evaluation."""
     owners: frozenset[str] | None
-    """Policies whose rollouts hold this policy's tokens; ``None`` means every policy, as for a model that the agents
-    of other policies call too."""
+    """Policies whose rollouts contain this policy's tokens. ``None`` means all, for a model that agents of other
+    policies call too."""
     samples: int
-    """Rollouts of each group."""
+    """Number of rollouts in a group."""
     pods: int
-    """Pods of the campaign; new blocks are cut for this number."""
+    """Number of pods in the campaign. New blocks are sized for it."""
     pass_threshold: float
-    """Smallest reward of a passed rollout."""
+    """Minimum reward of a passed rollout."""
     seed: int
-    """Seed of every random choice."""
+    """Seed of all random choices."""
     temperature: float
-    """Sampling temperature. A trainer divides logits by it."""
+    """Sampling temperature, by which a trainer divides logits."""
 
 
 def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: TrainingConfig) -> TrainedPolicy:
@@ -44,12 +44,12 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
 
     Args:
         run: the run directory.
-        record: what was planned.
-        name: the policy; ``None`` chooses the only one that the campaign trains.
+        record: the planning record of the run.
+        name: the policy; ``None`` selects the only one that the campaign trains.
         config: the section ``training``.
 
     Raises:
-        ConfigError: the policy is not trained, or several are and none is named.
+        ConfigError: the policy is not trained, or ``name`` is missing and several policies are trained.
     """
     name = _chosen(run, name, config)
     planned = record.policies.get(name)
@@ -60,7 +60,7 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
     if include:
         tasks = [task for task in tasks if any(fnmatch.fnmatchcase(task, pattern) for pattern in include)]
     samples = planned.samples if planned else 1
-    if record.campaign:  # pods close the group when it has enough rewards
+    if record.campaign:  # pods close a group once it has enough rewards
         samples += record.config.scheduling.spare
     return TrainedPolicy(
         name=name,

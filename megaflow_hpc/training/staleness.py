@@ -1,9 +1,9 @@
-"""Controls how stale rollouts become, by when they are requested. Sampled rollouts are never thrown away for it.
+"""Bounds the staleness of rollouts by choosing when to request them. Sampled rollouts are never discarded for it.
 
 A batch holds the tasks of one step. With a staleness bound k, the batch of step s is requested when step s - 1 - k is
 committed. A step takes complete groups first. It waits for an incomplete group that would be older than k in the next
 step. With k = 0 training is synchronous, and a batch also waits until every engine has loaded the newest version.
-If dropped groups are replaced (``refill``), a step requests further tasks itself. Tasks that a trainer requests
+If dropped groups are replaced (``refill``), a step requests further tasks itself. Tasks that a trainer adds
 (:meth:`StalenessControl.add`) make a step larger if other groups would be too old for the next step.
 """
 
@@ -26,14 +26,14 @@ from megaflow_hpc.training.policy import TrainedPolicy
 from megaflow_hpc.types import Rollout
 
 ASYNCHRONOUS_BATCHES = 4
-"""Batches under way in asynchronous training, which has no bound: enough that pods never wait, and few enough that
-their samples are still useful."""
+"""Batches in flight in asynchronous training, which has no staleness bound. Enough to keep pods busy, but few enough
+that their samples are still useful."""
 FIRST_ADDED_ROUND = 10**9
-"""First round of tasks that a trainer requests itself."""
+"""First round number of tasks that a trainer adds."""
 FIRST_REFILL_ROUND = 10**10
-"""First round of tasks that a step requests in the place of dropped ones."""
+"""First round number of tasks that a step requests to replace dropped groups."""
 MAX_REFILLS = 1000
-"""Refills that a step has numbers for; no step requests as many."""
+"""Number of refills per step for which round numbers are reserved. No step needs that many."""
 
 
 class StalenessControl:
@@ -49,15 +49,15 @@ class StalenessControl:
         self._files, self._policy, self._config = files, policy, config
         self._prompts = Prompts(config.prompts, policy.pass_threshold)
         self._versions: dict[tuple[type[TaskBatch], int], int] = {}
-        """Kind and number of a request → ordinal of the newest weights at its time."""
+        """(kind, number) of a request → ordinal of the newest weights when it was made."""
         self._added = max(0, *files.numbers(TaskBatch), 0)
-        """Batches whose blocks exist. Those of the last recorded batch may be missing."""
+        """Number of batches whose blocks exist. The blocks of the last recorded batch may be missing."""
         self._refills_are_complete = False
-        """True if the blocks of every refill exist. Those of the last recorded refill may be missing."""
+        """True once the blocks of every refill exist. Before that, those of the last recorded refill may be missing."""
 
     @property
     def ahead(self) -> int:
-        """Batches under way in addition to that of the next step."""
+        """Number of batches in flight beyond that of the next step."""
         bound = self._config.staleness
         return ASYNCHRONOUS_BATCHES if bound is None else bound
 
@@ -86,15 +86,15 @@ class StalenessControl:
         batches = [self.batch(number) for number in later_batches]
         counted_on = sum(len(batch.tasks) for batch in batches if batch)
         late = sum(version - group.oldest >= bound for group in complete)
-        return min(late, open_groups - counted_on)  # none that a later step waits for
+        return min(late, open_groups - counted_on)  # later steps count on the remaining groups
 
     def want(self, step: int) -> int:
-        """Returns the number of groups that a step waits for: those of its batch."""
+        """Returns the number of groups that a step waits for: the size of its batch."""
         batch = self.batch(step - 1)
         return len(batch.tasks) if batch else self._config.batch
 
     def _record_of(self, round: int) -> tuple[type[TaskBatch], int]:
-        """Returns kind and number of the request that a round belongs to."""
+        """Returns the kind and number of the request that a round belongs to."""
         if round < FIRST_ADDED_ROUND:
             return TaskBatch, round // self._config.batch
         if round < FIRST_REFILL_ROUND:
@@ -112,8 +112,8 @@ class StalenessControl:
 
         Args:
             committed: number of committed steps.
-            learned: what the choice of tasks has learned from the steps planned so far.
-            say: gets a line if requests wait for engines.
+            learned: state of task selection after the steps planned so far.
+            say: called with a line if requests are waiting for engines.
 
         Raises:
             OSError: the run directory does not answer; the next call continues.
@@ -121,7 +121,7 @@ class StalenessControl:
         if not self._refills_are_complete:
             number, refill = self._last_refill()
             if refill:
-                self._add_blocks(refill, f"refill.{number:06d}")  # adds nothing if they exist
+                self._add_blocks(refill, f"refill.{number:06d}")  # does nothing if they exist
             self._refills_are_complete = True
         while self._added < min(committed + 1 + self.ahead, self._config.steps):
             late = self._late_engines() if self._config.staleness == 0 else ""
@@ -142,18 +142,18 @@ class StalenessControl:
         version = current(self._files.run, self._policy.name).ordinal
         chosen = [(task, FIRST_ADDED_ROUND + number) for task in tasks]
         added = Added(batch=self._added, tasks=chosen, samples=samples or self._policy.samples, version=version)
-        self._files.claim(number, added)  # before its blocks, so that their age is known once they exist
+        self._files.claim(number, added)  # written before its blocks, so that their age is known as soon as they exist
         self._add_blocks(added, f"added.{token}")
 
     def refills(self, step: int) -> int:
-        """Returns the number of refills that a step has requested."""
+        """Returns the number of refills that a step has requested so far."""
         return sum(number // MAX_REFILLS == step for number in self._files.numbers(Refill))
 
     def refill(self, step: int, count: int, learned: dict[str, object]) -> bool:
-        """Requests ``count`` further tasks for a step, at most a batch of them. Returns whether any task was left.
+        """Requests up to ``count`` further tasks for a step, at most a batch. Returns whether any task was left.
 
         Raises:
-            OSError: the run directory does not answer; the next :meth:`keep` continues.
+            OSError: the run directory is unavailable. The next :meth:`keep` completes the request.
         """
         number = step * MAX_REFILLS + self.refills(step)
         first_round = FIRST_REFILL_ROUND + number * self._config.batch
@@ -167,16 +167,16 @@ class StalenessControl:
         return True
 
     def batch(self, number: int) -> TaskBatch | None:
-        """Returns a batch by its number, from 0; ``None`` if it is not requested yet."""
+        """Returns a batch by number, from 0, or ``None`` if it is not requested yet."""
         return self._files.read(TaskBatch, number)
 
     def _last_refill(self) -> tuple[int, Refill | None]:
-        """Returns number and record of the last refill; 0 and ``None`` without any."""
+        """Returns the number and record of the last refill, or 0 and ``None``."""
         number = max(self._files.numbers(Refill), default=0)
         return number, self._files.read(Refill, number)
 
     def _late_engines(self) -> str:
-        """Returns the engines that synchronous training waits for; empty without any."""
+        """Returns a message that names the engines synchronous training waits for; empty if there are none."""
         run, policy = self._files.run, self._policy.name
         wanted = current(run, policy).version
         serving = EndpointFiles(run).serving(policy)
@@ -205,11 +205,11 @@ class StalenessControl:
     def _choose(
         self, batches: int, count: int, first: int, learned: dict[str, object], seed: list[int]
     ) -> tuple[list[tuple[str, int]], int, dict[str, Any]]:
-        """Returns tasks with their rounds, the ordinal of the newest version, and the state afterwards.
+        """Chooses tasks. Returns them with their rounds, the ordinal of the newest version, and the new state.
 
         Args:
-            batches: number of batches requested before.
-            first: the first round.
+            batches: number of batches requested earlier.
+            first: the first round number.
         """
         earlier: TaskBatch | None = self._last_refill()[1]
         if earlier is None or earlier.batch != batches:
@@ -221,5 +221,5 @@ class StalenessControl:
         tasks = []
         for task in chosen:
             times[task] = times.get(task, -1) + 1
-            tasks.append((task, first + times[task]))  # no task is chosen more often than there are rounds
+            tasks.append((task, first + times[task]))  # no task is chosen more often than rounds are reserved
         return tasks, current(self._files.run, self._policy.name).ordinal, state

@@ -1,4 +1,4 @@
-"""One step of a training: its rollouts as minibatches, publishing and committing."""
+"""One training step: yields its rollouts as minibatches, publishes the new weights and commits."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megaflow_hpc.training.plan import RecordPlace, StepPlan, TrainingFiles
 from megaflow_hpc.trajectory import TokenSequence
 
 KEPT_CHECKPOINTS = 3
-"""Number of the latest checkpoints that a trainer keeps."""
+"""Number of recent checkpoints that a trainer keeps."""
 KEPT_VERSIONS = 3
-"""Number of the newest weight versions that a trainer keeps. An engine may serve one while it loads the next."""
+"""Number of recent weight versions that a trainer keeps. An engine may still serve one while it loads the next."""
 
 
 class Flow(Protocol):
-    """The part of a dataflow that its steps use."""
+    """Interface of a dataflow that its steps use."""
 
     run: RunDir
     config: TrainingConfig
@@ -46,27 +46,27 @@ class Flow(Protocol):
 
     @property
     def settings(self) -> PolicyTraining:
-        """How the policy is trained."""
+        """Training settings of the policy."""
 
     @property
     def temperature(self) -> float:
         """Sampling temperature of the policy."""
 
     def check(self) -> None:
-        """Raises LedgerError if a later trainer was started."""
+        """Raises LedgerError if a newer trainer was started."""
 
     def committed(self, commit: Commit) -> None:
-        """Notes that a step is committed."""
+        """Records in memory that a step is committed."""
 
     def ordinal(self, version: int) -> int:
-        """Returns the policy's own count of a weight version's number."""
+        """Converts a campaign-wide weight version to the policy's own count."""
 
     def sequences(self, place: RecordPlace) -> list[TokenSequence]:
         """Reads the policy's sequences of a rollout."""
 
 
 class Step:
-    """One training step. It is made of the same rollouts after every restart and for every number of ranks.
+    """One training step. Its rollouts are the same after every restart and for any number of ranks.
 
     Attributes:
         plan: the stored plan.
@@ -79,12 +79,12 @@ class Step:
 
     @property
     def number(self) -> int:
-        """Number of the step, from 1."""
+        """Step number, from 1."""
         return self.plan.step
 
     @cached_property
     def groups(self) -> list[int]:
-        """For each rollout: the number of its group in the step."""
+        """Index of each rollout's group in the step."""
         seen: dict[str, int] = {}
         return [seen.setdefault(rollout.group, len(seen)) for rollout in self.plan.rollouts]
 
@@ -103,8 +103,7 @@ class Step:
         return sum(sum(rollout.sampled) for rollout in self.plan.rollouts)
 
     def minibatches(self) -> Iterator[Minibatch]:
-        """Yields the minibatches of all ``loss.epochs``, cut by ``loss.minibatch`` and with a new shuffle in each
-        epoch."""
+        """Yields the minibatches of all ``loss.epochs``, split by ``loss.minibatch`` and reshuffled in each epoch."""
         loss = self._flow.settings.loss
         for epoch in range(loss.epochs):
             if loss.minibatch is None:
@@ -115,7 +114,7 @@ class Step:
                 yield self.minibatch(rollouts)
 
     def minibatch(self, rollouts: list[int] | None = None) -> Minibatch:
-        """Returns a minibatch of these rollouts; by default of the whole step."""
+        """Returns a minibatch of the given rollouts; by default, the whole step."""
         chosen = list(range(len(self.plan.rollouts))) if rollouts is None else rollouts
         flow = self._flow
         return Minibatch(self.plan.rollouts, chosen, self.groups, self.sequences, flow.ordinal, flow.rank, flow.ranks)
@@ -125,7 +124,7 @@ class Step:
         return self._flow.sequences(self.plan.rollouts[rollout].place)
 
     def statistics(self) -> dict[str, float]:
-        """Returns statistics of the step's rollouts: reward, tokens, staleness, drops."""
+        """Returns statistics of the step's rollouts: rewards, tokens, staleness and drops."""
         plan = self.plan
         rewards = [rollout.reward for rollout in plan.rollouts if rollout.reward is not None]
         stale = plan.staleness
@@ -143,13 +142,13 @@ class Step:
     def publish(self, folder: str | os.PathLike[str], *, move: bool = False, keep: int | None = None) -> Version:
         """Publishes a model directory as the weights after this step. Repeating the call publishes nothing new.
 
-        Where the campaign says ``publish_delta``, it is published as what differs from the last whole version, if that
-        is small.
+        If the campaign sets ``publish_delta`` and the change from the last full version is small, only a delta is
+        published.
 
         Args:
             folder: weights in the engine's format.
             move: move the directory instead of copying it. It must be on the run directory's file system.
-            keep: remove all but this many of the policy's newest versions.
+            keep: number of the policy's newest versions to keep; older ones are removed.
 
         Raises:
             ConfigError: ``folder`` is not a model directory with weights.
@@ -159,7 +158,7 @@ class Step:
         if flow.rank:
             return current(flow.run, flow.policy)
         flow.check()
-        # The plan identifies the version. A repeated step need not give the same bits on a GPU.
+        # The version is identified by the plan, because a repeated step may produce different bits on a GPU.
         made = publish(
             flow.run,
             folder,
@@ -170,7 +169,7 @@ class Step:
             digest=self._digest,
             delta=flow.config.publish_delta,
         )
-        if move:  # the directory still exists if a delta was written, or the step was already published
+        if move:  # ``folder`` still exists if a delta was written or the step was already published
             remove_tree(folder, ignore_errors=True)
         return made
 

@@ -1,1 +1,1 @@
-"""Verbs that a campaign file, or the run made of it, is handed to: they plan, queue, change and end campaigns."""
+"""Verbs that take a campaign file or its run: they plan, queue, change and end campaigns."""

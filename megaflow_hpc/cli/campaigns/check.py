@@ -1,4 +1,4 @@
-"""``check``: validates a campaign file alone, and then against the site. It creates and submits nothing."""
+"""``check``: validates a campaign file, first on its own and then against the site. Creates and submits nothing."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def _gather(arguments: argparse.Namespace) -> int:
         note(f"waiting for the pods of {run.path}")
         run.slurm_jobs.until_pods_left()
     with under_way(f"gathering {run.path}"):
-        # End the servers first: gathering may take long, and the engines get no more requests.
+        # End the servers first: gathering may take long, and engines receive no more requests.
         ended = run.slurm_jobs.end_servers(arguments.end_servers) if arguments.end_servers else []
         path = run.gather(arguments.rebuild)
     if arguments.json:

@@ -1,4 +1,4 @@
-"""Follow a campaign to its end: progress, Ctrl-C and the summary."""
+"""Follows a campaign to its end: progress, Ctrl-C and the summary."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from megaflow_hpc.texts import in_one_line
 
 
 def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[], bool]) -> int:
-    """Starts and follows a run and prints its summary. Ctrl-C cancels the jobs, keeps results and prints how to resume.
+    """Starts a run, follows it and prints its summary. Ctrl-C cancels the jobs, keeps results and prints how to resume.
 
     Args:
-        start: Starts the run. Returns whether there is something to follow.
+        start: Starts the run. Returns whether there is anything to follow.
     """
     progress = ProgressLine(run.config.name)
     messages: list[str] = []
@@ -92,11 +92,11 @@ def _conclude(result: dict[str, Any], as_json: bool) -> int:
         say(f"results: {result['run']}")
     if missing and result["unstarted"] and not result["pods"]:
         return SiteError.exit_status
-    return 1 if missing or counts["failed"] else 0  # rollouts that the campaign's group rules cancelled are no failures
+    return 1 if missing or counts["failed"] else 0  # rollouts cancelled by the campaign's group rules are not failures
 
 
 def say_notices(*of: Any) -> None:
-    """Prints the notices left by planning or by the last start of jobs."""
+    """Prints the pending notices of planning or of starting jobs, and clears them."""
     for each in of:
         for line in each.notices:
             note(line)

@@ -85,7 +85,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _by_hand(run: Any) -> list[str]:
-    """Return the commands that submit a planned run by hand."""
+    """Returns the commands that submit a planned run manually."""
     from megaflow_hpc.campaign.job_requests import by_hand
 
     return by_hand(run.config, run.dir, run.record.server_groups)
@@ -131,7 +131,7 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--dry-run`` and the options that set the assumed duration of rollouts."""
+    """Adds ``--dry-run`` and the options for the assumed duration of rollouts."""
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -146,7 +146,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 
 
 def dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
-    """Prints scripts and estimate. Returns the exit status."""
+    """Prints the job scripts and the estimate. Returns the exit status."""
     from megaflow_hpc.slurm import script
 
     with PlanProgress() as watch:
@@ -170,7 +170,7 @@ def dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
 
 
 def _lines(estimate: Estimate) -> list[str]:
-    """Format the estimate for a person."""
+    """Formats the estimate as text."""
     wait = "" if estimate.jobs and estimate.jobs[0].role == "local" else " and the wait in the queue"
     blocks = f" in {_count(estimate.blocks, 'block')}" if estimate.blocks else ""
     pods, slots, nodes = estimate.pods, estimate.slots, estimate.nodes

@@ -1,1 +1,1 @@
-"""Verbs about trajectory files: how they are checked, shrunk, measured, handed on and brought in from elsewhere."""
+"""Verbs for trajectory files: check, compact, measure, export and import."""

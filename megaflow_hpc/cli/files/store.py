@@ -1,4 +1,4 @@
-"""``validate``, ``verify``, ``compact``, ``anonymise`` and ``du``: verbs for campaign files."""
+"""``validate``, ``verify``, ``compact``, ``anonymise`` and ``du``: verbs for trajectory files."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Verbs that make what campaigns are made of: tasks from files and bugs, images from Dockerfiles and registries."""
+"""Verbs that make the inputs of campaigns: tasks from files and bugs, images from Dockerfiles and registries."""

@@ -1,4 +1,4 @@
-"""``megaflow-hpc agents``: lists agents with their requirements, and creates an agent to start from."""
+"""``megaflow-hpc agents``: lists agents with their requirements, and creates new agents from a template."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Prints the agents that come with the package. Returns the exit status."""
+    """Prints the built-in agents. Returns the exit status."""
     from megaflow_hpc.agents.registry import known_agents
 
     agents = known_agents()
@@ -63,7 +63,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def run_new(arguments: argparse.Namespace) -> int:
-    """Writes an agent to start from. Returns the exit status."""
+    """Writes a template of an agent. Returns the exit status."""
     from megaflow_hpc.agents import code
 
     path = code.start(arguments.name, Path(arguments.directory))

@@ -1,4 +1,4 @@
-"""Adds ``images``: the store of task images, and their copies on a node."""
+"""``images``: manages the store of task images and their copies on a node."""
 
 from __future__ import annotations
 
@@ -197,9 +197,9 @@ def _images(
     mirrors: Sequence[str] = (),
     air_gapped: bool = False,
 ) -> Images:
-    """Returns the store of a command with its registries. It cannot build images yet.
+    """Opens the image store for a command, with its registries but without a builder.
 
-    The first campaign file among ``names`` may name another store to search.
+    If ``names`` contains a campaign file, the first one may specify another store to search.
     """
     from megaflow_hpc.config import load
     from megaflow_hpc.environments.images.registries import Registries

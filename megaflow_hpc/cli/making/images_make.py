@@ -1,4 +1,4 @@
-"""Carries out ``images build``, ``pull``, ``manifest`` and ``export``, which fill and read the store."""
+"""Implements ``images build``, ``pull``, ``manifest`` and ``export``, which fill and read the store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Images that share a mapping of names, a network of build steps and registries."""
+    """Requested images that share a name mapping, a network for build steps and registries."""
 
     requests: list[ImageRequest]
     mapping: ImageMapping
@@ -31,10 +31,10 @@ class Wanted:
 
 
 def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]:
-    """Returns the file of each image that a campaign's tasks name.
+    """Returns the file of each image that a campaign's tasks need.
 
     Args:
-        build: make the images that the store lacks.
+        build: Build the images that the store lacks.
     """
     return _resolve(images, _wanted_by_campaign(images, path, None, build), build)
 
@@ -50,7 +50,7 @@ def _resolve(
 
 
 def _build_memory_mb() -> int | None:
-    """Returns the memory of each build in a Slurm job; ``None`` if no job limits it."""
+    """Returns the memory available to each build in a Slurm job, or ``None`` if no job limits it."""
     from megaflow_hpc.environments.images.build_progress import at_once
 
     of_job = os.environ.get("SLURM_MEM_PER_NODE", "")
@@ -112,9 +112,9 @@ def wanted_images(
 
 
 def build(images: Images, wanted: Sequence[Wanted], manifest_file: Path | None, json: bool) -> int:
-    """Builds images; returns the exit status.
+    """Builds images. Returns the exit status.
 
-    An image that fails does not stop the others, and makes the status 1. The error of a single image is raised.
+    If an image fails, the others are still built, and the status is 1. If there is only one image, its error is raised.
     """
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
 
@@ -135,8 +135,8 @@ def build(images: Images, wanted: Sequence[Wanted], manifest_file: Path | None, 
 def share_of(wanted: Sequence[Wanted], number: int, shares: int) -> list[Wanted]:
     """Returns one of several equal shares of all images, counted from 1.
 
-    A share is a run of neighbours, because neighbours often have layers in common. Every job computes the same shares,
-    whatever other jobs have built by then.
+    A share is a contiguous range, because neighbouring images often have layers in common. Every job computes the same
+    shares, regardless of what other jobs have already built.
     """
     total = sum(len(part.requests) for part in wanted)
     begin, end = total * (number - 1) // shares, total * number // shares
@@ -149,7 +149,7 @@ def share_of(wanted: Sequence[Wanted], number: int, shares: int) -> list[Wanted]
 
 
 def is_campaign(source: str) -> bool:
-    """Whether an argument is the name of a campaign file."""
+    """Returns whether an argument names a campaign file."""
     return source.endswith((".yaml", ".yml"))
 
 
@@ -159,18 +159,18 @@ def _is_dockerfile(source: str) -> bool:
 
 
 def _dockerfile_request(images: Images, source: str) -> ImageRequest:
-    """Returns the image of a Dockerfile; prints the instructions that are ignored."""
+    """Returns the build request for a Dockerfile, and prints the instructions that will be ignored."""
     from megaflow_hpc.environments.images.mapping import ImageRequest
 
     path = Path(source).absolute()
     for line, instruction, reason in images.dockerfiles.read(path).ignored:
-        if instruction != "VOLUME":  # the build reports it
+        if instruction != "VOLUME":  # the build reports the error
             note(f"{source}:{line}: {instruction} is left out: {reason}")
     return ImageRequest(source, dockerfile=path)
 
 
 def show_missing(images: Images, wanted: Sequence[Wanted], json: bool) -> None:
-    """Prints the images that the store lacks. Builds nothing."""
+    """Prints the images that the store lacks, without building them."""
     from megaflow_hpc.environments.images.resolve import is_built
 
     files: dict[str, str] = {}
@@ -187,10 +187,10 @@ def show_missing(images: Images, wanted: Sequence[Wanted], json: bool) -> None:
 
 
 def pull(images: Images, sources: Sequence[str], manifest_file: Path | None, directory: Path | None, json: bool) -> int:
-    """Fetches images into the store; returns the exit status.
+    """Pulls images into the store. Returns the exit status.
 
     Args:
-        directory: A directory with the manifest's files. ``None``: pull them from registries.
+        directory: Directory with the manifest's files. If ``None``, images are pulled from registries.
     """
     from megaflow_hpc.environments.images.cache.manifest import fetch, read_manifest
 
@@ -204,7 +204,7 @@ def pull(images: Images, sources: Sequence[str], manifest_file: Path | None, dir
 
 
 def _pull_source(images: Images, source: str) -> str:
-    """Returns the file of an address or of a SIF file, once it is in the store."""
+    """Adds a remote image or a SIF file to the store and returns its file there."""
     from megaflow_hpc.environments.images.registries import is_remote
     from megaflow_hpc.errors import ConfigError
 
@@ -228,7 +228,7 @@ def _show_files(files: dict[str, str], json: bool, failures: Mapping[str, Megafl
 
 
 def manifest(images: Images, campaign: str, output: Path | None, json: bool) -> int:
-    """Lists the images that a campaign needs; returns the exit status, 1 if the store lacks an image."""
+    """Lists the images that a campaign needs. Returns the exit status, which is 1 if the store lacks any of them."""
     from megaflow_hpc.environments.images.cache.manifest import manifest, missing, write_manifest
 
     images_of_campaign(images, campaign, build=False)
@@ -249,7 +249,7 @@ def manifest(images: Images, campaign: str, output: Path | None, json: bool) -> 
 
 
 def export(store: ImageStore, name: str, target: Path, force: bool, json: bool) -> int:
-    """Writes an image of the store to a SIF file; returns the exit status."""
+    """Exports an image from the store as a SIF file. Returns the exit status."""
     from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.errors import ConfigError
 
@@ -267,7 +267,7 @@ def export(store: ImageStore, name: str, target: Path, force: bool, json: bool) 
 
 
 def _stored_image(store: ImageStore, name: str) -> Path:
-    """Returns the file of an image, by its key, source, digest or the beginning of its digest."""
+    """Returns the file of an image, given its key, source, digest or a prefix of the digest."""
     from megaflow_hpc.errors import ConfigError
 
     if path := store.find(name):
@@ -283,5 +283,5 @@ def _stored_image(store: ImageStore, name: str) -> Path:
 
 
 def megabytes(size: Any) -> str:
-    """Returns a size in bytes as a table shows it."""
+    """Formats a size in bytes for a table."""
     return "" if size is None else f"{size / 1e6:.1f}"

@@ -107,7 +107,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run_build(arguments: argparse.Namespace) -> int:
-    """Builds task directories, and their image if a base is given. Returns the exit status."""
+    """Builds task directories, and their image if a base is specified. Returns the exit status."""
     from megaflow_hpc.tasks.releases import image as bug_image
     from megaflow_hpc.tasks.releases import sdists
     from megaflow_hpc.tasks.releases import tasks as releases
@@ -138,10 +138,10 @@ def run_build(arguments: argparse.Namespace) -> int:
 
 
 def task_directories(directory: str) -> list[Path]:
-    """Returns ``directory`` itself if it is a task, else the tasks in it.
+    """Returns ``directory`` itself if it is a task, otherwise the tasks in it.
 
     Raises:
-        ConfigError: The directory contains no task.
+        ConfigError: The directory contains no tasks.
     """
     root = Path(directory).absolute()
     if (root / "task.toml").is_file():
@@ -211,7 +211,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"valid": not invalid, "tasks": [result.to_dict() for result in results]})
     else:
-        # Few verifiers report results of single tests.
+        # Few verifiers report results of individual tests.
         named = any(result.before.failing or result.after.passing for result in results)
         head = ["task", "reward before", "reward after", "valid"]
         rows: list[list[object]] = []
@@ -234,7 +234,7 @@ def _image_beside(task: Path, name: str) -> str:
 
 
 def run_new(arguments: argparse.Namespace) -> int:
-    """Writes a task to start from. Returns the exit status."""
+    """Writes a template of a task. Returns the exit status."""
     from megaflow_hpc.tasks.harbor import scaffold
 
     path = scaffold.start(arguments.name, Path(arguments.directory))
@@ -250,7 +250,7 @@ RELEASE = ("package", "buggy", "fixed", "kind", "changelog")
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Prints the tasks of a directory. Returns the exit status."""
+    """Prints the tasks in a directory. Returns the exit status."""
     from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 
     tasks = [read_harbor_task(path) for path in task_directories(arguments.directory)]

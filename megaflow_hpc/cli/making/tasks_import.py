@@ -1,4 +1,4 @@
-"""``megaflow-hpc tasks import``: checks SWE-bench style files and writes them in a uniform format."""
+"""``megaflow-hpc tasks import``: checks SWE-bench-style files and writes them in a uniform format."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def register(verbs: Subparsers) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Checks files and writes them if requested. Returns the exit status."""
+    """Checks files, and writes them if requested. Returns the exit status."""
     from megaflow_hpc.tasks.swebench.instances import read_instances
     from megaflow_hpc.tasks.swebench.lines import LineSource, read_tasks
     from megaflow_hpc.tasks.swebench.plan import settle
@@ -77,7 +77,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         with under_way(f"reading {source}"), tempfile.TemporaryDirectory() as scratch:
             instances = [instance.fill_in(arguments.image, **options) for _, instance in read_instances(source)]
             text = "".join(json.dumps(instance.record(), ensure_ascii=False) + "\n" for instance in instances)
-            if changed:  # check the tasks in the form in which they will be written
+            if changed:  # check the tasks in the form that will be written
                 copy = Path(scratch, source.name)
                 copy.write_text(text, encoding="utf-8", errors="surrogatepass")
                 tasks = settle(read_tasks(copy))

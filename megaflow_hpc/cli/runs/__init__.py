@@ -1,1 +1,1 @@
-"""Verbs that inspect a run: its state and logs, its pods and servers, its rollouts and its weights."""
+"""Verbs that inspect a run: its state, logs, pods, servers, rollouts and weights."""

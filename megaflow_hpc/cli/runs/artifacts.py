@@ -1,4 +1,4 @@
-"""Print or save artifacts of a rollout, and print the end of its verifier's log."""
+"""Prints or saves artifacts of a rollout, and prints the end of its verifier log."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 VERIFIER_LOG = "verifier.log"
 TAIL_LINES = 20
-"""Default number of lines to show of the verifier's log."""
+"""Default number of lines to show from the end of the verifier log."""
 
 
 def artifact(row: Row, name: str) -> bytes:
-    """Returns the content of an artifact. If several have the name, the last one counts.
+    """Returns the content of an artifact. If several share the name, the last one wins.
 
     Raises:
         ConfigError: There is no such artifact. The error lists the existing names.
@@ -35,8 +35,7 @@ def artifact(row: Row, name: str) -> bytes:
 
 
 def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
-    """Writes an artifact to ``output``, else to stdout: unchanged into a pipe or file, as escaped text onto a
-    terminal."""
+    """Writes an artifact to ``output`` or stdout. It is unchanged in a pipe or file, and escaped on a terminal."""
     data = artifact(row, name)
     if output is not None:
         write_atomic(Path(output), data)
@@ -55,7 +54,7 @@ def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
 
 
 def verifier_lines(row: Row, full: bool) -> Iterator[str]:
-    """Yields the end of the verifier's log (or all of it) if the reward is 0 or the verifier failed."""
+    """Yields the end of the verifier log, or all of it, if the reward is 0 or the verifier failed."""
     if row.reward != 0 and row.error_kind != "verifier":
         return
     data = next((item.data for item in reversed(row.artifacts) if item.name == VERIFIER_LOG), b"").rstrip()

@@ -1,4 +1,4 @@
-"""``diff`` compares two trajectories: outcomes, first different token, and conversations."""
+"""``diff``: compares the outcomes and conversations of two trajectories, and finds their first differing token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIELDS = (
     *("attempt", "node", "job_id"),
 )
 HUNK_LINES = 60
-"""Maximum number of lines printed of one message's difference without ``--full``."""
+"""Maximum number of diff lines to print per message without ``--full``."""
 
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
@@ -60,9 +60,9 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def compare(left: Row, right: Row) -> dict[str, Any]:
-    """Returns the differences of two trajectories as plain JSON.
+    """Returns the differences between two trajectories as plain JSON.
 
-    It compares the messages of the main conversations, then the messages that the other conversations add.
+    Compares the messages of the main conversations, then the messages that the other conversations add.
 
     Returns:
         ``ids``; ``fields``, the pairs of values that differ, by name; ``tokens``, the first position where the token
@@ -100,7 +100,7 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
 
 
 def _conversation_records(row: Row) -> list[dict[str, Any]]:
-    """Return the messages of the main conversation, then the messages that each other conversation adds."""
+    """Returns the messages of the main conversation, followed by those that each other conversation adds."""
     conversations = row.conversations
     first = main(conversations, row.policy) if conversations else 0
     messages = []
@@ -113,7 +113,7 @@ def _conversation_records(row: Row) -> list[dict[str, Any]]:
 
 
 def _tokens(left: Row, right: Row) -> dict[str, Any] | None:
-    """Return the first position where the token sequences differ. ``None`` if they are equal."""
+    """Returns the first position where the token sequences differ, or ``None`` if they are equal."""
     import numpy as np
 
     for number, (a, b) in enumerate(zip_longest(left.sequences, right.sequences)):

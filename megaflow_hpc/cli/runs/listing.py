@@ -1,4 +1,4 @@
-"""``list``: prints the runs here and in subdirectories, newest first."""
+"""``list``: prints the runs in this directory and its subdirectories, newest first."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _place(path: Path) -> str:
-    """Return a path in the form that a user would type here."""
+    """Returns a path relative to the working directory if it is inside, otherwise unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 

@@ -1,4 +1,4 @@
-"""``logs``: lists the logs of a run, prints the end of a log, or prints everything logged about one rollout."""
+"""``logs``: lists the logs of a run, prints the end of a log, or prints all log lines about one rollout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
 
 LINES = 200
-"""Default number of lines to print of a log's end."""
+"""Default number of lines to print from the end of a log."""
 LOOK_S = 0.5
 QUIET_S = 5.0
-"""Seconds without growth after the campaign's end, after which a log counts as complete."""
+"""A log is complete if it has not grown for this many seconds after the campaign ended."""
 
 
 def register(subparsers: Any) -> None:
@@ -132,7 +132,7 @@ def _rollout(run: RunDir, arguments: argparse.Namespace, planned: bool) -> int:
 
 
 def _verifier_log(run: RunDir, rollout: str, known: bool) -> str | None:
-    """Return the verifier's log of a stored rollout. ``None`` if it is not stored or has no log.
+    """Returns the verifier log of a stored rollout, or ``None`` if the rollout is not stored or has no log.
 
     Raises:
         ConfigError: There is no such rollout.
@@ -158,7 +158,7 @@ def _print(lines: Iterable[str], as_json: bool) -> None:
 def _follow(
     run: RunDir, read: Callable[[], list[str]], as_json: bool, ended: Callable[[], bool] = lambda: False
 ) -> None:
-    """Print the output of ``read`` until ``ended`` returns true, or until the campaign has ended and the log is
+    """Prints the output of ``read`` until ``ended`` returns true, or until the campaign has ended and the log is
     complete."""
     marks, said_at = Marks(run), time.monotonic()
     while True:

@@ -1,4 +1,4 @@
-"""``report``: writes the report of a campaign as a page, pictures, JSON, or metrics for a node exporter."""
+"""``report``: writes a campaign report as a web page, plots, JSON, or metrics for a node exporter."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _uses(path: Path) -> Sequence[JobUse]:
-    """Return the accounting of a run's jobs. Empty without one."""
+    """Returns the accounting data of a run's jobs. Empty if there is none."""
     if not path.is_dir():
         return ()
     from megaflow_hpc.campaign.facade import Run

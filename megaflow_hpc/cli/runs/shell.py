@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
 
 PATCH = "patch"
-"""Name of the artifact with a rollout's changes to its checkout."""
+"""Name of the artifact that holds a rollout's changes to its checkout."""
 
 
 def register(subparsers: Subparsers) -> None:
@@ -68,7 +68,7 @@ def _shell(arguments: argparse.Namespace) -> int:
 
 
 def _rollout_and_patch(run: RunDir, record: RunRecord, wanted: str) -> tuple[str, bytes]:
-    """Return the id of a planned rollout and its patch. The patch is empty if none is stored."""
+    """Returns the id of a planned rollout and its patch, which is empty if none is stored."""
     from megaflow_hpc.trajectories import open_trajectories
 
     with open_trajectories(run.path) as store:
@@ -84,7 +84,7 @@ def _rollout_and_patch(run: RunDir, record: RunRecord, wanted: str) -> tuple[str
 
 
 async def _until_signalled(work: Any) -> int:
-    """Run ``work``. On SIGHUP or SIGTERM cancel it, close its resources and return 128+n."""
+    """Runs ``work``. On SIGHUP or SIGTERM, cancels it, closes its resources and returns 128 + n."""
     task = asyncio.ensure_future(work)
     came: list[int] = []
 
@@ -149,7 +149,7 @@ async def _interact(provider: ApptainerProvider, sandbox: ApptainerSandbox) -> i
 
 
 async def _command(sandbox: ApptainerSandbox, command: str, rollout: str, as_json: bool) -> int:
-    """Stream a command's output: unchanged into a pipe or file, as escaped text onto a terminal."""
+    """Streams a command's output. It is unchanged in a pipe or file, and escaped on a terminal."""
     if as_json:
         done = await sandbox.exec(command)
         print_json({"id": rollout, "exit_code": done.exit_code, "stdout": done.stdout, "stderr": done.stderr})

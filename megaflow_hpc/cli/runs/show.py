@@ -1,4 +1,4 @@
-"""``show`` prints one trajectory for a person, or one of its artifacts."""
+"""``show``: prints one trajectory as text, or one of its artifacts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 
 HEAD_LINES, TAIL_LINES = 20, 10
-"""Number of lines printed of a long message's beginning and end without ``--full``."""
+"""Number of lines to print from the beginning and end of a long message without ``--full``."""
 LINE_CHARACTERS = 2000
-"""Maximum number of characters printed of a line without ``--full``, since a whole prompt on one line is unreadable."""
+"""Maximum number of characters to print per line without ``--full``. A whole prompt on one line is unreadable."""
 
 CANDIDATES = 2000
-"""Maximum number of ids that are compared with an unknown one."""
+"""Maximum number of ids to compare with an unknown id when suggesting similar ones."""
 
 _COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
 _STATUS = {"completed": "green", "truncated": "yellow", "failed": "red", "cancelled": "red"}
@@ -81,7 +81,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def find(store: TrajectoryStore, wanted: str) -> Row:
-    """Returns a row by rollout id or row number.
+    """Returns a row, given a rollout id or row number.
 
     Raises:
         ConfigError: There is no such row. The error names similar ids.
@@ -100,7 +100,7 @@ def find(store: TrajectoryStore, wanted: str) -> Row:
 
 
 def task_and_policy(rollout: str) -> tuple[str, str]:
-    """Returns the task and policy of a rollout's id. Both are empty if the id is invalid."""
+    """Splits a rollout id into its task and policy. Both are empty if the id is invalid."""
     name, policy, _ = f"//{rollout}".rsplit("/", 2)
     return without_round(name.lstrip("/"))[0], policy
 
@@ -130,20 +130,20 @@ def as_json(row: Row, with_tokens: bool) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Returns the value. NaN and infinity become ``None``, since JSON lacks them."""
+    """Replaces NaN and infinity with ``None``, since JSON lacks them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# --- for a person ----------------------------------------------------------------------------------------------------
+# --- text ------------------------------------------------------------------------------------------------------------
 
 
 def print_lines(lines: Iterable[tuple[str, str] | Text]) -> None:
-    """Prints lines. Each is a text or a pair of text and style; stdout shows colours if it is a terminal."""
+    """Prints lines, given as strings or (text, style) pairs. Colours are used only on a terminal."""
     from rich.console import Console
     from rich.text import Text
 
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not cause an error
+        sys.stdout.reconfigure(errors="backslashreplace")  # terminals without UTF-8 must not cause an error
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
         console.print(Text(printable(line[0]), style=line[1]) if isinstance(line, tuple) else line)

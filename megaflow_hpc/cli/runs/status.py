@@ -63,7 +63,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def shown(name: str, status: Mapping[str, Any]) -> str:
-    """Formats the status of the campaign ``name`` as a page of text."""
+    """Formats the status of the campaign ``name`` as a block of text."""
     counts = status["rollouts"]
     lines = [f"{name}: {status['state']}    {status['run']}"]
     lines.append("  ".join(f"{state} {counts[state]}" for state in ("total", "pending", "running", *FINAL)))

@@ -1,8 +1,8 @@
-"""Print the tokens of a trajectory for a person: id, text and log-probability, coloured by probability.
+"""Prints the tokens of a trajectory: id, text and log-probability, coloured by probability.
 
-Tokens are grouped in runs of equal loss mask and weight version. Their texts are read from the run's copy of the
-model's ``tokenizer.json``, from the model's directory, or from the path given with ``--tokenizer``. Without any of
-these only ids are printed.
+Tokens are grouped into runs with the same loss mask and weight version. Token text is looked up in the run's copy of
+the model's ``tokenizer.json``, in the model's directory, or in the path given with ``--tokenizer``. Without any of
+these, only ids are printed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.vocabulary import Vocabulary
 
 HEAD, TAIL = 96, 32
-"""Number of tokens printed of a longer run's beginning and end without ``--full``."""
+"""Number of tokens to print from the beginning and end of a longer run without ``--full``."""
 WIDTH = 110
-"""Approximate width of a line, in characters."""
+"""Approximate line width in characters."""
 SCALE = ((0.5, "green"), (0.1, "yellow"), (0.01, "dark_orange"), (0.0, "red"))
-"""Colours of sampled tokens, each with the lowest probability for which it is used."""
+"""Colours of sampled tokens, each with the minimum probability at which it applies."""
 
 
 def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) -> Iterator[Text]:
@@ -61,7 +61,7 @@ def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) ->
 
 
 def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None) -> tuple[Vocabulary | None, str]:
-    """Return the vocabulary of a policy, if a tokenizer is known, and a note on the tokenizer's origin."""
+    """Returns the vocabulary of a policy, if a tokenizer is known, and a note on where the tokenizer comes from."""
     from megaflow_hpc.errors import ConfigError
     from megaflow_hpc.trajectories.reading.vocabulary import find, load
 
@@ -114,7 +114,7 @@ def _lines(sequence: SequenceView, places: list[int], sampled: bool, vocabulary:
 
 
 def _quoted(piece: str) -> str:
-    """Return a token's text in quotation marks, on one line."""
+    """Returns a token's text in quotation marks, on one line."""
     plain = piece.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
     return f"‹{printable(plain)}›" if piece else "‹?›"
 

@@ -1,4 +1,4 @@
-"""``usage``: sums up the cluster resources that runs held."""
+"""``usage``: sums the cluster resources that runs were allocated."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def _usage(arguments: argparse.Namespace) -> int:
 
 
 def hours(usage: Mapping[str, Any]) -> list[str]:
-    """Formats core-hours and GPU-hours, and the idle part of each."""
+    """Formats core-hours and GPU-hours, each followed by its idle part."""
     names = ("core_seconds", "idle_core_seconds", "gpu_seconds", "idle_gpu_seconds")
     return [f"{usage[name] / 3600:.2f}" for name in names]

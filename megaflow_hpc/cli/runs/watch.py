@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.campaign.run import Run
 
 LINE_EVERY_S = 60.0
-"""Maximum time in seconds between lines, even if nothing has changed."""
+"""Maximum number of seconds between lines, even if nothing has changed."""
 
 
 def register(subparsers: Any) -> None:
@@ -57,7 +57,9 @@ def _watch(arguments: argparse.Namespace) -> int:
         if stream is not None:
             stream.reconfigure(errors="replace")
     app = WatchApp(run, arguments.every)
-    app.run(mouse=False)  # without mouse reporting, users can select and copy ids, and the wheel scrolls as arrow keys
+    app.run(
+        mouse=False
+    )  # without mouse reporting, users can select and copy ids, and the wheel still scrolls by sending arrow keys
     if app.snapshot is not None:
         say(line(run.config.name, app.snapshot.status))
     if not app.over:
@@ -85,7 +87,7 @@ def _picture(run: Run, arguments: argparse.Namespace) -> int:
 
 
 def _follow(run: Run, arguments: argparse.Namespace) -> int:
-    """Print a line, or a JSON object, after every change until the campaign ends."""
+    """Prints a line, or a JSON object, after every change until the campaign ends."""
     shown, said_at = None, 0.0
     with run.tended() as tend:
         while True:
@@ -106,7 +108,7 @@ def _follow(run: Run, arguments: argparse.Namespace) -> int:
 
 
 def noteworthy(status: Mapping[str, Any]) -> Any:
-    """Returns the parts of a status whose change is worth a new line."""
+    """Returns the parts of a status that warrant a new line when they change."""
     return (
         status["state"],
         status["rollouts"],

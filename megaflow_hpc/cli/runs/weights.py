@@ -1,4 +1,4 @@
-"""``weights publish`` and ``weights list``: manage new weights for the engines of a campaign."""
+"""``weights publish`` and ``weights list``: manage weight versions for the engines of a campaign."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live view of one run: its status above a list of rollouts, or of pods and engines. Keys open the details."""
+"""Live view of one run: its status above a list of rollouts, or of pods and engines. Keys open the details."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megaflow_hpc.monitor.live import RunSnapshot
 from megaflow_hpc.texts import in_one_line
 
 SLOW_RUN_DIRECTORY_S = 15.0
-"""Seconds without an answer from the run directory after which the view shows a warning."""
+"""Show a warning if the run directory has not responded for this many seconds."""
 
 KEYS = """\
 ↑ ↓ PgUp PgDn   choose a rollout; Home and End: the first and the last
@@ -48,7 +48,7 @@ at work since the last answer. "stuck": so for more than five minutes.
 
 
 class Polled(Message):
-    """Sent after each poll of the reader."""
+    """Posted after each poll of the reader."""
 
     def __init__(self, look: RunView) -> None:
         super().__init__()
@@ -87,9 +87,9 @@ class WatchApp(App[None]):
         self._campaign = run.config.name
         self.reader = RunReader(run, every_s, lambda look: self.post_message(Polled(look)))
         self.snapshot: RunSnapshot | None = None
-        """The last successful poll."""
+        """Result of the last successful poll."""
         self.over = False
-        """True if no more changes will come."""
+        """True if no more changes can occur."""
         self.title = in_one_line(f"{self._campaign} ({run.path.name})")
         self._problem, self._looked_at = "", time.monotonic()
         self._failed = self._parts = False
@@ -98,7 +98,7 @@ class WatchApp(App[None]):
         """Number of lines above the list."""
 
     def compose(self) -> ComposeResult:
-        """Creates status, list and footer."""
+        """Creates the status, the list and the footer."""
         yield Static(Text("reading …", "dim"), id="head")
         yield RolloutRows()
         yield Input(id="find", placeholder="part of an id, node, state or error")
@@ -119,12 +119,12 @@ class WatchApp(App[None]):
     # --- polling ---
 
     def on_polled(self, message: Polled) -> None:
-        """Shows the result of a poll. If a poll fails, the last successful one stays on the screen."""
+        """Shows the result of a poll. If a poll fails, the last successful one remains on the screen."""
         look = message.look
         self._looked_at, self._problem = time.monotonic(), look.problem
         if look.snapshot is not None:
             self.snapshot, self.over = look.snapshot, look.over
-        with suppress(NoMatches, ScreenStackError):  # a screen is being opened or closed; the next poll will draw it
+        with suppress(NoMatches, ScreenStackError):  # a screen is opening or closing; the next poll will draw it
             self._show_rows()
             self._show_head()
             if isinstance(self.screen, DetailScreen):
@@ -133,7 +133,7 @@ class WatchApp(App[None]):
     def _look_at_clock(self) -> None:
         if not self.is_headless and not os.isatty(sys.__stdin__.fileno() if sys.__stdin__ else 0):
             # The terminal vanished without a signal, as under nohup or in a terminal of another session. Textual would
-            # poll its end for ever, on a login node. Nothing can be restored there, so exit as after a hang-up.
+            # poll its end of file forever, on a login node. Nothing can be restored, so exit as after a hang-up.
             self.reader.stop()
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             signal.raise_signal(signal.SIGHUP)
@@ -144,10 +144,10 @@ class WatchApp(App[None]):
 
     @property
     def _list(self) -> Screen[object]:
-        """Return the screen with the list. Other screens are stacked on it.
+        """Returns the screen with the list. Other screens are stacked on top of it.
 
         Raises:
-            ScreenStackError: The screen is being opened or closed.
+            ScreenStackError: The screen is opening or closing.
         """
         if not self.screen_stack:
             raise ScreenStackError("no screen")
@@ -179,7 +179,7 @@ class WatchApp(App[None]):
 
     @on(RolloutRows.Moved)
     def _ask_about_visible_rows(self) -> None:
-        """Asks pods about the rows that are now visible."""
+        """Asks pods about the rows now visible."""
         self._tell_reader()
 
     @on(RolloutRows.Opened)
@@ -188,7 +188,7 @@ class WatchApp(App[None]):
         self.push_screen(DetailScreen(message.key, self.reader))
 
     def on_resize(self) -> None:
-        """Lays out the lines above the list for the new size."""
+        """Lays out the lines above the list again for the new size."""
         self.call_after_refresh(self._show_head)
 
     # --- keys ---
@@ -202,7 +202,7 @@ class WatchApp(App[None]):
         self._list.query_one("#keys", Static).update(Text(in_one_line(keys), "reverse", no_wrap=True))
 
     def action_failed(self) -> None:
-        """Toggles between failed rollouts and all."""
+        """Toggles between failed rollouts and all rollouts."""
         self._failed, self._parts = not self._failed, False
         self._show_all()
 
@@ -230,7 +230,7 @@ class WatchApp(App[None]):
             self._find(message.value)
 
     def on_input_submitted(self) -> None:
-        """Returns to the list, which stays filtered."""
+        """Returns focus to the list, which stays filtered."""
         self._close_find()
 
     def _find(self, text: str) -> None:
@@ -246,15 +246,15 @@ class WatchApp(App[None]):
         self._show_keys()
 
     def action_keys(self) -> None:
-        """Opens the help on keys."""
+        """Opens the key help."""
         self.push_screen(Help())
 
 
 class Help(ModalScreen[None]):
-    """Explains the keys until a key is pressed."""
+    """Shows the key help until a key is pressed."""
 
     def compose(self) -> ComposeResult:
-        """Creates the text."""
+        """Creates the help text."""
         yield Static(Text(KEYS))
 
     def on_key(self) -> None:
@@ -263,7 +263,7 @@ class Help(ModalScreen[None]):
 
 
 async def screenshot(app: WatchApp, path: Path, size: tuple[int, int] = (100, 30), wait_s: float = 10.0) -> None:
-    """Writes the view as a self-contained SVG file. Waits briefly for the pods' answers first."""
+    """Writes the view as a self-contained SVG file. First waits briefly for the pods to answer."""
     async with app.run_test(size=size) as pilot:
         end = time.monotonic() + wait_s
         while time.monotonic() < end and not _complete(app):
@@ -272,7 +272,7 @@ async def screenshot(app: WatchApp, path: Path, size: tuple[int, int] = (100, 30
 
 
 def write_picture(app: WatchApp, path: Path) -> None:
-    """Writes the screen as an SVG file, without links to fonts on the web."""
+    """Writes the screen as an SVG file without links to web fonts."""
     path.write_text(re.sub(r"@font-face \{.*?\}", "", app.export_screenshot(), flags=re.DOTALL), encoding="utf-8")
 
 

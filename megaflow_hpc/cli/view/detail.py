@@ -1,4 +1,4 @@
-"""Show one rollout, pod or engine on the whole screen: its facts, its growing transcript, its log."""
+"""Full-screen view of one rollout, pod or engine: its properties, growing transcript and log."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ROLES = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yel
 
 
 class DetailScreen(Screen[None]):
-    """Shows one rollout, pod or engine until Escape.
+    """Shows one rollout, pod or engine until the user presses Escape.
 
     Args:
-        key: A rollout's id, or the name of a pod or engine.
+        key: A rollout id, or the name of a pod or engine.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -52,10 +52,10 @@ class DetailScreen(Screen[None]):
         self._detail: Detail | None = None
         self._shown: list[Text] = []
         self._known = 0
-        """Number of lines with facts."""
+        """Number of lines with properties."""
 
     def compose(self) -> ComposeResult:
-        """Creates the facts, the text and the footer."""
+        """Creates the properties, the text and the footer."""
         yield Static(id="known")
         yield RichLog(id="body", wrap=True, markup=False, highlight=False, auto_scroll=False, min_width=0)
         yield Static(id="keys")
@@ -110,7 +110,7 @@ class DetailScreen(Screen[None]):
             body.scroll_to(y=top, animate=False)
 
     def on_resize(self) -> None:
-        """Wraps lines for the new width."""
+        """Rewraps lines for the new width."""
         self._fill(anew=True)
 
     # --- keys ---
@@ -147,12 +147,12 @@ class DetailScreen(Screen[None]):
         self._body.scroll_home(animate=False)
 
     def action_last(self) -> None:
-        """Scrolls to the end, and follows it as it grows."""
+        """Scrolls to the end, and follows new text."""
         self._body.scroll_end(animate=False)
 
 
 def facts_about(row: RolloutRow) -> list[Text]:
-    """Returns the facts about a rollout, without transcript and log."""
+    """Returns the properties of a rollout, without its transcript and log."""
     place, stored, live = row.place, row.stored, row.live
     lines = [Text.assemble((in_one_line(row.id), "bold"), "  ", (row.state, f"bold {STYLES.get(row.state, '')}"))]
     where = f"attempt {place.attempt} on {place.node or '?'}, rank {place.rank} of pod {place.pod}" if place else ""

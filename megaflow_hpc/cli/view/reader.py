@@ -1,4 +1,4 @@
-"""Read a run for the view in a thread, so that a file system that hangs does not block the keyboard."""
+"""Polls a run for the view in a thread, so that a hanging file system does not block the keyboard."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from megaflow_hpc.rundir.logs import RolloutLog, find_log, pod_log, tail
 from megaflow_hpc.texts import end_of
 
 LOG_LINES = 2000
-"""Maximum number of lines shown of a log."""
+"""Maximum number of log lines to show."""
 PAUSE_FACTOR = 4.0
-"""Factor from a poll's duration to the pause after it, so that a large run or a slow file system is not polled
+"""Pause after a poll as a multiple of its duration. Keeps large runs and slow file systems from being polled
 constantly."""
 LISTED_BYTES = 64 << 20
-"""Size of the events (about 200,000 rollouts) up to which every rollout is listed. Reading them takes seconds."""
+"""Maximum size of the events (about 200,000 rollouts) up to which all rollouts are listed. Reading them takes
+seconds."""
 STOP_TIMEOUT_S = 2.0
-"""Seconds to wait for the file system when the user leaves the view."""
+"""Seconds to wait for the file system when the view is closed."""
 
 
 @dataclass(frozen=True)
 class Detail:
-    """Details of the opened rollout, pod or engine."""
+    """Details of the selected rollout, pod or engine."""
 
     key: str
     messages: Sequence[tuple[str, str]] = ()
     left_out: int = 0
-    """Number of older messages that are not shown."""
+    """Number of older messages not shown."""
     said: str = ""
-    """The reason if there are no messages."""
+    """Why there are no messages; empty if there are."""
     log: Sequence[str] = ()
 
 
@@ -45,28 +46,28 @@ class RunView:
     snapshot: RunSnapshot | None = None
     detail: Detail | None = None
     problem: str = ""
-    """The reason if the poll failed."""
+    """Why the poll failed; empty if it succeeded."""
     over: bool = False
-    """True if no more changes will come."""
+    """True if no more changes can occur."""
 
 
 class RunReader(threading.Thread):
     """Polls every few seconds, and immediately after :meth:`wake`.
 
     Args:
-        deliver: Called in this thread with the result of each poll.
+        deliver: Called in the reader's thread with the result of each poll.
     """
 
     def __init__(self, run: Run, every_s: float, deliver: Callable[[RunView], object]) -> None:
-        # A daemon thread that hangs in the file system does not keep the process alive.
+        # A daemon thread does not keep the process alive if it hangs in the file system.
         super().__init__(name="reader", daemon=True)
         self._run, self._every_s, self._deliver = run, every_s, deliver
         self.live = Live(run.dir, run.monitor)
         self.wants_log = False
-        """True if the log of the opened item is shown."""
+        """True if the log of the selected item is shown."""
         self._stored: Detail | None = None
         self._read = ("", 0.0)
-        """The rollout that was read, and when it was stored: a failed rollout may be stored again."""
+        """Rollout that was read last, and when it was stored. A failed rollout may be stored again."""
         self._log: _Log | None = None
         self._wake, self._stopped = threading.Event(), False
 
@@ -80,7 +81,7 @@ class RunReader(threading.Thread):
         self._wake.set()
 
     def stop(self) -> None:
-        """Ends the thread, unless it hangs in the file system."""
+        """Stops the thread, unless it hangs in the file system."""
         self._stopped = True
         self._wake.set()
         self.join(STOP_TIMEOUT_S)
@@ -107,13 +108,13 @@ class RunReader(threading.Thread):
                 return RunView(problem="the run directory is not there any more")
             status = self._run.status()
             snapshot, over = self.live.look(status), self._run.over(status)
-        except Exception as error:  # whatever the error was, the next poll may succeed
+        except Exception as error:  # whatever the error, the next poll may succeed
             return RunView(problem=f"cannot be read now: {_error_text(error)}")
         detail, problem = None, ""
         if key := self.live.opened:
             try:
                 detail = self._detail(key, snapshot)
-            except Exception as error:  # a damaged file of one rollout must not hide the others
+            except Exception as error:  # one rollout's damaged file must not hide the others
                 detail = Detail(key, said=f"cannot be read: {_error_text(error)}")
         try:
             tend()
@@ -142,7 +143,7 @@ class RunReader(threading.Thread):
         from megaflow_hpc.trajectories import open_trajectories
 
         with open_trajectories(self._run.path) as store:
-            if rollout not in store:  # events are written first, so the record is still on its way
+            if rollout not in store:  # events are written before records, so the record is not there yet
                 return Detail("", said="it is stored, and cannot be read yet")
             row = store[rollout]
             messages, left_out = end_of(row.messages)
@@ -174,7 +175,7 @@ def _error_text(error: Exception) -> str:
 
 @dataclass
 class _Log:
-    """Log lines about one rollout. With many pods' logs they are searched less often."""
+    """Log lines about one rollout. The more pod logs there are, the less often they are searched."""
 
     key: str
     source: RolloutLog

@@ -1,4 +1,4 @@
-"""Tables for the list: rollouts, or pods and engines. Cells are created only for visible rows."""
+"""Tables for the list: rollouts, or pods and engines. Cells are built only for visible rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megaflow_hpc.texts import in_one_line
 
 
 class ViewColumn(NamedTuple):
-    """A column of a list. The first one gets the width that the others leave."""
+    """A column of a list. The first one gets the remaining width."""
 
     head: str
     width: int = 0
@@ -29,26 +29,26 @@ class ViewColumn(NamedTuple):
 
 
 class ViewTable(Protocol):
-    """Interface of the rows that a list can show."""
+    """Interface of tables that a list can show."""
 
     @property
     def columns(self) -> Sequence[ViewColumn]:
-        """The columns. The first gets the remaining width."""
+        """Columns. The first gets the remaining width."""
 
     @property
     def keys(self) -> Sequence[str]:
-        """The key of each row."""
+        """Key of each row."""
 
     @property
     def nothing(self) -> str:
-        """Text to show if there are no rows."""
+        """Text to show if the table is empty."""
 
     def cells(self, row: int) -> tuple[Sequence[str], str]:
         """Returns the cells of a row and its style."""
 
 
 class RolloutTable:
-    """Rollouts, running ones first."""
+    """Table of rollouts, running ones first."""
 
     columns = (
         ViewColumn("rollout"),
@@ -72,7 +72,7 @@ class RolloutTable:
 
 
 def last_word(rollout: RolloutRow) -> str:
-    """Returns a rollout's current activity with its duration, or its outcome."""
+    """Returns a rollout's current activity and its duration, or its outcome."""
     if rollout.stored is not None:
         reward = rollout.stored.reward
         outcome = "" if reward is None else f"reward {reward:g}"
@@ -86,7 +86,7 @@ def last_word(rollout: RolloutRow) -> str:
 
 
 class PartTable:
-    """Pods and engines."""
+    """Table of pods and engines."""
 
     columns = (
         ViewColumn("pod or engine"),
@@ -123,7 +123,7 @@ MIN_FIRST_COLUMN_WIDTH = 12
 
 
 class RolloutRows(ScrollView, can_focus=True):
-    """Shows a table under its heading, with one chosen row."""
+    """Widget that shows a table with a header and one selected row."""
 
     DEFAULT_CSS = "RolloutRows { overflow-x: hidden; scrollbar-size-vertical: 1; }"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -137,25 +137,25 @@ class RolloutRows(ScrollView, can_focus=True):
     ]
 
     class Opened(Message):
-        """Sent when a row is opened."""
+        """Posted when a row is opened."""
 
         def __init__(self, key: str) -> None:
             super().__init__()
             self.key = key
 
     class Moved(Message):
-        """Sent when other rows become visible."""
+        """Posted when other rows become visible."""
 
     def __init__(self) -> None:
         super().__init__()
         self._table: ViewTable | None = None
         self.chosen = 0
-        """Index of the chosen row."""
+        """Index of the selected row."""
 
     # --- content ---
 
     def show(self, table: ViewTable) -> None:
-        """Shows a table. The chosen row stays chosen if it moves, and a list scrolled to the top stays there."""
+        """Shows a table. The same row stays selected even if it moves, and a list scrolled to the top stays there."""
         key = self.key
         self._table = table
         if key and self.chosen and key in table.keys:
@@ -169,7 +169,7 @@ class RolloutRows(ScrollView, can_focus=True):
 
     @property
     def key(self) -> str:
-        """Key of the chosen row. Empty without rows."""
+        """Key of the selected row; empty if there are no rows."""
         keys = self._table.keys if self._table else ()
         return keys[self.chosen] if self.chosen < len(keys) else ""
 
@@ -180,7 +180,7 @@ class RolloutRows(ScrollView, can_focus=True):
         return self._table.keys[top : top + max(0, self.size.height - 1)] if self._table else ()
 
     def render_line(self, y: int) -> Strip:
-        """Renders one line of the widget. The first is the heading."""
+        """Renders one line of the widget. The first is the header."""
         width, table = self.size.width, self._table
         if table is None:
             return Strip.blank(width)
@@ -215,16 +215,16 @@ class RolloutRows(ScrollView, can_focus=True):
         self._choose(self.chosen + by * max(1, self.size.height - 2))
 
     def action_to(self, row: int) -> None:
-        """Chooses a row. Negative indices count from the end."""
+        """Selects a row. Negative indices count from the end."""
         self._choose(row if row >= 0 else len(self._table.keys if self._table else ()) + row)
 
     def action_open(self) -> None:
-        """Opens the chosen row."""
+        """Opens the selected row."""
         if self.key:
             self.post_message(self.Opened(self.key))
 
     def on_resize(self) -> None:
-        """Keeps the chosen row visible."""
+        """Keeps the selected row visible."""
         self._choose(self.chosen)
 
     def _choose(self, row: int) -> None:
@@ -237,7 +237,7 @@ class RolloutRows(ScrollView, can_focus=True):
 
 
 def _fitting(columns: Sequence[ViewColumn], width: int) -> tuple[Sequence[ViewColumn], int]:
-    """Return the columns that fit, and the width of the first."""
+    """Returns the columns that fit, and the width of the first."""
     while len(columns) > 1:
         left = width - sum(column.width + 1 for column in columns[1:])
         if left >= MIN_FIRST_COLUMN_WIDTH:
@@ -247,7 +247,7 @@ def _fitting(columns: Sequence[ViewColumn], width: int) -> tuple[Sequence[ViewCo
 
 
 def _fit(text: str, width: int, right: bool) -> str:
-    """Truncate or pad a cell. A long text loses its middle, because ids differ at both ends."""
+    """Truncates or pads a cell. Long text is shortened in the middle, because ids differ at both ends."""
     if cell_len(text) > width > 3:
         tail = (width - 1) // 2
         text = set_cell_size(set_cell_size(text, width - 1 - tail).rstrip() + "…" + text[-tail:], width).rstrip()

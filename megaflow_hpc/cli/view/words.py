@@ -1,4 +1,4 @@
-"""Format a status as lines for a terminal of 80 columns, above the list."""
+"""Formats a status as the lines above the list, for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STYLES = {
     "serving": "green",
     "draining": "yellow",
 }
-"""State → colour. The state's name is shown next to it, for terminals without colours."""
+"""State → colour. The state's name is shown next to it for terminals without colours."""
 
 
 def head(name: str, snapshot: RunSnapshot, size: tuple[int, int], problem: str = "") -> list[Text]:
@@ -32,7 +32,7 @@ def head(name: str, snapshot: RunSnapshot, size: tuple[int, int], problem: str =
     Args:
         name: Name of the campaign.
         size: Columns and lines of the screen. The list below needs most of the lines.
-        problem: The reason if the shown state is old, else empty.
+        problem: Why the shown state is out of date; empty if it is current.
     """
     status, (width, height) = snapshot.status, size
     lines = [progress(name, status, width), counts(status), means(snapshot)]
@@ -49,11 +49,11 @@ def head(name: str, snapshot: RunSnapshot, size: tuple[int, int], problem: str =
 
 
 def progress(name: str, status: Mapping[str, Any], width: int) -> Text:
-    """Formats name, state, a progress bar and the remaining time."""
+    """Formats the name, the state, a progress bar and the remaining time."""
     rollouts, state = status["rollouts"], status["state"]
     done = sum(rollouts[final] for final in FINAL)
     share = min(1.0, done / rollouts["total"]) if rollouts["total"] else 0.0
-    text = f" {done}/{rollouts['total']} {int(share * 100)}%"  # 100 % only if all are done
+    text = f" {done}/{rollouts['total']} {int(share * 100)}%"  # show 100 % only if all are done
     if per_minute := status["rate_per_s"] * 60:
         text += f"  {per_minute:.1f}/min" if per_minute < 100 else f"  {per_minute:,.0f}/min"
     if status["eta_s"]:
@@ -67,7 +67,7 @@ def progress(name: str, status: Mapping[str, Any], width: int) -> Text:
 
 
 def counts(status: Mapping[str, Any]) -> Text:
-    """Formats the number of rollouts by state."""
+    """Formats the number of rollouts in each state."""
     line = Text()
     for state in ("pending", "running", *FINAL):
         count = status["rollouts"][state]
@@ -76,7 +76,7 @@ def counts(status: Mapping[str, Any]) -> Text:
 
 
 def means(snapshot: RunSnapshot) -> Text:
-    """Formats pods, slots, engines and their throughput."""
+    """Formats the pods, slots and engines, and the engines' throughput."""
     status = snapshot.status
     pods = [pod for pod in status["pods"] if pod["state"] in PRESENT]
     slots = sum(pod["slots"] for pod in pods)
@@ -92,7 +92,7 @@ def means(snapshot: RunSnapshot) -> Text:
 
 
 def _numbered(what: str, things: list[dict[str, Any]], normal: str) -> str:
-    """Format ``pods 3 (1 silent, 2 done)``: the number in normal state, and the other states."""
+    """Formats ``pods 3 (1 silent, 2 done)``: the number in the normal state, then those in other states."""
     states: dict[str, int] = {}
     for thing in things:
         states[thing["state"]] = states.get(thing["state"], 0) + 1
@@ -101,7 +101,7 @@ def _numbered(what: str, things: list[dict[str, Any]], normal: str) -> str:
 
 
 def remarks(snapshot: RunSnapshot) -> Iterator[str]:
-    """Yields unusual conditions: failures, waiting jobs, unhealthy pods and engines."""
+    """Yields notable conditions: failures, waiting jobs, unhealthy pods and engines."""
     status = snapshot.status
     if status["failed_at"]:
         causes = []

@@ -1,7 +1,7 @@
 """Chooses the groups of one step: applies the steps of ``data`` in order.
 
 A step settles ``want`` groups, whether it trains on them or drops them. This is also the number of groups requested
-for each step. So dropped groups make a step smaller, but no later step waits for groups that nobody requested. With
+for each step. So dropped groups make a step smaller, but no later step waits for groups that were never requested. With
 ``refill``, the planner settles more groups until the step is full.
 """
 
@@ -19,7 +19,7 @@ from megaflow_hpc.training.algorithms import filters, rewards
 from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 REPLAYED_STEPS = 2
-"""Number of the latest full steps whose groups may be replayed."""
+"""Number of recent full steps whose groups may be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Choice:
     """The result of choosing the groups of a step."""
 
     taken: tuple[SampleGroup, ...]
-    """Groups to train on, in this order, each with its remaining samples, their penalties and weights."""
+    """Groups to train on, in order. Each has its remaining samples, with penalties and weights applied."""
     drops: dict[str, str]
-    """Id of a dropped sample or group → cause."""
+    """Id of each dropped sample or group → reason."""
     left: tuple[SampleGroup, ...]
-    """Groups that wait for a later step."""
+    """Groups deferred to a later step."""
     replayed: tuple[SampleGroup, ...]
-    """Groups of ``replayed`` that the step trains on again."""
+    """Replayed groups, which an earlier step already trained on."""
     state: dict[str, Any]
     """State for the next call."""
 
@@ -54,15 +54,15 @@ def choose(
 
     Args:
         config: the section ``training``; ``data`` is used.
-        groups: complete groups in any order, each once.
-        version: ordinal of the policy's newest weights; staleness counts from here.
+        groups: complete groups in any order, without duplicates.
+        version: ordinal of the policy's newest weights. Staleness is relative to it.
         want: maximum number of groups to settle.
-        replayed: groups that earlier steps trained on, the latest last. Those of the last
-            :data:`REPLAYED_STEPS` steps are enough.
-        state: the state that the last call returned; ``None`` at first.
+        replayed: groups that earlier steps trained on, newest last. Those of the last :data:`REPLAYED_STEPS` steps
+            are enough.
+        state: the state that the last call returned; ``None`` on the first call.
         random: generator for ``shuffle``.
-        advantage: the policy's advantage; says which rewards must be present and must differ.
-        pass_threshold: smallest reward of a passed rollout.
+        advantage: the policy's advantage settings, which name the rewards that must be present and must differ.
+        pass_threshold: minimum reward of a passed rollout.
 
     Raises:
         ConfigError: a reward is infinite, or no rollout has a reward of a given name.
@@ -100,21 +100,22 @@ def choose(
 
 
 def ordered(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
-    """Sorts groups. A group without sampled tokens comes first, because it is only settled."""
+    """Sorts groups by their oldest version. Groups without sampled tokens come first, because they are only settled."""
     return sorted(groups, key=lambda group: (group.oldest, group.time_ns, group.id))
 
 
 def replayable(replayed: Sequence[SampleGroup], batch: int, times: Mapping[str, int]) -> list[SampleGroup]:
-    """Returns the groups of ``replayed`` (the latest last) that may be replayed again.
+    """Returns the groups of ``replayed`` that may be replayed again.
 
     Args:
-        batch: groups of a full step.
-        times: group → number of replays.
+        replayed: groups that earlier steps trained on, newest last.
+        batch: number of groups in a full step.
+        times: group id → number of times it was replayed.
     """
     return [group for group in replayed[-REPLAYED_STEPS * batch :] if not times.get(group.id, 0)]
 
 
 def replay(candidates: Sequence[SampleGroup], fresh: int, share: float) -> list[SampleGroup]:
-    """Returns the latest groups to add to ``fresh`` new ones, at most ``share`` of the step's groups."""
+    """Returns the newest ``candidates`` to add to ``fresh`` new groups: at most ``share`` of the step's groups."""
     count = min(int(fresh * share / (1 - share) + 1e-9), len(candidates))
     return list(candidates[len(candidates) - count :])

@@ -31,7 +31,7 @@ NOTHING_SAMPLED = "nothing sampled"
 NO_REWARD = "no reward"
 
 MIN_SAMPLES = 2
-"""Smallest number of samples in a group; a single sample has nothing to be compared with."""
+"""Minimum number of samples in a group. A single sample has no baseline to compare with."""
 
 Drops = dict[str, str]
 
@@ -48,7 +48,7 @@ def survivors(groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: 
 
 
 def _lack(sample: Sample) -> str:
-    """Returns the reason why a sample cannot be compared; empty if it can."""
+    """Returns the reason to drop a sample, or an empty string to keep it."""
     if sample.status == "failed":
         return f"failed: {sample.error_kind}" if sample.error_kind else "failed"
     if sample.status == "cancelled":
@@ -68,12 +68,12 @@ def _check_names(verified: list[Sample], advantage: AdvantageConfig) -> None:
 
 
 def varied(groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops) -> list[SampleGroup]:
-    """Keeps the groups whose compared values differ."""
+    """Keeps groups whose samples differ in at least one compared value."""
     return _whole(groups, lambda group: "" if varies(group, advantage) else ZERO_VARIANCE, drops)
 
 
 def varies(group: SampleGroup, advantage: AdvantageConfig) -> bool:
-    """Returns whether a group's samples differ in a value that has a weight."""
+    """Returns whether a group's samples differ in a value of non-zero weight."""
     values, weights = columns(group.samples, advantage)
     values = values[:, weights != 0]
     return bool(len(values) and (values != values[0]).any())
@@ -82,7 +82,7 @@ def varies(group: SampleGroup, advantage: AdvantageConfig) -> bool:
 def within_pass_rates(
     groups: Iterable[SampleGroup], bounds: Range, pass_threshold: float, drops: Drops
 ) -> list[SampleGroup]:
-    """Keeps groups whose share of passed rollouts is inside the bounds."""
+    """Keeps groups whose pass rate is within the bounds."""
 
     def lack(group: SampleGroup) -> str:
         passed = sum(reward(sample) >= pass_threshold for sample in group.samples)
@@ -92,13 +92,13 @@ def within_pass_rates(
 
 
 def inside(rate: float, bounds: Range) -> bool:
-    """Returns whether a pass rate is inside a range."""
+    """Returns whether a pass rate is within a range."""
     lower, upper, kind = bounds
     return lower < rate < upper if kind == "exclusive" else lower <= rate <= upper
 
 
 def fresh(groups: Iterable[SampleGroup], most: int, version: int, drops: Drops) -> list[SampleGroup]:
-    """Keeps samples whose tokens are at most ``most`` versions older than ``version``."""
+    """Keeps samples whose oldest token is at most ``most`` versions behind ``version``."""
 
     def lack(sample: Sample) -> str:
         return STALE if sample.oldest >= 0 and version - sample.oldest > most else ""

@@ -30,45 +30,43 @@ from megaflow_hpc.training.algorithms.rewards import reward
 from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 LATEST_WEIGHT = 0.5
-"""Weight of the latest group in the pass rate of ``curriculum``. It is high because a model changes within a few
-rounds."""
+"""Weight of the newest group in the pass rate used by ``curriculum``. It is high because a model changes within a
+few rounds."""
 MIN_TASK_WEIGHT = 0.05
-"""Minimum weight in ``curriculum``, so that tasks that always or never pass are still sampled sometimes."""
+"""Minimum sampling weight in ``curriculum``. It keeps tasks that always or never pass in the rotation."""
 AVERAGE_DECAY = 0.9
-"""Weight of the earlier average in the pass rate of ``filter_solved``; the latest group has the rest."""
+"""Decay of the moving average of the pass rate for ``filter_solved``. The newest group has weight 1 - decay."""
 MIN_BASE, MAX_BASE = 0.01, 0.99
 """Bounds of GRESO's two bases (AstraFlow: ``p_min``, ``p_max``)."""
 FIRST_BASE = 0.5
-"""GRESO's two bases at the beginning."""
+"""Initial value of GRESO's two bases."""
 BASE_STEP = 0.01
-"""Change of a base in each step."""
+"""Change of a base per step."""
 TARGET_EASY, TARGET_HARD = 0.083, 0.167
-"""Target shares of groups that always pass and of groups that never pass."""
+"""Target shares of always-passing and never-passing groups."""
 FLOOR_EASY, FLOOR_HARD = 0.1, 0.4
-"""Minimum probabilities of tasks that always pass and of tasks that never pass."""
+"""Minimum request probabilities of always-passing and never-passing tasks."""
 
 
 class TaskStatistics(NamedTuple):
-    """Statistics of one task."""
-
     passed: int = 0
-    """Samples that passed, over all groups."""
+    """Number of passed samples, over all groups."""
     tried: int = 0
-    """Samples that were verified, over all groups."""
+    """Number of verified samples, over all groups."""
     average: float = 0.0
     """Moving average of the pass rate for ``filter_solved``."""
     recent: float = 0.5
     """Moving average of the pass rate for ``curriculum``."""
     streak: int = 0
-    """Consecutive groups with equal rewards; negative if they did not pass."""
+    """Number of consecutive groups with equal rewards; negative if they failed."""
 
 
 class Prompts:
-    """Chooses tasks.
+    """Chooses which tasks to request.
 
     Args:
         config: The section ``training.prompts``.
-        pass_threshold: Smallest reward of a passed rollout.
+        pass_threshold: Minimum reward of a passed rollout.
     """
 
     def __init__(self, config: PromptsConfig, pass_threshold: float = 1.0) -> None:
@@ -114,11 +112,11 @@ class Prompts:
         state: Mapping[str, Any],
         random: np.random.Generator,
     ) -> tuple[list[str], dict[str, Any]]:
-        """Goes through all tasks in a new random order each time, and skips those that are not eligible."""
+        """Cycles through all tasks, reshuffled on each pass, and skips ineligible ones."""
         chosen: list[str] = []
         seed, position, of, late = state.get("turn", (0, 0, 0, []))
         while len(chosen) < count:
-            if of != len(tasks) or position >= of:  # tasks of this batch come last
+            if of != len(tasks) or position >= of:  # tasks already chosen for this batch come last
                 seed, position, of, late = int(random.integers(2**32)), 0, len(tasks), sorted(set(chosen))
             order = [tasks[i] for i in np.random.default_rng(seed).permutation(of)]
             last = set(late)
@@ -138,7 +136,7 @@ class Prompts:
         state: Mapping[str, Any],
         random: np.random.Generator,
     ) -> list[str]:
-        """Draws by weight without replacement, and starts again when all eligible tasks are drawn."""
+        """Draws tasks by weight without replacement. Starts again once every eligible task has been drawn."""
         rates = np.array([statistics.get(task, TaskStatistics()).recent for task in eligible])
         chance = np.array([self._chance(statistics.get(task), state) for task in eligible])
         weights = (rates * (1 - rates) + MIN_TASK_WEIGHT) * chance
@@ -154,7 +152,7 @@ class Prompts:
         return chance >= 1 or bool(random.random() < chance)
 
     def _chance(self, statistics: TaskStatistics | None, state: Mapping[str, Any]) -> float:
-        """Returns the probability that GRESO requests a task."""
+        """Returns the probability that the task is requested; 1 without GRESO."""
         if not self._config.greso or not statistics or not statistics.streak:
             return 1.0
         name, floor = ("easy", FLOOR_EASY) if statistics.streak > 0 else ("hard", FLOOR_HARD)
@@ -186,7 +184,7 @@ class Prompts:
         learned: dict[str, Any] = {"tasks": {task: list(row) for task, row in statistics.items()}, "again": came_again}
         if self._config.greso:
             easy_base, hard_base = state.get("easy", FIRST_BASE), state.get("hard", FIRST_BASE)
-            if state.get("again") and total:  # every task has been requested once
+            if state.get("again") and total:  # every task was requested at least once
                 easy_base = _steered(easy_base, easy / total, TARGET_EASY)
                 hard_base = _steered(hard_base, hard / total, TARGET_HARD)
             learned |= {"easy": easy_base, "hard": hard_base}

@@ -29,17 +29,17 @@ from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 
 
 def plain(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
-    """Returns groups as they were before any step of ``data``."""
+    """Resets the penalties and weights of all samples to their defaults."""
     return [_each(group, _plain) for group in groups]
 
 
 def shaped(groups: Iterable[SampleGroup], step: DataStep) -> list[SampleGroup]:
-    """Returns groups with the penalties and weights that a step of ``data`` sets."""
+    """Applies one step of ``data`` that sets penalties or weights."""
     return [_each(group, lambda sample: _shaped(sample, step)) for group in groups]
 
 
 def shuffled(groups: Sequence[SampleGroup], random: np.random.Generator) -> list[SampleGroup]:
-    """Returns groups whose samples have exchanged their rewards at random."""
+    """Permutes the rewards of all samples at random."""
     samples = [sample for group in groups for sample in group.samples]
     givers = iter([samples[index] for index in random.permutation(len(samples))])
 

@@ -15,29 +15,29 @@ class Sample:
     task: str
     group: str
     index: int
-    """Number among the samples of its group."""
+    """Index of the sample in its group."""
     status: str
     """``completed``, ``truncated``, ``failed`` or ``cancelled``."""
     error_kind: str
-    """Kind of the error of a failed rollout; empty without an error."""
+    """Error kind of a failed rollout; empty if there was no error."""
     reward: float
     """NaN if not verified."""
     rewards: Mapping[str, float]
-    """Rewards of the verifier by name."""
+    """Reward components from the verifier, by name."""
     oldest: int
     """Ordinal of the oldest version that sampled a token; -1 if nothing was sampled."""
     newest: int
     """Ordinal of the newest version that sampled a token; -1 if nothing was sampled."""
     tokens: int
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     longest: int
-    """Tokens of the longest sequence, including the prompt."""
+    """Number of tokens in the longest sequence, including the prompt."""
     time_ns: int
-    """Time when the rollout became durable, in nanoseconds since 1970."""
+    """When the rollout became durable, in Unix nanoseconds."""
     penalty: float = 0.0
     """Sum of the penalties from steps of ``data``, added to the reward."""
     weight: float = 1.0
-    """Weight of its tokens in the loss. With 0 the sample counts in its group, but is not trained on."""
+    """Weight of the sample's tokens in the loss. At 0 the sample still counts in its group, but is not trained on."""
 
     @property
     def verified(self) -> bool:
@@ -47,23 +47,23 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """The samples of one task in one round, which are compared with one another."""
+    """The samples of one task in one round. Advantages are relative to this group."""
 
     id: str
     task: str
     samples: tuple[Sample, ...]
-    """All samples, each verified, failed or cancelled; after choosing, the remaining ones."""
+    """All samples of the group; after filtering, only the remaining ones."""
 
     def only(self, samples: tuple[Sample, ...]) -> SampleGroup:
-        """Returns the group with some of its samples."""
+        """Returns a copy of the group with only the given samples."""
         return self if len(samples) == len(self.samples) else replace(self, samples=samples)
 
     @property
     def oldest(self) -> int:
-        """Ordinal of the oldest version that sampled a token of the group; -1 if nothing was sampled."""
+        """Ordinal of the oldest version that sampled a token in the group; -1 if nothing was sampled."""
         return min((sample.oldest for sample in self.samples if sample.oldest >= 0), default=-1)
 
     @property
     def time_ns(self) -> int:
-        """Time when the last sample became durable."""
+        """When the last sample became durable, in Unix nanoseconds."""
         return max((sample.time_ns for sample in self.samples), default=0)

@@ -38,7 +38,7 @@ from megaflow_hpc.trajectories.reading.batch import padded_lines
 
 
 def batch(step: Step, minibatch: Minibatch | None = None, *, aligned: bool = True) -> list[dict[str, NDArray[Any]]]:
-    """Returns the step's sequences by group, each group as B lines padded on the right to its longest sequence (L).
+    """Returns the step's sequences by group, each group as B rows padded on the right to its longest sequence (L).
 
     Sequences without a token to train on are left out.
 
@@ -85,11 +85,12 @@ def _aligned(lines: list[TrainerRow]) -> dict[str, NDArray[Any]]:
     data["returns"] = data["advantages"].copy()
     data["kl_rewards"] = np.zeros_like(data["advantages"])
     data["tot_rewards"] = np.zeros_like(data["advantages"])
-    last = data["attention_mask"].sum(axis=1) - 2  # position that predicted the last token
+    last = data["attention_mask"].sum(axis=1) - 2  # position that predicts the last token
     data["tot_rewards"][np.arange(len(lines)), last] = data["rewards"]
     return data
 
 
 def _earlier(values: NDArray[Any]) -> NDArray[Any]:
-    """Rolls columns to the left by one. The first column becomes the last, and is masked: no first token is sampled."""
+    """Rolls columns left by one. The first column wraps to the end, but is masked, since first tokens are never
+    sampled."""
     return np.roll(values, -1, axis=1)

@@ -12,9 +12,9 @@ A step of the dataflow is a step of prime-rl, which is one optimizer step. prime
 and weights, and the engine's log-probabilities. It ignores ``loss``, ``importance`` and ``optimizer`` of the campaign
 file. ``--tokens`` must not exceed prime-rl's ``model.seq_len``.
 
-Both processes can be killed and restarted independently. A step's files are made from its plan, are always the same
-bytes, and stay. A trainer that resumes from an earlier checkpoint finds them again. The bridge waits for a step's
-weights, publishes them and commits the step. Only then it takes the next step.
+Both processes can be killed and restarted independently. A step's files are derived from its plan, are reproducible
+byte for byte, and are kept. So a trainer that resumes from an earlier checkpoint finds them again. The bridge waits for
+a step's weights, publishes them and commits the step before it takes the next one.
 
 (prime-rl 0.8.1.dev67, commit 559b44772e471d1538537b8805cc77f3824a5e64: ``src/prime_rl/transports/rollouts/types.py``
 and ``filesystem.py``, ``trainer/batch.py`` for padding and zeros, ``trainer/rl/train.py`` for the order of calls,
@@ -48,20 +48,20 @@ from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.step import KEPT_VERSIONS, Step
 
 POLL_INTERVAL_S = 0.5
-"""Seconds between two polls for a broadcast."""
+"""Seconds between polls for a broadcast."""
 SAY_INTERVAL_S = 30.0
-"""Seconds between two log lines while waiting."""
+"""Seconds between log lines while waiting."""
 UNCHANGED_S = 60.0
-"""Accept a broadcast that has not changed for this many seconds, even if a file seems newer than STABLE. The clocks of
-a trainer's nodes may differ."""
+"""Accept a broadcast unchanged for this many seconds, even if a file appears newer than STABLE. The clocks of a
+trainer's nodes may differ."""
 PAD_TOKEN = 1
-"""The token that prime-rl pads with (``pad_micro_batch``)."""
+"""Padding token used by prime-rl (``pad_micro_batch``)."""
 NOTE_FILE = "prime_rl.json"
 """File in ``RUN/training/<policy>/checkpoints/<step>`` that names the trainer of the step."""
 
 
 class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """prime-rl's ``MicroBatch``: its fields are identified by their order. T tokens, S concatenated sequences."""
+    """prime-rl's ``MicroBatch``, encoded by field order. T is the number of tokens, S of concatenated sequences."""
 
     input_ids: list[int]
     loss_mask: list[bool]
@@ -73,7 +73,7 @@ class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     """(S)"""
     temperatures: list[float]
     env_names: list[str]
-    """(T), the name under which prime-rl shows metrics; here the campaign's."""
+    """(T), environment names under which prime-rl reports metrics; here, the campaign's name."""
     seq_lens: list[int]
     """(S), equal to ``sequence_lengths``; used for attention."""
     ref_logprobs: list[float] | None = None
@@ -81,7 +81,7 @@ class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     mm_kwargs: Any = None
     mm_token_type_ids: list[int] | None = None
     rl_weights: list[float] | None = None
-    """(T), factors of the loss; tokens with 0 are not counted. ``None`` means that all are 1."""
+    """(T), per-token loss factors. Tokens with factor 0 are not counted. ``None`` means all 1."""
     ce_weights: list[float] | None = None
     ref_kl_weights: list[float] | None = None
 
@@ -89,7 +89,7 @@ class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[msgspec.Raw]]:
     """Returns the micro-batches of each rank: at least one, and as many as every other rank.
 
-    Each forward pass is a collective operation, so the counts must be equal. Each micro-batch is encoded at once,
+    Each forward pass is a collective operation, so the counts must be equal. Each micro-batch is encoded immediately,
     because Python lists of all tokens of a large step would take several gigabytes.
 
     Args:
@@ -135,7 +135,7 @@ def _nothing(name: str) -> PrimeMicroBatch:
 
 
 def hand_over(output: Path, number: int, batches: Sequence[Sequence[msgspec.Raw]]) -> None:
-    """Writes the files of a step, each by an atomic rename. Existing files stay.
+    """Writes the files of a step, each by an atomic rename. Keeps existing files.
 
     Raises:
         ConfigError: a file of another step with this number exists, or the parent directory of ``output`` is missing.
@@ -159,8 +159,8 @@ def hand_over(output: Path, number: int, batches: Sequence[Sequence[msgspec.Raw]
 class Broadcast:
     """The weights that prime-rl's trainer broadcasts after one step.
 
-    The trainer writes STABLE last. A restarted trainer that repeats the step writes its files next to an old STABLE. So
-    STABLE must be the newest file, and no file may change during the copy.
+    The trainer writes STABLE last. A restarted trainer that repeats the step writes its files next to the old STABLE.
+    So STABLE must be the newest file, and no file may change during the copy.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -182,7 +182,7 @@ class Broadcast:
                 if name != "STABLE":
                     shutil.copyfile(self._folder / name, target / name)
             return _state(self._folder) == state and _whole(target)
-        except FileNotFoundError:  # the trainer removes its directory, or a later bridge has removed ``target``
+        except FileNotFoundError:  # the trainer removed its directory, or a later bridge removed ``target``
             return False
 
 
@@ -191,7 +191,7 @@ _State = dict[str, tuple[int, int, int]]
 
 
 def _state(folder: Path) -> _State | None:
-    """Returns the files of a broadcast; ``None`` unless STABLE exists."""
+    """Returns the state of a broadcast's files, or ``None`` if STABLE is missing."""
     try:
         states = {}
         for entry in os.scandir(folder):
@@ -207,7 +207,7 @@ def _marked_last(state: _State) -> bool:
 
 
 def _whole(folder: Path) -> bool:
-    """Returns whether every tensor file matches its header and every file of the index exists."""
+    """Returns whether every tensor file matches its header and every file listed in the index exists."""
     try:
         return bool(read_directory(folder))
     except ConfigError:
@@ -240,7 +240,7 @@ class PrimeBridge:
             )
         if (last := flow.restore()) is not None:
             self._check(flow.checkpoint(last) / NOTE_FILE)
-            self._forget(below=last.step)  # a bridge killed after the last commit did not remove them
+            self._forget(below=last.step)  # left by a bridge that was killed after its last commit
 
     def _check(self, path: Path) -> None:
         try:
@@ -254,7 +254,7 @@ class PrimeBridge:
             )
 
     def run(self) -> int:
-        """Serves steps until the training ends; returns the number of committed steps."""
+        """Serves steps until training ends. Returns the number of committed steps."""
         done = 0
         for step in self._flow.steps():
             hand_over(self._output, step.number, grid(step, self._tokens, self._ranks, self._flow.record.config.name))
@@ -274,7 +274,7 @@ class PrimeBridge:
         return done
 
     def _wait(self, number: int, stage: Path) -> bool:
-        """Waits for the weights after a step and copies them. Returns whether they arrived before a cancel."""
+        """Waits for the weights of a step and copies them. Returns false if the campaign was cancelled first."""
         folder = self._output / "broadcasts" / f"step_{number}"
         broadcast, marks, reported_at = Broadcast(folder), Marks(self._flow.run), time.monotonic()
         while not broadcast.take(stage):
@@ -292,7 +292,7 @@ class PrimeBridge:
         self._say(f"step {step.number}: published as version {version.version}")
 
     def _commit(self, step: Step, waited: float) -> None:
-        """Commits a step with a note as its checkpoint. The trainer stores its real checkpoint among its own files."""
+        """Commits a step with a note as its checkpoint. The trainer keeps the real checkpoint among its own files."""
         folder = self._flow.files.checkpoints / str(step.number)
         make_directory(folder)
         write_json(folder / NOTE_FILE, self._note)
@@ -300,7 +300,7 @@ class PrimeBridge:
         self._forget(below=step.number)
 
     def _forget(self, below: int) -> None:
-        """Removes the notes of earlier steps, including half-removed ones of a killed bridge."""
+        """Removes the notes of earlier steps, including those that a killed bridge removed only partly."""
         for path in self._flow.files.checkpoints.iterdir():
             earlier = path.name.isdecimal() and int(path.name) < below
             if earlier and ((path / NOTE_FILE).exists() or all(NOTE_FILE in half.name for half in path.iterdir())):
@@ -308,7 +308,7 @@ class PrimeBridge:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the command line and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m megaflow_hpc.training.bridges.prime_rl",
         description="Send a campaign's rollouts to prime-rl's trainer, and its weights to the campaign's engines.",

@@ -1,4 +1,4 @@
-"""The single sequences of a step, for trainers whose batches are padded lines."""
+"""Individual sequences of a step, for trainers that take padded rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNLIMITED_TOKENS = 2**62
 
 @dataclass(frozen=True)
 class TrainerRow:
-    """One sequence of L tokens, at least one of which is trained on. The columns are those of a micro-batch."""
+    """One sequence of L tokens with at least one token to train on. The columns are those of a micro-batch."""
 
     rollout: PlannedRollout
     tokens: NDArray[np.int32]
@@ -30,17 +30,17 @@ class TrainerRow:
 
     @property
     def first(self) -> int:
-        """Index of the first token to train on. All tokens before it are the prompt."""
+        """Index of the first token to train on. The tokens before it form the prompt."""
         return int(self.mask.argmax())
 
     @property
     def turns(self) -> int:
-        """Number of runs of consecutive tokens to train on."""
+        """Number of contiguous runs of tokens to train on."""
         return int(np.count_nonzero(np.diff(self.mask, prepend=0) == 1))
 
     @property
     def reward(self) -> float:
-        """Reward of the rollout. It is 0 for a rollout that was never verified and is trained on for a penalty."""
+        """Reward of the rollout; 0 for an unverified rollout that is trained on because of a penalty."""
         return self.rollout.reward or 0.0
 
 

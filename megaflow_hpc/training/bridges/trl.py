@@ -39,7 +39,7 @@ from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step
 from megaflow_hpc.training.trainer.losses import Loss, importance_weights
 
 TRL_VERSION = "1.16"
-"""Supported TRL version, without its last number, because the bridge uses private methods."""
+"""Supported TRL version without its patch number. The check is strict because the bridge uses private methods."""
 
 
 def _check_version() -> None:
@@ -77,7 +77,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
     Args:
         flow: the dataflow.
         output: TRL's ``output_dir``.
-        others: further fields of ``GRPOConfig``, which take precedence.
+        others: other fields of ``GRPOConfig``; these take precedence.
 
     Raises:
         ConfigError: TRL lacks the loss, or ``max_steps`` cannot be derived and must be given.
@@ -96,7 +96,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
         "loss_type": name,
         "importance_sampling_level": level,
         "epsilon": low,
-        "epsilon_high": 1 + high if loss.kind == "cispo" else high,  # for CISPO, TRL bounds the ratio itself
+        "epsilon_high": 1 + high if loss.kind == "cispo" else high,  # CISPO bounds the ratio itself
         "entropy_coef": loss.entropy,
         "beta": 0.0,
         "temperature": flow.temperature,
@@ -113,7 +113,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
         "save_total_limit": KEPT_CHECKPOINTS,
         "logging_steps": 1,
         "report_to": [],
-        # Settings of generation, which is not used. These are the smallest values that TRL accepts.
+        # Generation is not used. These are the smallest settings that TRL accepts.
         "per_device_train_batch_size": 2,
         "num_generations": 2,
         "max_completion_length": 1,
@@ -136,7 +136,7 @@ class DataflowTrainer(GRPOTrainer):
 
     Args:
         flow: a dataflow with the rank and the number of ranks of this process.
-        model: a directory or a model, as TRL takes it.
+        model: a directory or a model, as accepted by TRL.
         args: the result of :func:`arguments`.
         others: further arguments of ``GRPOTrainer``, such as ``peft_config``.
 
@@ -153,7 +153,7 @@ class DataflowTrainer(GRPOTrainer):
             )
         if args.gradient_accumulation_steps != 1:
             raise ConfigError("gradient_accumulation_steps: leave it at 1; training…microbatch cuts minibatches")
-        args.ignore_data_skip = True  # the dataflow itself continues after the last commit
+        args.ignore_data_skip = True  # the dataflow already resumes after the last commit
         nothing = Dataset.from_dict({"prompt": ["-"] * args.generation_batch_size})
         super().__init__(model, _no_reward, args, nothing, **others)
         here = self.accelerator.process_index, self.accelerator.num_processes
@@ -233,7 +233,8 @@ class DataflowTrainer(GRPOTrainer):
             yield {**rows, **self._given(batch, rows), **self._shares(batch, len(rows["prompt_ids"]), item.minibatch)}
 
     def _shares(self, batch: MicroBatch, rows: int, minibatch: Minibatch) -> dict[str, Any]:
-        """Returns the scale of TRL's means. It includes the number of ranks, because their gradients are averaged."""
+        """Returns the scale of TRL's means. The factor includes the number of ranks, because gradients are averaged
+        over ranks."""
         ranks, tokens = self.accelerator.num_processes, max(minibatch.tokens, 1)
         share = {
             "grpo": rows * ranks / max(minibatch.sequences, 1),
@@ -296,9 +297,9 @@ class DataflowTrainer(GRPOTrainer):
 
     def _publish(self, step: Step) -> None:
         folder = self._flow.files.path / f".model-{step.number}-{os.getpid()}"
-        self.save_model(str(folder), _internal_call=True)  # called on all ranks; the first one writes
+        self.save_model(str(folder), _internal_call=True)  # every rank must call this; only the first writes
         if not self._flow.rank:
-            (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle, which no engine needs
+            (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle file that engines do not need
             step.publish(folder, move=True, keep=KEPT_VERSIONS)
 
 
@@ -311,7 +312,7 @@ class _AfterStep(TrainerCallback):
 
 
 def to_rows(batch: MicroBatch, rows: int = 1) -> dict[str, Any]:
-    """Returns a micro-batch as TRL takes it: one sequence per row, padded on the right, with empty rows up to ``rows``.
+    """Converts a micro-batch to TRL's form: one sequence per row, right-padded, with empty rows up to ``rows``.
 
     TRL scores *completions*, the right part of every row. Here the completion starts at the earliest sampled token of
     any row, and ``tool_mask`` marks the sampled tokens. So no row is padded on the left, and positions equal the
@@ -333,7 +334,7 @@ def to_rows(batch: MicroBatch, rows: int = 1) -> dict[str, Any]:
 
 
 def _padded(column: Any, own: Any, lengths: Any) -> Any:
-    """Converts (T) to (rows, longest), padded with 0."""
+    """Splits (T) into sequences and pads each with 0, giving (rows, longest)."""
     padded = np.zeros((len(lengths), int(lengths.max())), column.dtype if column.dtype.kind == "f" else np.int64)
     padded[: len(own)][np.arange(padded.shape[1]) < own[:, None]] = column
     return padded

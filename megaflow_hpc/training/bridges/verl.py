@@ -39,19 +39,19 @@ def batch(
     multiple: int = 1,
     bypass: bool = False,
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-    """Returns the step's sequences as verl has them: B lines, with prompts padded left and responses padded right.
+    """Returns the step's sequences in verl's form: B rows, with left-padded prompts and right-padded responses.
 
-    Sequences without a token to train on are left out. A rollout with several sequences gives several lines of one
-    ``uid``. verl's own advantages would count it several times, so the plan's advantages are used.
+    Sequences without a token to train on are left out. A rollout with several sequences gives several rows with the
+    same ``uid``. verl's own advantages would count it several times, so the plan's advantages are used.
 
     Args:
         step: a step of a dataflow with one rank, because verl divides a batch among ranks itself.
         minibatch: part of the step to convert; by default the whole step.
         pad_token_id: the tokenizer's padding token.
-        multiple: masked lines are added until B is divisible by this number (``DataProto.chunk``).
+        multiple: add masked rows until B is divisible by this number (``DataProto.chunk``).
         bypass: add the engine's log-probabilities as ``old_log_probs``, as in verl's bypass mode. Otherwise verl's
-            ``_compute_old_log_prob`` adds them. Engine and trainer round differently, so ratios of the two leave narrow
-            clips before any update.
+            ``_compute_old_log_prob`` adds them. Engine and trainer round differently, so their ratios exceed narrow
+            clip ranges before any update.
 
     Returns:
         The tensors, and the other columns (B): ``uid`` (the group), ``__num_turns__``, ``min_global_steps`` and

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    # Imported after parsing the arguments: torch takes seconds, and --help should not.
+    # Import after parsing the arguments: torch takes seconds to load, which would slow down --help.
     from megaflow_hpc.training.dataflow import Dataflow
     from megaflow_hpc.training.trainer.loop import TrainingLoop, TrainingStopped
     from megaflow_hpc.training.trainer.metrics import Board
@@ -84,7 +84,7 @@ def _train(arguments: argparse.Namespace) -> int:
         flow.leave()
     if trainer.stopping and ranks.count > 1:
         sys.stdout.flush()
-        os._exit(EXIT_RESTART)  # ranks may receive the signal in different steps, so do not wait for them
+        os._exit(EXIT_RESTART)  # ranks may receive the signal in different steps, so do not synchronise
     if trainer.stopping:
         return EXIT_RESTART
     ranks.leave()

@@ -35,7 +35,7 @@ from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 ABOUT_FILE = "about.json"
 MAX_FILE_BYTES = 2**32
-"""Bytes of tensors over all ranks after which each rank starts a new file. A file is held in memory twice."""
+"""Total tensor bytes over all ranks after which each rank starts a new file. A file is held in memory twice."""
 
 
 def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> Path:
@@ -44,7 +44,7 @@ def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> 
     An existing checkpoint is kept, because it was made from the same plan.
 
     Raises:
-        SiteError: it cannot be written, for example on a full disk.
+        SiteError: the checkpoint cannot be written, for example because the disk is full.
     """
     from torch.distributed import checkpoint as dcp  # type: ignore[import-not-found]
 
@@ -125,12 +125,12 @@ def restore(checkpoint: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
 
 
 def prune(folder: Path, keep: int, needed: Path | None = None) -> list[int]:
-    """Removes leftovers of dead trainers and all but the ``keep`` newest checkpoints, never ``needed``."""
+    """Removes leftovers of dead trainers and all but the ``keep`` newest checkpoints. Never removes ``needed``."""
     steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
     old = [step for step in steps[:-keep] if needed is None or str(step) != needed.name]
     for step in old:
         hidden = folder / f".{step}.removing.{secrets.token_hex(4)}"
-        os.rename(folder / str(step), hidden)  # disappears at once, even if the removal takes long
+        os.rename(folder / str(step), hidden)  # rename first, so that it vanishes atomically even if removal takes long
     for path in folder.glob(".[0-9]*"):
         remove_tree(path, ignore_errors=True)
     return old
@@ -145,7 +145,7 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> Path:
     kept: dict[int, Any] = {}
     tensors = {}
     source = policy.trained() if policy.adapter else policy.state_dict(keep_vars=True).items()
-    for name, parameter in source:  # one at a time: every rank gathers it, only the first keeps it
+    for name, parameter in source:  # one tensor at a time: all ranks gather it, only the first keeps it
         if id(parameter) not in kept:
             whole = parameter.detach()
             whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
@@ -159,7 +159,7 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> Path:
         (folder / "README.md").unlink(missing_ok=True)
     elif ranks.first:
         policy.causal.save_pretrained(folder, state_dict=tensors, max_shard_size="5GB")
-        # Written by transformers; publishing adds the base model's.
+        # Transformers wrote these; publishing adds the base model's files instead.
         (folder / "generation_config.json").unlink(missing_ok=True)
         shutil.copyfile(policy.source / "config.json", folder / "config.json")
     if ranks.first:
@@ -171,7 +171,7 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> Path:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppresses torch's warning that a single rank does not use torch.distributed."""
+    """Suppresses torch's warning about running without torch.distributed on a single rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -195,7 +195,7 @@ def _random(ranks: ProcessGroup) -> dict[str, Any]:
 
 
 def _files(tensors: dict[str, Any], ranks: ProcessGroup) -> dict[str, int]:
-    """Returns the file number, from 1, of each tensor; the same on every rank."""
+    """Assigns each tensor a file number, from 1. The result is the same on every rank."""
     filled, numbers = 0, {}
     for name, tensor in tensors.items():
         if not name.startswith("random."):
@@ -206,7 +206,7 @@ def _files(tensors: dict[str, Any], ranks: ProcessGroup) -> dict[str, int]:
 
 
 def _settle(staged: Path, target: Path) -> None:
-    """Makes the files durable, then visible by one rename. If two processes do so, one wins; both versions are
+    """Fsyncs the files, then publishes them with one rename. If two processes race, one wins; both versions are
     valid."""
     fsync_tree(staged)
     try:

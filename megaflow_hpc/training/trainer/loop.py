@@ -38,17 +38,17 @@ from megaflow_hpc.training.trainer.model import ProcessGroup, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 PASS_REWARD = 1.0
-"""Smallest reward of a passed rollout."""
+"""Minimum reward of a passed rollout."""
 MAX_MISMATCH = 1.0
-"""Largest plausible mean |log-probability of the engine − ours| in the first update after a start. Rounding and
-staleness do not explain more: bfloat16 against float32 gives 0.01."""
+"""Largest plausible mean |engine − trainer log-prob| in the first update after a start. Rounding and staleness
+cannot explain more: bfloat16 against float32 gives 0.01."""
 
 Proximal = dict[tuple[int, bytes], np.ndarray[Any, Any]]
-"""Rollout of the step and digest of a sequence's tokens → the sequence's log-probabilities."""
+"""(rollout in the step, digest of a sequence's tokens) → log-probabilities of the sequence."""
 
 
 class TrainingStopped(Exception):
-    """The trainer was asked to stop while it waited for rollouts."""
+    """The trainer was stopped while it waited for rollouts."""
 
 
 class TrainingLoop:
@@ -59,7 +59,7 @@ class TrainingLoop:
         ranks: all ranks.
 
     Attributes:
-        stopping: set it to end after the current step; :meth:`stop` also ends a wait.
+        stopping: set to true to stop after the current step; :meth:`stop` also ends a wait.
 
     Raises:
         ConfigError: the model cannot be loaded, or differs from the served model.
@@ -77,7 +77,7 @@ class TrainingLoop:
         if why := why_not_served(Path(base), Path(served)):
             raise ConfigError(why)
         self._turns = GpuTurns(flow)
-        self._turns.take(0)  # loading the model places parameters on the GPUs
+        self._turns.take(0)  # loading the model moves parameters to the GPUs
         torch.manual_seed(flow.trained.seed)
         lora = settings.lora.model_dump() if settings.lora else None
         self.policy = load(base, settings.dtype, lora=lora, recompute=settings.recompute).share(ranks)
@@ -88,7 +88,7 @@ class TrainingLoop:
         self.loss = losses.Loss(loss.kind, loss.band, loss.entropy, settings.importance, settings.truncate)
         self.stopping = self._waiting = False
         self._compared = False
-        self._moved = True  # since the last published version; an earlier start may have updated it
+        self._moved = True  # changed since the last publish? Assume so, because an earlier start may have updated it
 
     def stop(self, *_: object) -> None:
         """Stops the training; usable as a signal handler."""
@@ -97,10 +97,10 @@ class TrainingLoop:
             raise TrainingStopped
 
     def steps(self) -> Iterator[dict[str, float]]:
-        """Trains, and yields each step's metrics after its commit. Ends with the training or after :meth:`stop`.
+        """Trains until the end of the training or :meth:`stop`. Yields the metrics of each step after its commit.
 
         Raises:
-            ConfigError: the rollouts belong to another model, or the loss is not finite. The step changed nothing.
+            ConfigError: the rollouts come from another model, or the loss is not finite. Weights are unchanged.
             LedgerError: a later trainer has taken over.
         """
         flow, files = self.flow, self.flow.files
@@ -185,7 +185,7 @@ class TrainingLoop:
             tally, norm = self._update(minibatch, proximal, rate, clock)
             minibatch_metrics.append(tally.report() | {"grad_norm": norm})
             whole.join(tally)
-            if seen.isdisjoint(minibatch.rollouts):  # on tokens it was trained on, the policy is biased
+            if seen.isdisjoint(minibatch.rollouts):  # the policy is biased on tokens it was already trained on
                 fresh.join(tally)
             seen.update(minibatch.rollouts)
         names = minibatch_metrics[0] if minibatch_metrics else {}
@@ -205,7 +205,7 @@ class TrainingLoop:
 
     @torch.no_grad()
     def _judge(self, step: Step, clock: StageClock) -> Proximal:
-        """Returns the proximal log-probabilities of the step's sequences on all ranks."""
+        """Computes the proximal log-probabilities of the step's sequences and gathers them from all ranks."""
         mine: Proximal = {}
         with clock("proximal"):
             for batch in step.minibatch().microbatches(self.flow.settings.microbatch):
@@ -216,7 +216,7 @@ class TrainingLoop:
     def _update(
         self, minibatch: Minibatch, proximal: Proximal | None, rate: float, clock: StageClock
     ) -> tuple[WeightedMean, float]:
-        """Makes one optimizer step; returns the statistics of its tokens on all ranks and the norm of the gradient."""
+        """Takes one optimizer step. Returns token statistics over all ranks and the gradient norm."""
         packed = minibatch.microbatches(self.flow.settings.microbatch)
         limit = math.inf
         if self.loss.kind == "m2po":
@@ -252,7 +252,7 @@ class TrainingLoop:
         return tally, norm
 
     def _row(self, batch: MicroBatch) -> tuple[Any, Any, list[int], Any]:
-        """Returns the policy's inputs; a single unjudged token for an empty micro-batch."""
+        """Returns the policy's inputs. For an empty micro-batch, that is a single token to ignore."""
         if len(batch.tokens) and (largest := int(batch.tokens.max())) >= self.policy.words:
             raise ConfigError(
                 f"{self.policy.source}: has {self.policy.words} tokens, but rollouts of {self.flow.run} hold token "
@@ -276,7 +276,7 @@ class TrainingLoop:
         return losses.Tokens(offsets.to(device), mask.bool(), proximal.to(device), engine, advantages, weights)
 
     def _known(self, batch: MicroBatch, proximal: Proximal | None) -> Any:
-        """Returns the proximal log-probabilities of a micro-batch (T)."""
+        """Looks up the proximal log-probabilities (T) of a micro-batch."""
         assert proximal is not None
         parts = [torch.from_numpy(proximal[key]) for key, _ in _sequences(batch)]
         return torch.cat(parts) if parts else torch.zeros(1)
@@ -292,7 +292,7 @@ class TrainingLoop:
 
 
 def _sequences(batch: MicroBatch) -> Iterator[tuple[tuple[int, bytes], slice]]:
-    """Yields the key and the position of each sequence. Keys are valid in every minibatch and on every rank."""
+    """Yields the key and slice of each sequence. Keys are valid in every minibatch and on every rank."""
     for key, begin, end in zip(
         batch.sequence_keys(), batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True
     ):

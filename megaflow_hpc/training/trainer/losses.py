@@ -2,7 +2,7 @@
 
 Three policies give each token a log-probability. The *engine* sampled it. The *proximal* policy is the trainer's before
 the first optimizer step on this step's data. The *new* policy has the gradient. Ratios are new over proximal, exactly 1
-before the first optimizer step. Ratios of new over engine are not 1, because engine and trainer round differently: with
+before the first optimizer step. Ratios of new to engine are not 1, because engine and trainer round differently: with
 a bfloat16 engine and a float32 trainer, 82 % of sequences were outside a clip of 3e-4 before any update. Proximal over
 engine is a truncated weight without gradient, and the metric ``mismatch``.
 
@@ -40,35 +40,35 @@ Tensor = Any
 Kind = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "m2po", "rloo"]
 Level = Literal["none", "token", "sequence"]
 Statistics = dict[str, Tensor]
-"""Sums over tokens, and maxima (:data:`MAXIMA`), as float64 scalars."""
+"""Sums over tokens, or maxima for names in :data:`MAXIMA`, as float64 scalars."""
 
 MAXIMA = {"mismatch_max", "log_ratio_max"}
-"""Statistics that are maxima rather than sums."""
+"""Names of statistics that are maxima rather than sums."""
 MAX_LOG_RATIO = math.log(20)
 """|log ratio| above which M2PO always masks a token: ratios below 1/20 or above 20. AstraFlow has similar bounds
 (343e808, ``_calculate_m2po_clip_range``). The limit also keeps the metrics finite."""
 
 
 class Totals(Protocol):
-    """Divisors of a loss: totals of the whole minibatch, over all its micro-batches and ranks."""
+    """Denominators of a loss: totals of the whole minibatch over all its micro-batches and ranks."""
 
     tokens: int
-    """Tokens to train on."""
+    """Number of tokens to train on."""
     sequences: int
-    """Sequences with such tokens."""
+    """Number of sequences with such tokens."""
     samples: int
-    """Rollouts with such tokens."""
+    """Number of rollouts with such tokens."""
     longest: int
-    """Largest number of such tokens in a rollout: Dr.GRPO's constant."""
+    """Largest number of such tokens in one rollout; the constant of Dr.GRPO."""
 
 
 SECOND_MOMENT = 0.04
-"""M2PO: upper bound of the mean squared log ratio, as in the paper."""
+"""M2PO's upper bound on the mean squared log ratio, as in the paper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The kind of a loss and its bounds.
+    """Kind of loss and its bounds.
 
     Raises:
         ConfigError: the kind or the level is unknown.
@@ -76,13 +76,13 @@ class Loss:
 
     kind: Kind
     clip: tuple[float, float] = (0.2, 0.2)
-    """Distances below and above 1 beyond which a ratio is clipped."""
+    """Clip range of the ratio, as distances below and above 1."""
     entropy: float = 0.0
-    """Coefficient of the mean entropy over tokens, which is maximised."""
+    """Coefficient of the entropy bonus, which is the mean entropy over tokens."""
     importance: Level = "token"
-    """Importance weights of proximal over engine: by token, or the product over a sequence."""
+    """Whether importance weights (proximal over engine) are per token or their product over a sequence."""
     truncate: float = 2.0
-    """Upper bound of an importance weight."""
+    """Cap on importance weights."""
 
     def __post_init__(self) -> None:
         for value, kinds in ((self.kind, get_args(Kind)), (self.importance, get_args(Level))):
@@ -92,20 +92,20 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """S concatenated sequences of T tokens in all, on one device."""
+    """S concatenated sequences with T tokens in total, on one device."""
 
     offsets: Tensor
-    """int64 (S+1), where each sequence begins."""
+    """int64 (S+1), start of each sequence, then T."""
     mask: Tensor
     """bool (T), true for tokens to train on."""
     proximal: Tensor
-    """float (T), log-probabilities. Here and below, values of masked tokens are arbitrary."""
+    """float (T), proximal log-probabilities. Here and below, values of masked tokens are arbitrary."""
     engine: Tensor
-    """float (T), log-probabilities; NaN if not sampled."""
+    """float (T), the engine's log-probabilities; NaN if not sampled."""
     advantages: Tensor
     """float (T)."""
     weights: Tensor
-    """float (T), factors of each token's loss."""
+    """float (T), per-token loss factors."""
 
 
 def policy_loss(
@@ -122,7 +122,7 @@ def policy_loss(
         limit: M2PO's bound of |log new − log engine|, from :func:`second_moment_limit`.
     """
     mask = batch.mask
-    # Set masked values to 0 now: NaN times 0 is NaN, also in the backward pass.
+    # Zero masked values before use: NaN times 0 is NaN, also in the backward pass.
     new, entropies, proximal, engine, advantages, weights = (
         torch.where(mask, value, torch.zeros_like(value))
         for value in (new, entropies, batch.proximal, batch.engine, batch.advantages, batch.weights)
@@ -156,7 +156,7 @@ def policy_loss(
     share = (by_token * _per_token(loss, counted, batch.offsets, totals)).sum()
     statistics = _statistics(mask, held, proximal, engine, entropies.detach(), importance, truncated, low, high)
     statistics["loss"] = share.detach().double()
-    if loss.entropy:  # otherwise skip the gradient of the entropy, which is as large as that of log p
+    if loss.entropy:  # otherwise skip the entropy's backward pass, which costs as much as that of log p
         share = share - loss.entropy * entropies.sum() / max(totals.tokens, 1)
     return share, statistics
 
@@ -264,19 +264,19 @@ _MEANS = ("entropy", "clipped_low", "clipped_high", "kl", "engine_kl", "mismatch
 
 
 def _sums(values: Tensor, offsets: Tensor) -> Tensor:
-    """Sums (T) to (S) in the order of the tokens on every device, unlike ``index_add``."""
+    """Sums (T) per sequence to (S). Unlike ``index_add``, it adds in token order on every device."""
     return torch.segment_reduce(values, "sum", offsets=offsets, initial=0)
 
 
 def _spread(values: Tensor, offsets: Tensor) -> Tensor:
-    """Expands (S) to (T)."""
+    """Repeats (S) for each token, giving (T)."""
     return values.repeat_interleave(offsets.diff())
 
 
 def _value(
     loss: Loss, ratio: Tensor, low: Tensor, high: Tensor, slope: Tensor, weighted: Tensor, held: Tensor
 ) -> Tensor:
-    """Returns the surrogate of each token, without gradient. ``weighted`` is its advantage times its weights."""
+    """Returns the surrogate of each token without gradient. ``weighted`` is the advantage times the weights."""
     if loss.kind in ("cispo", "rloo"):
         return slope * held
     if loss.kind == "m2po":
@@ -286,7 +286,7 @@ def _value(
 
 
 def _per_token(loss: Loss, counted: Tensor, offsets: Tensor, totals: Totals) -> Tensor:
-    """Returns the factor of each token's loss, as a number or (T)."""
+    """Returns the loss factor of each token, as a scalar or (T)."""
     match loss.kind:
         case "grpo" | "gspo":
             return _spread(1 / counted.clamp(min=1), offsets) / max(totals.sequences, 1)

@@ -1,4 +1,4 @@
-"""Measures a step: seconds by stage, statistics of its tokens, TensorBoard files."""
+"""Metrics of a step: seconds per stage, token statistics and TensorBoard output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megaflow_hpc.training.trainer.model import ProcessGroup
 
 
 class StageClock:
-    """Sums the seconds of a step by stage."""
+    """Accumulates the seconds that a step spends in each stage."""
 
     def __init__(self, device: Any) -> None:
         self.seconds: dict[str, float] = {}
@@ -34,7 +34,7 @@ class StageClock:
 
 
 class WeightedMean:
-    """Adds statistics of micro-batches, ranks and minibatches.
+    """Accumulates statistics over micro-batches, ranks and minibatches.
 
     Attributes:
         rows: number of tokens that passed through the model.
@@ -43,11 +43,11 @@ class WeightedMean:
     def __init__(self) -> None:
         self._sums: losses.Statistics = {}
         self._versions: dict[int, tuple[float, int]] = {}
-        """Weight version → sum of |log-probability of the engine − proximal| over its tokens, and their count."""
+        """Weight version → (sum of |engine − proximal log-prob|, number of tokens)."""
         self.rows = 0
 
     def add(self, batch: MicroBatch, tokens: losses.Tokens, sums: losses.Statistics) -> None:
-        """Adds a micro-batch, with the statistics of its loss."""
+        """Adds the loss statistics of a micro-batch."""
         mean = WeightedMean()
         mean._sums, mean.rows = sums, len(batch.tokens)
         if mean.rows:
@@ -68,7 +68,7 @@ class WeightedMean:
             self._versions[version] = before[0] + apart, before[1] + count
 
     def of_all(self, ranks: ProcessGroup) -> WeightedMean:
-        """Returns the statistics of all ranks, on every rank. All ranks must call it."""
+        """Combines the statistics of all ranks. Every rank must call it, and gets the result."""
         self._sums = {name: value.cpu() for name, value in self._sums.items()}
         mean = WeightedMean()
         for part in ranks.gather(self):
@@ -76,20 +76,20 @@ class WeightedMean:
         return mean
 
     def report(self) -> dict[str, float]:
-        """Returns readable metrics; see :func:`~megaflow_hpc.training.trainer.losses.report`."""
+        """Returns metrics as defined by :func:`~megaflow_hpc.training.trainer.losses.report`."""
         return losses.report(self._sums)
 
     def sampling(self) -> dict[str, float]:
-        """Returns the sampling metrics; see :func:`~megaflow_hpc.training.trainer.losses.sampling`."""
+        """Returns metrics as defined by :func:`~megaflow_hpc.training.trainer.losses.sampling`."""
         return losses.sampling(self._sums)
 
     def mismatches(self) -> dict[str, float]:
-        """Returns the mean mismatch by version, as metrics."""
+        """Returns the mean mismatch of each weight version, as metrics."""
         return {f"mismatch/version-{version}": apart / count for version, (apart, count) in self._versions.items()}
 
 
 class Board:
-    """Writes TensorBoard files, if TensorBoard is installed."""
+    """Writes TensorBoard files if TensorBoard is installed."""
 
     def __init__(self, folder: Path) -> None:
         self._writer = None

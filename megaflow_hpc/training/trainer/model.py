@@ -30,18 +30,18 @@ from torch.utils.checkpoint import checkpoint  # type: ignore[import-not-found]
 from megaflow_hpc.errors import ConfigError
 
 CHUNK_LOGITS = 2**26
-"""Logits in a chunk, 256 MB in float32. The backward pass holds three or four times as much."""
+"""Number of logits in a chunk: 256 MB in float32. The backward pass needs three or four times as much."""
 ATTENTION_NAME = "megaflow_packed"
-"""Name under which transformers knows :func:`_attend`."""
+"""Name under which :func:`_attend` is registered with transformers."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_PACKING_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""Largest accepted mean difference of log-probabilities between packed and single sequences. It is large for bfloat16,
-which rounds logits around 16 by 0.06."""
+"""Maximum mean difference of log-probabilities between packed and single sequences. It is large for bfloat16, which
+rounds logits around 16 by 0.06."""
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes that train one policy, as seen by this process."""
+    """The processes that train one policy, from the perspective of one of them."""
 
     rank: int = 0
     count: int = 1
@@ -49,7 +49,7 @@ class ProcessGroup:
 
     @property
     def first(self) -> bool:
-        """True if this is the rank that writes."""
+        """True on rank 0, which writes files."""
         return self.rank == 0
 
     def barrier(self) -> None:
@@ -58,14 +58,14 @@ class ProcessGroup:
             dist.barrier()
 
     def tell(self, value: Any) -> Any:
-        """Returns the first rank's value on every rank."""
+        """Broadcasts the first rank's value to all ranks."""
         box = [value]
         if self.count > 1:
             dist.broadcast_object_list(box)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, on every rank."""
+        """Gathers the values of all ranks on every rank."""
         values = [value]
         if self.count > 1:
             values = [None] * self.count
@@ -73,7 +73,7 @@ class ProcessGroup:
         return values
 
     def leave(self) -> None:
-        """Waits for all ranks, then leaves the group. A rank that just exits would take the others down."""
+        """Waits for all ranks, then leaves the group. A rank that exits without this would bring down the others."""
         if self.count > 1:
             dist.barrier()
             dist.destroy_process_group()
@@ -114,7 +114,7 @@ class PolicyModel(torch.nn.Module):
         self.words = int(causal.get_input_embeddings().weight.shape[0])
         self.stored = causal.dtype
         self.temperature = 1.0
-        # A tuple hides the adapter from torch, which would find the parameters of ``causal`` twice.
+        # The tuple hides the adapter from torch, which would otherwise find the parameters of ``causal`` twice.
         self._adapter: tuple[Any, ...] = ()
 
     @property
@@ -140,7 +140,7 @@ class PolicyModel(torch.nn.Module):
             checkpoint(self._judge, h, w, use_reentrant=False, preserve_rng_state=False)
             for h, w in zip(picked.split(size), wanted.split(size), strict=True)
         ]
-        # A rank whose tokens are all masked still takes part in the backward pass.
+        # A rank with only masked tokens must still take part in the backward pass.
         nothing = hidden.sum(dtype=torch.float32) * 0.0
         logprobs, entropies = (
             (torch.zeros(len(tokens), device=tokens.device) + nothing).index_copy(0, where, torch.cat(column))
@@ -149,7 +149,7 @@ class PolicyModel(torch.nn.Module):
         return logprobs, entropies
 
     def _judge(self, hidden: Any, tokens: Any) -> tuple[Any, Any]:
-        """Returns the log-probabilities of ``tokens`` (n) after ``hidden`` (n, H), and the entropies of their
+        """Returns the log-probabilities of ``tokens`` (n) given ``hidden`` (n, H), and the entropies of the
         distributions."""
         logits = self.causal.get_output_embeddings()(hidden).float()
         config = self.causal.config
@@ -161,7 +161,7 @@ class PolicyModel(torch.nn.Module):
         return every.gather(-1, tokens[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
     def trained(self) -> Iterator[tuple[str, Any]]:
-        """Yields name and parameter of each trained parameter, in a fixed order."""
+        """Yields the name and value of each trained parameter, in a fixed order."""
         return ((name, p) for name, p in self.named_parameters() if p.requires_grad)
 
     def share(self, ranks: ProcessGroup) -> PolicyModel:
@@ -189,7 +189,7 @@ class PolicyModel(torch.nn.Module):
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale
+                module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while reducing
         return self
 
 
@@ -292,14 +292,15 @@ def _attend(
 
 
 def _row(words: int) -> tuple[Any, list[int]]:
-    """Returns three short sequences that fit any vocabulary."""
+    """Returns the tokens and offsets of three short sequences that fit any vocabulary."""
     offsets = [0, 5, 6, 14]
     return torch.arange(1, offsets[-1] + 1) * 7 % words, offsets
 
 
 @torch.no_grad()
 def _alone(policy: PolicyModel) -> Any:
-    """Returns the log-probabilities of :func:`_row`, sequence by sequence through the model's own forward and head."""
+    """Returns the log-probabilities of :func:`_row`. Each sequence passes alone through the model's own forward and
+    head."""
     tokens, offsets = _row(policy.words)
     policy.eval()
     tensors = []
@@ -339,5 +340,5 @@ def _with_lora(causal: Any, lora: Mapping[str, Any]) -> Any:
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    # Keeps the model's dtype, because FSDP needs a single one. The optimizer holds float32 copies.
+    # Keep the model's dtype, because FSDP needs a uniform one. The optimizer holds float32 copies.
     return get_peft_model(causal, config, autocast_adapter_dtype=False)

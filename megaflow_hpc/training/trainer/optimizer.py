@@ -19,12 +19,12 @@ from megaflow_hpc.training.trainer.model import PolicyModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Options of ``mallopt`` (malloc.h): how much free heap is returned to the kernel, and how many blocks may be mapped.
-"""
+"""``mallopt`` options (malloc.h): the free heap size above which memory is returned, and the number of mapped
+blocks."""
 
 
 class Optimizer:
-    """AdamW of a policy's trained parameters.
+    """AdamW for the trained parameters of a policy.
 
     Args:
         policy: the policy, after :meth:`~megaflow_hpc.training.trainer.model.PolicyModel.share`.
@@ -68,7 +68,7 @@ class Optimizer:
         """
         try:
             for master in self.masters.values():
-                if master.grad is None:  # unused in this step, like an expert; its moments still decay
+                if master.grad is None:  # unused in this step, such as an inactive expert; its moments still decay
                     master.grad = torch.zeros_like(master)
             gradients = [master.grad for master in self.masters.values()]
             norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
@@ -90,7 +90,7 @@ class Optimizer:
 
     @torch.no_grad()
     def to(self, device: Any) -> None:
-        """Moves the policy, masters and moments to a device, each rank its own share. Gradients are dropped."""
+        """Moves the policy, masters and moments to a device. Each rank moves its own shard. Gradients are dropped."""
         _keep_memory()
         self.policy.to(device)
         torch.nn.ParameterList(master for _, master in self._rounded).to(device)  # moves them in place
@@ -107,7 +107,7 @@ class Optimizer:
 
     @property
     def updates(self) -> int:
-        """Number of steps so far."""
+        """Number of optimizer steps taken so far."""
         return int(self._state(next(iter(self.masters.values())))["step"])
 
     @updates.setter
@@ -116,7 +116,7 @@ class Optimizer:
             self._state(master)["step"].fill_(count)
 
     def tensors(self) -> dict[str, Any]:
-        """Returns masters and moments by name, not copied, so that reading a checkpoint into them restores the
+        """Returns masters and moments by name. They are not copied, so reading a checkpoint into them restores the
         state."""
         tensors: dict[str, Any] = {}
         for name, master in self.masters.items():
@@ -126,7 +126,7 @@ class Optimizer:
         return tensors
 
     def _state(self, master: Any) -> dict[str, Any]:
-        """Returns AdamW's state of a parameter; before the first step, creates it as AdamW would."""
+        """Returns AdamW's state of a parameter. Before the first step, it creates the state as AdamW would."""
         state: dict[str, Any] = self.adamw.state[master]
         if not state:
             state.update(
@@ -138,7 +138,7 @@ class Optimizer:
 
 
 class _MasterGradient:
-    """Moves the gradient of a rounded parameter to its master."""
+    """Moves the gradient of a rounded parameter to its master copy."""
 
     def __init__(self, master: Any) -> None:
         self._master = master
@@ -151,7 +151,7 @@ class _MasterGradient:
 
 @cache
 def _keep_memory() -> None:
-    """Makes malloc keep freed memory, so that tensors moved from GPUs reuse it.
+    """Makes malloc keep freed memory for tensors that are later moved from GPUs.
 
     The kernel zeroes new pages first. Moving 4.3 GB from an H200 took 2.7 s with new pages and 0.4 s with kept ones.
     """
