@@ -191,8 +191,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_directory(name: str, parent: int | None = None) -> int:
-    """Opens a directory that is not a symlink, and returns its descriptor. Sets its mode to 0700 first if needed and
-    permitted."""
+    """Opens a directory without following symlinks, and returns its descriptor. If its owner lacks access, its mode
+    is first set to 0700, as far as permitted."""
     try:
         opened = os.open(name, _DIRECTORY, dir_fd=parent)
     except PermissionError:

@@ -87,7 +87,7 @@ class Lease:
         self.renewed(now, new)
 
     def rewrite(self, now: float, content: Mapping[str, Any]) -> Steps[None]:
-        """Increments the counter in the existing file, in place. The directory does not change."""
+        """Increments the counter in the existing file, without a rename, which would update the directory."""
         new = self.next(content)
         yield Rewrite(self.path, new)
         self.renewed(now, new)

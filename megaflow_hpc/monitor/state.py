@@ -81,7 +81,7 @@ class PodView:
     workers: int = 0
     slots: int = 0
     seen_at: float = 0.0
-    """Time of its last event or progress by its own clock, in Unix seconds."""
+    """Unix time of the pod's last event or progress, by the pod's own clock."""
     tokens_per_s: float = 0.0
     why: str = ""
     excluded: dict[str, str] = field(default_factory=dict)
@@ -89,9 +89,9 @@ class PodView:
     queued: int = 0
     """Number of rollouts claimed but not started."""
     busy_at: float = 0.0
-    """Time when it last started or ended a rollout by its own clock, in Unix seconds."""
+    """Unix time at which the pod last started or ended a rollout, by the pod's own clock."""
     grown_at: float = 0.0
-    """Time when its event file was last seen to grow, by the local monotonic clock."""
+    """Monotonic time at which this process last saw the pod's event file grow."""
     live: dict[int, int] = field(default_factory=dict, repr=False)
     """Worker rank → slots."""
 

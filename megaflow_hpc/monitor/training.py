@@ -17,8 +17,8 @@ NOTHING_SAMPLED = "nothing sampled"
 SUSPICIOUS_Z = 6.0
 """Warn if the absolute value of ``sampling_z``, averaged over the last steps, exceeds this."""
 SUSPICIOUS_SHARE = 0.03
-"""Do not warn if ``sampling_temperature`` differs from 1 by less than this. With much data, even harmless
-differences give a large z."""
+"""Do not warn if ``sampling_temperature`` differs from 1 by less than this. In large samples even harmless
+differences have a high z-score."""
 STEPS = 5
 """Number of most recent steps to show. Their means describe the current state."""
 SHOWN = {

@@ -108,7 +108,8 @@ class _Spool:
         self.failed: OSError | None = None
 
     def take(self, data: bytes) -> bool:
-        """Writes a chunk. Returns ``False`` if the command must be killed."""
+        """Append a chunk of the command's output. Return ``False`` once the size limit is exceeded or the write
+        failed; the caller then kills the command."""
         self.left -= len(data)
         try:
             if self.left >= 0 and self.failed is None:

@@ -71,7 +71,8 @@ class Server(Endpoint, kw_only=True, eq=False):
         return max(self.backoff_until, self.retry_after_until)
 
     def available(self, now: float) -> bool:
-        """Returns whether a call may be sent to the server. After a backoff, only one at a time until one succeeds."""
+        """Returns whether the server can take a call. After a backoff it takes a single call at a time until a call
+        succeeds."""
         return self.available_at <= now and not (self.failures and self.outstanding)
 
     def failed(self, began: float, now: float, wait_s: float = 0.0) -> None:

@@ -192,7 +192,7 @@ class RunState:
     closes_at: float = float("-inf")
     """Time when this pod's fence closes, by the ledger's clock."""
     seen: Outlook = field(default_factory=Outlook)
-    """Blocks, other pods and consumers, as of the last claim."""
+    """Snapshot of the blocks, the other pods and the consumers, taken at this pod's last claim."""
     claimed_all: bool = False
     """True if no block was free at the last claim."""
     hand_offs_done: int = 0

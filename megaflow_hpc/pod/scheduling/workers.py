@@ -137,7 +137,7 @@ class Workers:
             self._reserved[-negative_rank] = lane
 
     def start(self, work: Work, rank: int, lane: Lane) -> None:
-        """Assigns a slot of a worker to work from a lane, and ends the lane's reservation."""
+        """Assigns a rollout of a lane to a slot of a worker, and releases the lane's reservation."""
         worker = self._workers[rank]
         worker.running[work.rollout.id] = work
         worker.used_cpus += work.demand.cpus

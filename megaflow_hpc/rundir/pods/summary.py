@@ -108,9 +108,10 @@ def digest(rollout: str) -> bytes:
 
 
 class WantedPods:
-    """Searches the digests of many pods for given rollouts.
+    """Finds given rollouts in the digests of many pods.
 
-    A filter on the low bits rejects nearly all of millions of digests before any is converted to a Python integer.
+    The low bits are compared first. With millions of digests, this rejects nearly all before the costly conversion to
+    Python integers.
     """
 
     def __init__(self, rollouts: Iterable[str]) -> None:
