@@ -91,7 +91,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def read_directory(folder: Path) -> dict[str, Tensor]:
-    """Reads the tensors of all safetensors files in a directory. Every file that the directory's index lists must exist.
+    """Reads the tensors of all safetensors files in a directory. Every file in the directory's index must exist.
 
     Raises:
         ConfigError: A file is missing or cannot be loaded.
