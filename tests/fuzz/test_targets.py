@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -22,4 +24,10 @@ def stopped_servers() -> Iterator[None]:
 @pytest.mark.timeout(240)  # an input may never end
 @pytest.mark.parametrize("name", TARGETS)
 def test_hostile_bytes_are_refused_or_read(name: str) -> None:
-    explore(TARGETS[name], TARGETS[name].examples, derandomize=True)
+    if name.startswith("hdf5"):  # forked readers have a memory limit, which a test process may exceed already
+        code = f"from tests.fuzz.test_targets import explore, TARGETS; target = TARGETS[{name!r}]; "
+        command = [sys.executable, "-c", code + "explore(target, target.examples, derandomize=True)"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-5000:]
+    else:
+        explore(TARGETS[name], TARGETS[name].examples, derandomize=True)

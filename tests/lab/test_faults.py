@@ -62,7 +62,9 @@ def test_accounting_tells_how_jobs_ended(lab: Lab) -> None:
         return {job.id: job.state for job in accounting.finished_jobs(jobs.values()).values()}
 
     until(lambda: told() == ended, f"accounting has {ended}")
-    assert all(not job.live for job in accounting.live_jobs(jobs.values()).values())
+    until(
+        lambda: not any(job.live for job in accounting.live_jobs(jobs.values()).values()), "squeue has forgotten them"
+    )
     until(
         lambda: lab.slurm("sinfo", "-h", "-n", "cpu4", "-p", "cpu", "-o", "%T") == "idle", "its daemon has registered"
     )
@@ -71,17 +73,17 @@ def test_accounting_tells_how_jobs_ended(lab: Lab) -> None:
 def test_a_campaign_ends_without_slurmctld_and_slurmdbd(lab: Lab, make_campaign: Make) -> None:
     lab.kill("slurmdbd", "mariadbd")
     assert limits.allowance({}).submit is None, "what cannot be asked limits nothing"
-    run = submit(make_campaign, 6, 3, count=1)
+    run = submit(make_campaign, 12, 3, count=1)
     until(lambda: run.status()["rollouts"]["running"], "a running rollout, without accounting")
     lab.kill("slurmctld")
     assert run.live_jobs(0) is None, "nobody to ask"
     assert run.status()["state"] == "running"
     until(lambda: run.ledger.finished, "every rollout is done, without a controller")
-    assert stored(run) == 6
+    assert stored(run) == 12
     assert lab.call("start").returncode == 0
     summary = run.wait(timeout_s=120)
     assert summary["state"] == "finished"
-    assert rows(run.path) == solved(6)
+    assert rows(run.path) == solved(12)
     assert [pod["pod"].rpartition(".")[2] for pod in summary["pods"]] == ["0"], "the pod was never restarted"
     # When the job leaves is up to Slurm: a node tells its controller again of an end that nobody heard, at its leisure.
 

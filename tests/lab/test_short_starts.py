@@ -90,12 +90,12 @@ def cut(
     folder = tmp_path_factory.mktemp("cut")
     write_solved_task(folder / "tasks", "task0")
     (folder / "waits.py").write_text(WAITS.format(seconds=CUT_S, flag=folder / "flag"))
-    short = {"requeues": 0, "pods": {"ranks_per_node": 2, "time": 2}}
-    file = campaign(folder, base_sif, "waits:Waits", slurm=short, scheduling={"cuts": 0})
+    short = {"requeues": 1, "pods": {"ranks_per_node": 2, "time": 2}}  # it fails after two walltimes
+    file = campaign(folder, base_sif, "waits:Waits", slurm=short)
 
     def runs() -> CutRun:
         path = folder / "run"
-        done = cli("run", file, "--run-dir", path, "--json", timeout=300)
+        done = cli("run", file, "--run-dir", path, "--json", timeout=400)
         first = only(path)
         (folder / "flag").touch()
         again = cli("resume", path, "--failed", "--time", "5", timeout=300)

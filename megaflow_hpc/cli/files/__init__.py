@@ -1,1 +1,1 @@
-"""Verbs for trajectory files: check, compact, measure, export and import."""
+"""Verbs for trajectory files: validate, verify, compact, anonymise, measure, export and import them."""

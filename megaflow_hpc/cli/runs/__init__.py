@@ -1,1 +1,1 @@
-"""Verbs that inspect a run: its state, logs, pods, servers, rollouts and weights."""
+"""Verbs that inspect a run: its state, logs, pods, servers, rollouts, usage and weights."""

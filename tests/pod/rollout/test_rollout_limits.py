@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_a_limit_passed_is_the_agents_doing_and_the_rollout_is_verified(
     base_sif: Path, tmp_path: Path, task: Task
 ) -> None:
     agents = {"oracle": "oracle", "recovers": f"{__name__}:Recovers", "spins": f"{__name__}:Spins"}
-    found = run(tmp_path, base_sif, task, agents, limits={"cpu_s": 3})
+    found = run(tmp_path, base_sif, replace(task, limits=replace(task.limits, cpu_s=3)), agents)
     assert {name: t.status for name, t in found.items()} == {
         "oracle": "completed",
         "recovers": "completed",
