@@ -12,6 +12,14 @@ from tests.fuzz import servers
 from tests.fuzz.inputs import explore
 from tests.fuzz.targets import TARGETS
 
+EXPLORE = """
+import sys
+from tests.fuzz.inputs import explore
+from tests.fuzz.targets import TARGETS
+target = TARGETS[sys.argv[1]]
+explore(target, target.examples, derandomize=True)
+"""
+
 
 @pytest.fixture(autouse=True)
 def stopped_servers() -> Iterator[None]:
@@ -25,9 +33,7 @@ def stopped_servers() -> Iterator[None]:
 @pytest.mark.parametrize("name", TARGETS)
 def test_hostile_bytes_are_refused_or_read(name: str) -> None:
     if name.startswith("hdf5"):  # forked readers have a memory limit, which a test process may exceed already
-        code = f"from tests.fuzz.test_targets import explore, TARGETS; target = TARGETS[{name!r}]; "
-        command = [sys.executable, "-c", code + "explore(target, target.examples, derandomize=True)"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run([sys.executable, "-c", EXPLORE, name], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-5000:]
     else:
         explore(TARGETS[name], TARGETS[name].examples, derandomize=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ python3 -c 'import time\nwhile time.process_time() < 6: bytearray(3 << 27)' && c
 def busy_task(path: Path) -> Path:
     files = {"task.toml": TOML, "instruction.md": "Write 1 into answer.\n", "tests/test.sh": BUSY}
     return write_files(path, {**files, "solution/solve.sh": "echo 1 > answer\n"})
+
+
+def without_amounts(error: str) -> str:
+    """Leave out the measured amounts, because two runs are stopped at different ones."""
+    return re.sub(r"\d+ of", "N of", error)
 
 
 def judged(
@@ -74,9 +80,10 @@ def test_limits_of_task_and_campaign_hold_for_both(
     task = replace(read_harbor_task(busy_task(tmp_path / "busy")), limits=limits)
     trajectory, found = judged(task, {"base": rootfs}, environment, tmp_path / "scratch")
     assert (trajectory.status, trajectory.error_kind, trajectory.reward) == ("completed", "verifier", 0.0)
-    assert (found.after.reward, found.problems[-1]) == (0.0, f"with the solution: {found.after.error}")
+    assert found.after.reward == 0.0
+    assert without_amounts(found.after.error) == without_amounts(trajectory.error)
+    assert found.problems[-1] == f"with the solution: {found.after.error}"
     assert exceeded in found.after.output
-    assert exceeded in trajectory.error
 
 
 def test_tasks_validate_takes_limits_and_images_from_a_campaign(
