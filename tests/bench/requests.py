@@ -36,7 +36,7 @@ def requests() -> Counter[str]:
 def measure(folder: Path, image: Path, note: Callable[[str], None], arguments: argparse.Namespace) -> list[Figure]:
     """Follows one campaign of ``arguments.tasks`` rollouts on ``arguments.pods`` pods to its end."""
     rollouts, pods = arguments.tasks, arguments.pods
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     campaign = write_campaign(folder, image, rollouts, "work", pods)
     before, began = requests(), time.monotonic()
     run = Campaign.from_yaml(campaign).submit()
