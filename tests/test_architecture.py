@@ -118,7 +118,9 @@ DOORS: dict[str, str] = {
     "environments/sandbox model/engines trajectories/reading",
     "campaign": "campaign/planning slurm monitor config rundir ledger agents tasks model/engines model/server "
     "trajectories trajectories/journal trajectories/reading",
-    "cli": "agents campaign config environments/images environments/sandbox rundir slurm",
+    # A site is proved by its own jobs and by campaigns.
+    "prove": "agents campaign environments/sandbox rundir slurm trajectories",
+    "cli": "agents campaign config environments/images environments/sandbox prove rundir slurm",
     "cli/campaigns": "cli campaign campaign/planning slurm",
     "report": "report/charts config ledger monitor rundir trajectories/hdf5 trajectories/reading",
     "report/charts": "report",

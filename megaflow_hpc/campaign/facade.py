@@ -39,7 +39,7 @@ class Campaign:
 
     def _begin(self, loaded: Loaded, base: Path, file: str | None = None, text: str = "") -> None:
         self.config, self._node, self._profile = loaded.config, loaded.node, loaded.profile
-        self.base, self.file, self._text = base, file, text
+        self.base, self.file, self.text = base, file, text
         self._made: list[Path] = []
         self.notices: list[str] = []
         """Warnings for the user, issued during planning."""
@@ -82,7 +82,7 @@ class Campaign:
         slurm, run = resolve_launcher(launcher) == "slurm", self._run_dir(run_dir)
         plan_module.check_new(run)
         check = self._check_site if slurm else None
-        made = plan_module.make(self.config, self.base, self.where, self._text, only, watch=watch, site=check)
+        made = plan_module.make(self.config, self.base, self.where, self.text, only, watch=watch, site=check)
         mpi = site.mpi_attempts() if slurm else "pmi2 pmix"
         self._made = plan_module.write(made, run, mpi, watch, self._profile)
         return Run(run)

@@ -35,6 +35,7 @@ GROUPS = {
     "runs.watch": ("watch",),
     "runs.usage": ("usage",),
     "doctor": ("doctor",),
+    "prove": ("prove",),
     "runs.logs": ("logs",),
     "runs.report": ("report",),
     "runs.shell": ("shell",),
@@ -60,7 +61,7 @@ SECTIONS = {
     "continue or end it": ("resume", "scale", "weights", "cancel"),
     "results": ("gather", "report", "export", "import", "validate", "verify", "compact", "anonymise", "du"),
     "tasks, agents and images": ("tasks", "agents", "images"),
-    "the site and this program": ("doctor", "janitor", "completion", "help"),
+    "the site and this program": ("doctor", "prove", "janitor", "completion", "help"),
 }
 """Section of ``--help`` → the verbs listed in it."""
 

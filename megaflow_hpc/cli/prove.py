@@ -1,0 +1,150 @@
+"""``prove``: tries a real site for half an hour and writes a report."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaflow_hpc.cli.output import note, print_json, say
+from megaflow_hpc.cli.verb import Subparsers, add_verb
+from megaflow_hpc.errors import ConfigError, SiteError
+
+if TYPE_CHECKING:
+    from megaflow_hpc.campaign.facade import Run
+    from megaflow_hpc.prove.report import Finding, Report
+    from megaflow_hpc.prove.trials import Site
+
+TRIALS = ("nodes", "worker", "walltime", "model", "preemption")
+
+
+def register(subparsers: Subparsers) -> None:
+    """Adds ``prove``."""
+    parser = add_verb(
+        subparsers,
+        "prove",
+        _prove,
+        "try this site with real jobs and write a report",
+        examples=["prove campaign.yaml", "prove campaign.yaml --preempt '--partition=urgent --account=me'"],
+        description="Submits a job on two nodes and small campaigns with the site's settings of a campaign file. It "
+        "tests the file system, network and sandboxes of the nodes, kills a worker, lets a walltime end, calls the "
+        "campaign's model and, if asked, has a pod preempted. It then looks for processes that are left. It takes "
+        "about ten minutes plus the time in the queue. The report names what failed, with a remedy, and hides your "
+        "name, accounts and directories, so that you can send it to us.",
+    )
+    parser.add_argument("campaign", metavar="CAMPAIGN", help="campaign file whose partitions, accounts, images and "
+                        "models are used; its tasks are not")  # fmt: skip
+    parser.add_argument("--image", metavar="SIF", default="", help="image with a shell; default: the campaign's first")
+    parser.add_argument(
+        "--preempt", metavar="OPTIONS", default="", help="also preempt a pod by a job with these sbatch options"
+    )
+    parser.add_argument(
+        "--only", metavar="TRIAL", action="append", choices=TRIALS, help=f"run only this trial: {', '.join(TRIALS)}"
+    )
+    parser.add_argument("--wait", metavar="MINUTES", type=float, default=60.0, help="minutes to wait for each job (60)")
+
+
+def _prove(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.facade import Campaign
+    from megaflow_hpc.prove import trials
+    from megaflow_hpc.prove.report import Report, home, secrets_of
+    from megaflow_hpc.slurm import site
+
+    if arguments.wait <= 0:
+        raise ConfigError(f"--wait {arguments.wait:g}: give the minutes to wait, more than 0")
+    if not site.has_slurm():
+        raise SiteError("sbatch is not on PATH: prove submits jobs; load the site's Slurm module")
+    campaign = Campaign.from_yaml(arguments.campaign)
+    image = trials.check_image(arguments.image and str(Path(arguments.image).absolute()), campaign)
+    folder = campaign.base / campaign.config.run_dir / time.strftime("prove-%Y%m%dT%H%M%SZ", time.gmtime())
+    folder.mkdir(parents=True, mode=0o700)
+    slurm = campaign.config.slurm
+    accounts = [name for name in (slurm.account, *(pool.account for pool in slurm.pods.pools)) if name]
+    report = Report(secrets_of(accounts, [folder, home(), campaign.base]))
+    report.facts["slurm"] = site.ask("sbatch", "--version").strip()
+    place = trials.Site(campaign, image, folder, arguments.wait * 60)
+    wanted = set(arguments.only or TRIALS) - (set() if arguments.preempt else {"preemption"})
+    note(f"proving this site in {folder}")
+    try:
+        for finding in _trials(place, report, wanted, shlex.split(arguments.preempt)):
+            kept = report.add(finding)
+            if not arguments.json:
+                say(f"{kept.level:4}  {kept.check:13}  {kept.found}")
+                if kept.remedy:
+                    say(f"      {'':13}  -> {kept.remedy}")
+    finally:
+        place.cancel()
+        written = report.write(folder)
+        note(f"report: {written}; please send it to us if something failed")
+    if arguments.json:
+        print_json(report.to_dict())
+    return SiteError.exit_status if report.failed else 0
+
+
+def _trials(place: Site, report: Report, wanted: set[str], preempting: list[str]) -> Iterator[Finding]:
+    """Runs the wanted trials. Their jobs wait in the queue at the same time, except for that of the preemption."""
+    from megaflow_hpc.prove import trials
+    from megaflow_hpc.prove.report import Finding
+
+    runs: list[Run] = []
+    for name, start in trials.STARTS.items():
+        if name not in wanted:
+            continue
+        try:
+            run = start(place)
+        except (SiteError, ConfigError) as error:
+            yield Finding(name, "FAIL", f"not submitted: {error}", "correct the campaign file: megaflow-hpc check")
+            continue
+        if run is None:
+            yield Finding(name, "skip", "the campaign file names no model", "name one to try the engine and GPUs")
+            continue
+        runs.append(run)
+    if "nodes" in wanted:
+        yield from _nodes(place, report, place.pod_nodes)
+    for run in runs:
+        note(f"waiting for {run.path.name}: {run.path}")
+        yield from trials.campaign_findings(place, run, report)
+    if "preemption" in wanted:
+        run = trials.start_preempted(place)
+        note(f"waiting for {run.path.name}: {run.path}")
+        if message := trials.preempt(place, run, preempting):
+            yield Finding("preemption", "FAIL", message, "correct --preempt")
+        yield from trials.campaign_findings(place, run, report)
+    else:
+        yield Finding("preemption", "skip", "not asked for", "give sbatch options of a job that preempts: --preempt")
+    if place.nodes_used:
+        yield from _left(place)
+
+
+def _nodes(place: Site, report: Report, nodes: int) -> Iterator[Finding]:
+    from megaflow_hpc.prove import trials
+    from megaflow_hpc.prove.report import Finding
+
+    try:
+        job, folder = trials.submit_nodes(place, "nodes", "", nodes)
+    except SiteError as error:
+        yield Finding("nodes", "FAIL", f"not submitted: {error}", "correct slurm.pods of the campaign file")
+        return
+    note(f"waiting for job {job} on {nodes} nodes")
+    if not trials.wait_for(place, job):
+        remedy = "wait longer (--wait), or name a partition with idle nodes"
+        yield Finding("nodes", "FAIL", f"job {job} did not end within {place.wait_s / 60:.0f} minutes", remedy)
+        return
+    yield from trials.nodes_findings(folder, nodes, report)
+
+
+def _left(place: Site) -> Iterator[Finding]:
+    """Looks for processes that campaigns left on the nodes that they used."""
+    from megaflow_hpc.prove import trials
+
+    place.cancel()
+    place.wait_until_gone()
+    used = sorted(place.nodes_used)
+    arguments = f"--left {shlex.quote(str(place.folder))}"
+    job, folder = trials.submit_nodes(place, "left", arguments, len(used), ",".join(used))
+    note(f"waiting for job {job}: is anything left on {', '.join(used)}?")
+    trials.wait_for(place, job)
+    yield from trials.left_findings(folder)

@@ -1,0 +1,123 @@
+"""The report of ``prove``: findings with remedies, without names of people, accounts or private directories."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megaflow_hpc.host.atomic import write_atomic, write_json
+from megaflow_hpc.version import __version__
+
+Level = Literal["ok", "warn", "FAIL", "skip"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+
+@dataclass
+class Report:
+    """All findings of one ``prove``.
+
+    Args:
+        secrets: Text → what the report shows instead, such as the user's name.
+    """
+
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Measurements and versions, by name."""
+    began_at: float = field(default_factory=time.time)
+
+    def add(self, finding: Finding) -> Finding:
+        """Adds a finding, with private names replaced. Returns it."""
+        kept = Finding(finding.check, finding.level, self._public(finding.found), self._public(finding.remedy))
+        self.findings.append(kept)
+        return kept
+
+    @property
+    def failed(self) -> bool:
+        """Whether any check failed."""
+        return any(finding.level == "FAIL" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as written to ``report.json``."""
+        return {
+            "ok": not self.failed,
+            "version": __version__,
+            "date": time.strftime("%Y-%m-%d", time.gmtime(self.began_at)),
+            "seconds": round(time.time() - self.began_at),
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+            "machine": platform.machine(),
+            "findings": [asdict(finding) for finding in self.findings],
+            "facts": self._public_value(self.facts),
+        }
+
+    def write(self, folder: Path) -> Path:
+        """Writes ``report.json`` and ``report.md``. Returns the path of the latter."""
+        content = self.to_dict()
+        write_json(folder / "report.json", content)
+        write_atomic(folder / "report.md", _markdown(content).encode())
+        return folder / "report.md"
+
+    def _public(self, text: str) -> str:
+        for secret, shown in sorted(self.secrets.items(), key=lambda item: -len(item[0])):
+            text = re.sub(rf"(?<![\w-]){re.escape(secret)}(?![\w-])", shown, text)
+        return text
+
+    def _public_value(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._public(value)
+        if isinstance(value, Mapping):
+            return {str(name): self._public_value(one) for name, one in value.items()}
+        return [self._public_value(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def secrets_of(accounts: Iterable[str], folders: Sequence[Path]) -> dict[str, str]:
+    """Returns what a report must not show, and what it shows instead.
+
+    Args:
+        accounts: Slurm accounts that jobs are charged to.
+        folders: Private directories: the first is shown as ``PROVE``, the others as ``HOME``.
+    """
+    hidden = {str(folder): "HOME" for folder in folders[1:] if len(folder.parts) > 1} | {str(folders[0]): "PROVE"}
+    words = {getpass.getuser(): "USER"} | {account: "ACCOUNT" for account in accounts}
+    return hidden | words
+
+
+def _markdown(content: Mapping[str, Any]) -> str:
+    verdict = "every check passed" if content["ok"] else "some checks failed"
+    lines = [
+        f"# megaflow-hpc prove: {verdict}",
+        "",
+        f"megaflow-hpc {content['version']}, {content['date']}, {content['seconds']} s, Python {content['python']}, "
+        f"Linux {content['kernel']} on {content['machine']}",
+        "",
+        "| check | result | found | remedy |",
+        "| --- | --- | --- | --- |",
+    ]
+    for finding in content["findings"]:
+        cells = (finding["check"], finding["level"], finding["found"], finding["remedy"])
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    lines += ["", "## Facts", "", "| fact | value |", "| --- | --- |"]
+    lines += [f"| {name} | {value} |" for name, value in content["facts"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def home() -> Path:
+    """Returns the user's home directory."""
+    return Path(os.path.expanduser("~"))

@@ -1,0 +1,486 @@
+"""The trials of ``prove``: one job that tests nodes, and small campaigns with planned accidents."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaflow_hpc.campaign import job_environment
+from megaflow_hpc.campaign.facade import Campaign, Run
+from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
+from megaflow_hpc.host.atomic import write_atomic
+from megaflow_hpc.prove import work
+from megaflow_hpc.prove.node import NAMES, RENAMES, STEPS
+from megaflow_hpc.prove.report import Finding, Report
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.slurm import accounting, script, site, submission
+from megaflow_hpc.slurm.ids import scancel
+
+POLL_S = 3.0
+GONE_S = 120.0
+NODE_MINUTES = 8
+"""Walltime of the job that tests nodes."""
+CAMPAIGN_MINUTES = 15
+WAIT_S = 45.0
+"""Duration of a rollout that must outlive a walltime together with a second one."""
+SLOW_VISIBLE_S = 10.0
+"""Seconds after which the visibility of changes on another node counts as slow."""
+CLOCK_S = 5.0
+"""A larger difference between the clocks of two nodes confuses logs and reports."""
+KEPT = ("site", "share", "environment", "slurm")
+"""Keys of the user's campaign file that every trial uses."""
+ANSWERS = [f"I write it.\n\n```bash\n{work.SOLUTION}\n```", "Done."]
+
+
+@dataclass
+class Site:
+    """What the trials use of the user's campaign.
+
+    Args:
+        campaign: The user's campaign. Its partitions, accounts, set-up lines and images are used.
+        image: Image of the sandboxes: a SIF file or a reference.
+        folder: Directory of this proof, on the file system of the user's runs.
+        wait_s: Maximum time to wait for each job, in the queue and at work.
+    """
+
+    campaign: Campaign
+    image: str
+    folder: Path
+    wait_s: float
+    runs: list[Run] = field(default_factory=list)
+    jobs: list[str] = field(default_factory=list)
+    nodes_used: set[str] = field(default_factory=set)
+
+    @property
+    def pod_nodes(self) -> int:
+        """Nodes of a trial's pod: two, if the partition has two."""
+        partition = site.partitions().get(self._pod_partition)
+        return min(2, partition.nodes) if partition else 2
+
+    @property
+    def _pod_partition(self) -> str:
+        named = (self.campaign.config.slurm.pods.partition or "").partition(",")[0]
+        return named or next((name for name, part in site.partitions().items() if part.default), "")
+
+    @property
+    def engines_have_gpus(self) -> bool:
+        """Whether the partition of the engine servers has GPUs."""
+        named = (self.campaign.config.slurm.servers.partition or "").partition(",")[0]
+        partition = site.partitions().get(named or self._pod_partition)
+        return bool(partition and partition.gpus)
+
+    def fields(self, name: str, time: int, slots: int = 2, nodes: int = 1) -> dict[str, Any]:
+        """Returns the fields of a trial's campaign, with the site's settings of the user's campaign.
+
+        Args:
+            time: Walltime of its pod in minutes.
+            slots: Concurrent rollouts of each worker rank.
+        """
+        own = yaml.safe_load(self.campaign.text) or {}
+        fields = {key: own[key] for key in KEPT if own.get(key)}
+        environment = dict(fields.get("environment") or {})
+        environment["images"] = {**(environment.get("images") or {}), work.IMAGE: self.image}
+        slurm = dict(fields.get("slurm") or {})
+        pods = {key: value for key, value in (slurm.get("pods") or {}).items() if key not in ("pools", "count")}
+        pods |= {"nodes": nodes, "ranks_per_node": 2, "cpus_per_rank": 1, "slots_per_rank": slots, "time": time}
+        slurm["pods"] = pods
+        slurm.pop("together", None)
+        tasks = [{"path": "megaflow_hpc.prove.work:Work"}]
+        return fields | {"name": f"prove-{name}", "tasks": tasks, "environment": environment, "slurm": slurm}
+
+    def start(self, name: str, fields: Mapping[str, Any]) -> Run:
+        """Submits a trial's campaign."""
+        campaign = Campaign(**fields)
+        campaign.base = self.campaign.base
+        run = campaign.submit(run_dir=self.folder / name)
+        self.runs.append(run)
+        return run
+
+    def cancel(self) -> None:
+        """Cancels what still runs."""
+        for run in self.runs:
+            if not run.ledger.finished:
+                run.cancel()
+        if self.jobs:
+            scancel(self.jobs)
+
+    def wait_until_gone(self) -> None:
+        """Waits until Slurm has no more jobs of the trials' campaigns, at most :data:`GONE_S` seconds."""
+        end = time.monotonic() + GONE_S
+        ids = [job for run in self.runs for job in run.job_ids()]
+        while ids and time.monotonic() < end:
+            if not any(state.live for state in accounting.live_jobs(ids).values()):
+                return
+            time.sleep(POLL_S)
+
+    def environment_script(self) -> Path:
+        """Writes the script that every job of a campaign sources first. Returns its path."""
+        path = self.folder / "env.sh"
+        write_atomic(path, job_environment.environment_script(self.campaign.config, site.mpi_attempts()))
+        return path
+
+
+# --- nodes ---
+
+
+def submit_nodes(place: Site, name: str, arguments: str, nodes: int, nodelist: str = "") -> tuple[str, Path]:
+    """Submits a job that runs :mod:`.node` once on each of its nodes. Returns the job's id and the shared directory.
+
+    Raises:
+        SiteError: Slurm refused the job. Includes Slurm's message.
+    """
+    folder = place.folder / name
+    (folder / "shared").mkdir(parents=True)
+    config = place.campaign.config
+    keep = ("account", "partition", "mem", *config.slurm.extra, *config.slurm.pods.extra)
+    pod = script.pod_job(config, RunDir(folder), 1)
+    options = {key: value for key, value in pod.options.items() if key in keep}
+    options |= {"job-name": "prove-nodes", "nodes": nodes, "ntasks-per-node": 1, "cpus-per-task": 2}
+    options |= {"time": NODE_MINUTES, "output": str(folder / "job.log")}
+    options |= {"nodelist": nodelist} if nodelist else {}
+    lines = ["#!/bin/bash"]
+    lines += [f"#SBATCH {script.option(key, value)}" for key, value in options.items() if value not in (None, False)]
+    step = f'"$MEGAFLOW_PYTHON" -m megaflow_hpc.prove.node {arguments} {shlex.quote(str(folder / "shared"))}'
+    lines += [f". {shlex.quote(str(place.environment_script()))}", f"srun --mpi=none --export=ALL {step}"]
+    write_atomic(folder / "job.sh", "\n".join(lines) + "\n")
+    unset = [f"--unset={name}" for name in submission.inherited(os.environ)]
+    answer = site.ask("env", *unset, "sbatch", "--parsable", str(folder / "job.sh"))
+    job = answer.strip().partition(";")[0]
+    place.jobs.append(job)
+    return job, folder
+
+
+def wait_for(place: Site, job: str) -> bool:
+    """Waits for the end of a job. Returns False if it did not end in time."""
+    end = time.monotonic() + place.wait_s
+    while any(state.live for state in accounting.live_jobs([job]).values()):
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def nodes_findings(folder: Path, expected: int, report: Report) -> Iterator[Finding]:
+    """Judges what :mod:`.node` has measured on each node.
+
+    Args:
+        folder: The job's directory.
+        expected: Number of nodes.
+    """
+    results = [json.loads(path.read_bytes()) for path in sorted((folder / "shared").glob("result.*.json"))]
+    if len(results) < expected:
+        tail = "\n".join(_tail(folder / "job.log"))
+        remedy = f"read {folder / 'job.log'}; is the run directory on a file system that all nodes mount?"
+        yield Finding(
+            "nodes", "FAIL", f"{len(results)} of {expected} nodes reported; the job's log ends: {tail}", remedy
+        )
+        return
+    here = [result["here"] for result in results]
+    names = sorted({facts["node"] for facts in here})
+    yield Finding("nodes", "ok" if len(names) > 1 else "warn", f"{len(names)} nodes were tried", _one_node(names))
+    for key in ("machine", "kernel", "python", "shared_file_system", "scratch_type", "scratch_gb", "gpus"):
+        report.facts[key] = ", ".join(sorted({str(facts.get(key)) for facts in here}))
+    for facts in here:
+        yield from _node(facts)
+    yield from _between(results, report)
+
+
+def _one_node(names: list[str]) -> str:
+    return "" if len(names) > 1 else "the partition has one node; name one with more to try several hosts"
+
+
+def _node(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    node = facts["node"]
+    if facts["packages"]:
+        missing = ", ".join(facts["packages"])
+        remedy = 'pip install "megaflow-hpc[mpi]" for the interpreter of compute nodes, or fix slurm.setup'
+        yield Finding("packages", "FAIL", f"{node}: {missing} cannot be imported", remedy)
+    if "error" in facts:
+        remedy = "load the site's Apptainer in slurm.setup, or set MEGAFLOW_APPTAINER and MEGAFLOW_SCRATCH there"
+        yield Finding("sandbox", "FAIL", f"{node}: {facts['error']}", remedy)
+        return
+    probed = facts["sandbox"]
+    if probed["container"]:
+        yield Finding("sandbox", "FAIL", f"{node}: {probed['container']}", "ask the site for user namespaces or setuid")
+    elif probed["overlay"] and probed["copy"]:
+        remedy = "set MEGAFLOW_SCRATCH in slurm.setup to a local directory"
+        yield Finding("sandbox", "FAIL", f"{node}: no writable layers: {probed['overlay']}", remedy)
+    elif probed["gateway"]:
+        remedy = f"use environment.network: {'host' if probed['private_network'] else 'none or host'}"
+        yield Finding("sandbox", "warn", f"{node}: sandboxes cannot have a gateway alone: {probed['gateway']}", remedy)
+    else:
+        yield Finding("sandbox", "ok", f"{node}: Apptainer {probed['version']}, layers by {probed['overlay_by']}")
+    if not facts["squeue"]:
+        remedy = "keep megaflow-hpc run or watch open: it adds engines and pods instead"
+        yield Finding("Slurm in jobs", "warn", f"{node}: squeue does not answer: pods cannot be requeued", remedy)
+
+
+def _between(results: list[dict[str, Any]], report: Report) -> Iterator[Finding]:
+    """Judges the tests that nodes made together."""
+    if broken := [result["error"] for result in results if "error" in result]:
+        remedy = "use a run directory on a file system that all nodes mount"
+        yield Finding("nodes", "FAIL", f"the nodes lost each other: {broken[0]}", remedy)
+        return
+    remedies = {
+        "new_files": "use a file system that shows new files to other nodes: set run_dir",
+        "links": "use a file system with hard links: set run_dir",
+        "renames": "use a file system with atomic rename: set run_dir",
+        "appended": "ask the site for close-to-open consistency (NFS without nocto)",
+        "rewritten": "ask the site for shorter attribute caches, or set run_dir to another file system",
+    }
+    for step in STEPS[:-1]:
+        errors = [result[step]["error"] for result in results if _error(result[step])]
+        if errors:
+            yield Finding(step.replace("_", " "), "FAIL", errors[0], remedies[step])
+    if not any(_error(result["new_files"]) for result in results):
+        yield from _visible(results, report, remedies["rewritten"])
+    if not any(_error(result["links"]) for result in results):
+        taken = sum(result["links"] for result in results)
+        good = taken == NAMES
+        found = f"{taken} owners of {NAMES} names that {len(results)} nodes took by hard link"
+        yield Finding("links", "ok" if good else "FAIL", found, "" if good else remedies["links"])
+    if not any(_error(result["renames"]) for result in results):
+        yield Finding("renames", "ok", f"a file stayed complete through {RENAMES} replacements")
+    unreached = [line for result in results for line in _lines(result["network"])]
+    if unreached:
+        remedy = "set MEGAFLOW_ADDRESS in slurm.setup to a name that other nodes reach, or open ports between nodes"
+        yield Finding("network", "FAIL", f"a node does not reach another: {unreached[0]}", remedy)
+    elif len(results) > 1:
+        yield Finding("network", "ok", "every node reaches every other at the address that it registers")
+
+
+def _visible(results: list[dict[str, Any]], report: Report, remedy: str) -> Iterator[Finding]:
+    """Judges how long changes take to become visible, and the clocks."""
+    delays = {"a new file": results[0]["new_files"]["visible_s"]}
+    for what, step in (("appended bytes", "appended"), ("an overwritten file", "rewritten")):
+        delays[what] = max((r[step] for r in results if not _error(r[step])), default=0.0)
+    shown = ", ".join(f"{what} after {delay:.2f} s" for what, delay in delays.items())
+    report.facts["visible on another node"] = shown
+    slow = max(delays.values()) > SLOW_VISIBLE_S
+    yield Finding("visibility", "warn" if slow else "ok", f"another node sees {shown}", remedy if slow else "")
+    drift = results[0]["new_files"]["clock_s"]
+    if drift > CLOCK_S:
+        yield Finding("clocks", "warn", f"nodes differ by {drift} s", "ask the site to synchronise them (chrony, NTP)")
+
+
+def _error(value: Any) -> bool:
+    return isinstance(value, dict) and "error" in value
+
+
+def _lines(value: Any) -> list[str]:
+    return [value["error"]] if _error(value) else list(value)
+
+
+def _tail(log: Path, lines: int = 3) -> list[str]:
+    try:
+        return log.read_text(errors="replace").strip().splitlines()[-lines:]
+    except OSError:
+        return ["there is no log"]
+
+
+# --- campaigns ---
+
+
+def start_worker(place: Site) -> Run:
+    """Submits the campaign whose agent kills a worker. Its engine server answers from a file."""
+    name = "worker"
+    write_atomic(place.folder / "answers.yaml", yaml.safe_dump({"default": ANSWERS}))
+    model = {"engine": "scripted", "script": str(place.folder / "answers.yaml"), "gpus": int(place.engines_have_gpus)}
+    agent = {"name": "megaflow_hpc.prove.work:KillsItsWorker", "args": {"mark": str(place.folder / "killed")}}
+    fields = place.fields(name, CAMPAIGN_MINUTES, nodes=place.pod_nodes)
+    return place.start(name, fields | {"model": model, "agent": agent})
+
+
+def start_walltime(place: Site) -> Run:
+    """Submits the campaign whose two rollouts do not fit into one walltime."""
+    name, minutes = "walltime", 2
+    fields = place.fields(name, minutes, slots=1)
+    fields["tasks"] = [fields["tasks"][0] | {"limit": 2}]
+    agent = {"name": "megaflow_hpc.prove.work:Waits", "args": {"seconds": WAIT_S}}
+    return place.start(name, fields | {"agent": agent})
+
+
+def start_model(place: Site) -> Run | None:
+    """Submits two rollouts with the user's own model. Returns ``None`` if the user's campaign has none."""
+    own = yaml.safe_load(place.campaign.text) or {}
+    models = dict(own.get("models") or {}) | ({"default": own["model"]} if own.get("model") else {})
+    model = next((m for m in models.values() if m.get("engine", "vllm") not in ("scripted", "replay")), None)
+    if model is None:
+        return None
+    name = "model"
+    fields = place.fields(name, CAMPAIGN_MINUTES)
+    fields["tasks"] = [fields["tasks"][0] | {"limit": 2}]
+    agent = {"name": "megaflow_hpc.agents.example:MyAgent", "max_turns": 2, "max_tokens": 512}
+    dropped = ("agent", "samples", "servers", "also", "include")
+    model = {key: value for key, value in model.items() if key not in dropped}
+    return place.start(name, fields | {"model": model, "agent": agent})
+
+
+STARTS: dict[str, Callable[[Site], Run | None]] = {
+    "worker": start_worker,
+    "walltime": start_walltime,
+    "model": start_model,
+}
+"""Trial → submits its campaign."""
+
+
+def start_preempted(place: Site) -> Run:
+    """Submits the campaign whose pod will be preempted."""
+    name = "preemption"
+    fields = place.fields(name, CAMPAIGN_MINUTES, slots=1)
+    agent = {"name": "megaflow_hpc.prove.work:Waits", "args": {"seconds": 20.0}}
+    return place.start(name, fields | {"agent": agent})
+
+
+def preempt(place: Site, run: Run, options: list[str]) -> str:
+    """Waits until the run's pod works, and submits a job that preempts it. Returns an error message, or nothing.
+
+    Args:
+        options: sbatch options of the preempting job, such as ``--qos=high``.
+    """
+    end = time.monotonic() + place.wait_s
+    node = ""
+    while not node:
+        if time.monotonic() > end:
+            return "its pod did not start in time"
+        status = run.status()
+        node = next((pod["node"] for pod in status["pods"] if pod["running"]), "")
+        time.sleep(POLL_S)
+    write_atomic(place.folder / "preempt.sh", "#!/bin/bash\nsleep 20\n")
+    wanted = [
+        f"--nodelist={node}",
+        "--exclusive",
+        "--time=2",
+        "--job-name=prove-preempt",
+        f"--output={place.folder}/%j",
+    ]
+    unset = [f"--unset={name}" for name in submission.inherited(os.environ)]
+    try:
+        job = site.ask("env", *unset, "sbatch", "--parsable", *wanted, *options, str(place.folder / "preempt.sh"))
+    except SiteError as error:
+        return str(error)
+    place.jobs.append(job.strip().partition(";")[0])
+    return ""
+
+
+REQUEUE = "may jobs be requeued (JobRequeue of slurm.conf, --requeue), and does scontrol answer on compute nodes?"
+REMEDIES = {
+    "worker": "run megaflow-hpc doctor --job for the MPI; read the log",
+    "walltime": REQUEUE,
+    "preemption": "does the job preempt pods with PreemptMode=REQUEUE? scontrol show partition, sacctmgr show qos",
+    "model": "read the server's log; run megaflow-hpc doctor where the engine is installed",
+}
+
+
+def campaign_findings(place: Site, run: Run, report: Report) -> Iterator[Finding]:
+    """Waits for a trial's campaign and judges its result.
+
+    Raises:
+        OSError: The results cannot be read.
+    """
+    name = run.path.name
+    try:
+        result = run.wait(timeout_s=place.wait_s)
+    except (TimeoutError, MegaflowError) as error:
+        lines = [str(error)] if not isinstance(error, TimeoutError) else [f"not finished after {place.wait_s:.0f} s"]
+        yield Finding(name, "FAIL", "; ".join([*lines, *causes(run.status())]), _remedy(run, name))
+        return
+    if result["state"] != "finished":
+        yield Finding(name, "FAIL", "; ".join([f"it ended as {result['state']}", *causes(result)]), _remedy(run, name))
+        return
+    yield from _stored(place, run, name, result, report)
+
+
+def _stored(place: Site, run: Run, name: str, result: Mapping[str, Any], report: Report) -> Iterator[Finding]:
+    from megaflow_hpc.trajectories import open_trajectories
+
+    with open_trajectories(run.path) as store:
+        rows = list(store)
+        attempts = [attempt for row in rows for attempt in row.attempts]
+        place.nodes_used |= {attempt.node for attempt in attempts if attempt.node}
+        ids = Counter(row.id for row in rows)
+        unsolved = [f"{row.id} {row.status} {row.error}".strip() for row in rows if name != "model" and row.reward != 1]
+        failed = [f"{row.id}: {row.error}" for row in rows if row.status == "failed"]
+        retried = sum(attempt.status == "failed" for attempt in attempts)
+        turns = sum(len(row.turns) for row in rows)
+    starts = max(int(pod["pod"].rpartition(".")[2] or 0) for pod in result["pods"]) + 1
+    report.facts[f"{name}: rollouts, starts, failed attempts"] = f"{len(rows)}, {starts}, {retried}"
+    wrong = failed or unsolved
+    twice = [each for each, count in ids.items() if count > 1]
+    if wrong or twice or len(rows) != result["rollouts"]["total"]:
+        found = f"{len(rows)} of {result['rollouts']['total']} rollouts stored; {'; '.join([*wrong, *twice][:2])}"
+        yield Finding(name, "FAIL", found, _remedy(run, name))
+        return
+    if name == "worker":
+        yield from _worker(place, retried, starts, turns, len({attempt.node for attempt in attempts}))
+    elif name == "model" and not turns:
+        yield Finding(name, "FAIL", "no model call was recorded", _remedy(run, name))
+    elif name == "model":
+        yield Finding(name, "ok", f"{turns} model calls of {len(rows)} rollouts are recorded")
+    elif starts < 2:
+        found = "its pod started once, so nothing was proved"
+        yield Finding(name, "warn", found, REMEDIES[name])
+    else:
+        yield Finding(name, "ok", f"{len(rows)} rollouts in {starts} starts of a pod, each stored once")
+
+
+def _worker(place: Site, retried: int, starts: int, turns: int, nodes: int) -> Iterator[Finding]:
+    killed = (place.folder / "killed").exists()
+    if not killed or not (retried or starts > 1):
+        yield Finding("worker", "warn", "no worker was killed: nothing was proved", "run prove again")
+    else:
+        how = "its pod went on" if starts == 1 else "its pod started again"
+        yield Finding("worker", "ok", f"a rank was killed and {how}; every rollout is stored once")
+    yield Finding("engine", "ok", f"{turns} calls from sandboxes on {nodes} nodes reached the engine server")
+
+
+def _remedy(run: Run, name: str) -> str:
+    return f"{REMEDIES[name]}; logs: {run.dir.logs}"
+
+
+def causes(status: Mapping[str, Any]) -> list[str]:
+    """Returns what a run's status says about the cause of a failure: at most three messages."""
+    messages = [
+        f"pod {pod['pod']} ended on {pod['node']} before any rollout: {pod['cause']}" for pod in status["unstarted"]
+    ]
+    messages += [f"{cause['kind']}: {cause['error']}" for cause in status["first_failures"]]
+    messages += [
+        f"{job['role']} in the queue: {job['reason']} {job['means']}".strip() for job in status.get("queue", ())
+    ]
+    messages += [pod["why"] for pod in status["pods"] if pod.get("why")]
+    return list(dict.fromkeys(messages))[:3]
+
+
+def left_findings(folder: Path) -> Iterator[Finding]:
+    """Judges what was left behind on nodes."""
+    results = [json.loads(path.read_bytes()) for path in sorted((folder / "shared").glob("result.*.json"))]
+    if not results:
+        yield Finding("clean", "warn", "nodes could not be asked what was left", f"read {folder / 'job.log'}")
+        return
+    left = [line for result in results for line in result["left"]]
+    if left:
+        remedy = "run megaflow-hpc janitor there, and send us this report"
+        yield Finding("clean", "FAIL", f"{len(left)} processes are left: {left[0]}", remedy)
+    else:
+        yield Finding("clean", "ok", f"nothing is left on {len(results)} nodes")
+
+
+def check_image(image: str, campaign: Campaign) -> str:
+    """Returns the image for the sandboxes: ``image``, or else the first of the campaign's images.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    found = image or next(iter(campaign.config.environment.images.values()), "")
+    if not found:
+        raise ConfigError(f"{campaign.where('environment.images')}: no image is named; give one with --image SIF")
+    return found

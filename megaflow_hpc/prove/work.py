@@ -1,0 +1,98 @@
+"""The task and the agents of the campaigns that ``prove`` runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from megaflow_hpc.agents.example import MyAgent
+from megaflow_hpc.host.process import Identity, parent, read_proc
+from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
+
+IMAGE = "prove-image"
+"""Name of the tasks' image in ``environment.images``."""
+TASKS = 6
+SOLUTION = "echo 42 > answer"
+
+
+class Work:
+    """Write 42 into a file. One instance is one task."""
+
+    image = IMAGE
+    workdir = "/prove"
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    @classmethod
+    def instances(cls) -> dict[str, dict[str, Any]]:
+        """Returns the tasks by id."""
+        return {f"work{number}": {"number": number} for number in range(TASKS)}
+
+    def instruction(self) -> str:
+        """Returns the text that the agent gets."""
+        return "Write 42 into the file answer."
+
+    async def score(self, sandbox: Any) -> float:
+        """Returns 1 if the file has the right content."""
+        return float(await sandbox.read("answer") == b"42\n")
+
+    async def solve(self, sandbox: Any) -> None:
+        """Solves the task, for the oracle agent."""
+        await sandbox.exec(SOLUTION)
+
+
+class KillsItsWorker(MyAgent):
+    """Works like the example agent. Once in a run, it first kills the MPI rank that runs it.
+
+    Args:
+        mark: File that this agent creates before the kill. If it exists, nothing is killed.
+    """
+
+    def __init__(self, mark: str, max_turns: int | None = None) -> None:
+        super().__init__(max_turns=max_turns)
+        self.mark = mark
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint) -> AgentResult:
+        """Runs one rollout."""
+        if task.id == "work0" and first(self.mark):
+            rank = own_rank()
+            if rank is not None:
+                rank.kill()
+                await asyncio.sleep(60)  # this process ends with its rank
+        return await super().run(task, sandbox, model)
+
+
+class Waits:
+    """Solves the task after some time.
+
+    Args:
+        seconds: Time to wait.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        """Runs one rollout."""
+        await asyncio.sleep(self.seconds)
+        done = await sandbox.exec(SOLUTION)
+        return AgentResult(error="" if done.exit_code == 0 else f"exit code {done.exit_code}")
+
+
+def first(mark: str) -> bool:
+    """Creates the file ``mark``. Returns False if it exists."""
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    return True
+
+
+def own_rank() -> Identity | None:
+    """Returns the MPI rank among the ancestors of this process. ``None`` if there is none."""
+    rank, pid = None, os.getpid()
+    while pid and b"megaflow_hpc" in read_proc(f"/proc/{pid}/cmdline"):
+        rank, pid = Identity.of(pid), parent(pid)
+    return rank
