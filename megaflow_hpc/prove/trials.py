@@ -395,7 +395,7 @@ def campaign_findings(place: Site, run: Run, report: Report) -> Iterator[Finding
         yield Finding(name, "FAIL", "; ".join([*lines, *causes(run.status())]), _remedy(run, name))
         return
     if result["state"] != "finished":
-        yield Finding(name, "FAIL", "; ".join([f"it ended as {result['state']}", *causes(result)]), _remedy(run, name))
+        yield Finding(name, "FAIL", "; ".join(["it did not finish", *causes(result)]), _remedy(run, name))
         return
     yield from _stored(place, run, name, result, report)
 
