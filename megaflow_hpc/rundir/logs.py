@@ -14,20 +14,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import behind_hole, open_regular
+from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
-    EventReader,
     PodEvent,
     RolloutEvent,
     StartEvent,
     decode,
 )
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.summaries import Condensed, Summary, WantedPods
 
 PIECE = 1 << 20
 """Bytes read at a time."""
@@ -208,7 +208,7 @@ class RolloutLog:
 
     def __init__(self, run: RunDir, rollout: str) -> None:
         self._run, self._rollout = run, rollout
-        self._events: EventReader[Any] = EventReader(run.events, about=rollout)
+        self._events = EventReader(run.events, about=rollout)
         self._logs: dict[Path, GrowingLog] = {}
         self._said = re.compile(rf"(?<![\w./-]){re.escape(rollout)}(?![\w./-])")
         self.ended = False
@@ -218,13 +218,26 @@ class RolloutLog:
 
     def read(self) -> list[str]:
         """Returns the lines written since the last call, events first. Empty if there are none."""
-        texts = [(event.t, describe(event)) for _, events in self._events.read() for event in events]
+        texts = [(t, text) for _, events in self._events.read() for event in events for t, text in self._texts(event)]
         self.ended = self.ended or any(text.startswith("stored: ") for _, text in texts)
         lines = [f"{_clock(t)} {text}" for t, text in sorted(texts)]
         for log in self._changed_logs():
             while grown := log.read():
                 lines += [f"{log.path.name}: {line}" for line in grown if self._said.search(line)]
         return lines
+
+    def _texts(self, event: AnyEvent | Summary) -> Iterator[tuple[float, str]]:
+        """Yield a time and a line for an event. Of condensed starts, only the outcome of the rollout is known."""
+        if not isinstance(event, Summary):
+            yield event.t, describe(event)
+        elif not isinstance(event, Condensed) or event.seen:
+            return
+        elif WantedPods([self._rollout]).among(event.digests):
+            yield event.t, "stored: ended well before this, in a start whose events were condensed"
+        else:
+            yield from (
+                (ended.t, describe(ended.to_event())) for ended in event.ended_badly if ended.id == self._rollout
+            )
 
     def _changed_logs(self) -> list[GrowingLog]:
         """Return the pod logs whose size has changed since the last read."""

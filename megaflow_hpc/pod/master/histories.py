@@ -19,10 +19,10 @@ import msgspec
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import read_regular, remove_tree
 from megaflow_hpc.pod.scheduling.failures import RULES
-from megaflow_hpc.rundir.events import AttemptEvent, EventReader
+from megaflow_hpc.rundir.event_reader import EventReader
+from megaflow_hpc.rundir.events import AttemptEvent
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.pods import summary
-from megaflow_hpc.rundir.pods.summary import Summary
+from megaflow_hpc.rundir.summaries import Summary
 from megaflow_hpc.trajectory import Attempt
 
 
@@ -69,7 +69,7 @@ class Histories:
         self._seen: set[str] = set()
         self._written: dict[str, History] = {}
         """Rollout → its longest history in the files."""
-        self._failures: EventReader[Summary] = EventReader(run.events, only="attempt", begin=summary.begin)
+        self._failures = EventReader(run.events, only="attempt", use_summaries=True)
         self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
         """Rollout → attempt number → cause and attempt, for failures in pods that were killed."""
 
@@ -96,7 +96,7 @@ class Histories:
         """Reads failed attempts from the events of these killed pod starts."""
         for _, events in self._failures.read(pods):
             for event in events:
-                # A summary holds the failed attempts of rollouts that were not stored.
+                # Summaries, also of condensed starts, hold the failed attempts of rollouts that were not stored.
                 for each in event.events if isinstance(event, Summary) else (event,):
                     if isinstance(each, AttemptEvent) and each.kind in RULES:
                         self._add_failure(each)
