@@ -30,6 +30,7 @@ from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.logs import why_lost
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.pods.running import RunningRollouts
 from megaflow_hpc.rundir.record import read_jobs, read_run
@@ -38,7 +39,7 @@ from megaflow_hpc.rundir.summaries import Condensed, Summary
 IDLE_S = 60.0
 """A pod that has had nothing to run for this many seconds is shown as idle."""
 ENGINES_INTERVAL_S = 10.0
-"""Seconds between reads of the engine files, if there are more than a few."""
+"""Seconds between reads of the engine files, if there are more than a few, and of a lost pod's log."""
 LISTED = 10_000
 """Number of latest successful rollouts to list if there are too many to list all."""
 STALE_S = 60.0
@@ -65,6 +66,8 @@ class Monitor:
         """``<pod>.<start>`` → that start of the pod, as long as its events are not condensed."""
         self._condensed: dict[str, Condensed] = {}
         """Pod → its condensed starts."""
+        self._lost: dict[str, tuple[float, str]] = {}
+        """Start of a pod that was lost → when its log was read, and the cause that it names."""
         self._processes: dict[str, Identity] = {}
         """Processes of pods that run, or ran, on this host outside of Slurm."""
         self._coordinator = Leader(run, COORDINATOR)
@@ -293,12 +296,22 @@ class Monitor:
             {**self._pod(pod, jobs, asked_at), "stored": stored[pod.pod], "starts": starts[pod.pod]} for pod in pods
         ]
 
+    def _why_lost(self, pod: PodView) -> str:
+        """Returns why a pod ended without a last word, as far as its log tells. The log may be written later."""
+        asked_at, why = self._lost.get(pod.name, (-math.inf, ""))
+        if not why and time.monotonic() - asked_at >= ENGINES_INTERVAL_S:
+            why = why_lost(self.run, pod.name)
+            self._lost = {name: found for name, found in self._lost.items() if name in self._starts}
+            self._lost[pod.name] = time.monotonic(), why
+        return why
+
     def _pod(self, pod: PodView, jobs: Collection[str] | None, asked_at: float) -> dict[str, Any]:
         state, silent_s = pod.state, self._silent_s(pod)
         if pod.active and not self._lives(pod, jobs, asked_at, silent_s=0.0):
             state = "gone"
         elif pod.active and silent_s > STALE_S:
             state = "silent"
+        why = pod.why or (self._why_lost(pod) if state in ("gone", "lost") else "")
         works = state in ("started", "draining") and not self._finished  # its last progress may predate the end
         idle_s = pod.seen_at - pod.busy_at if state == "started" and not (pod.running or pod.queued) else 0.0
         return {
@@ -312,7 +325,7 @@ class Monitor:
             "tokens_per_s": pod.tokens_per_s if works else 0.0,
             **({"silent_s": round(silent_s)} if state == "silent" else {}),
             **({"idle_s": round(idle_s)} if idle_s >= IDLE_S else {}),
-            **({"why": pod.why} if pod.why else {}),
+            **({"why": why} if why else {}),
             **({"excluded": pod.excluded} if pod.excluded else {}),
         }
 

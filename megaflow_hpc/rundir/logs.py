@@ -27,6 +27,7 @@ from megaflow_hpc.rundir.events import (
     decode,
 )
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import explained
 from megaflow_hpc.rundir.summaries import Condensed, Summary, WantedPods
 
 PIECE = 1 << 20
@@ -37,6 +38,9 @@ TAIL_BYTES = 16 << 20
 """Maximum number of bytes searched for the last lines of a log."""
 SEARCHED_BYTES = 256 << 20
 """Maximum number of bytes searched for one rollout, over all pods' logs, newest first."""
+LOST_LINES, LOST_BYTES = 400, 1 << 16
+"""Limits of the part of a lost pod's log that is searched for the cause."""
+_REQUEUED = "DUE TO JOB REQUEUE ***"
 _END = 4096
 _ENGINE = ".engine"
 
@@ -115,6 +119,31 @@ def pod_log(run: RunDir, pod: str) -> Path | None:
     name = pod.rpartition(".")[0]
     path = run.logs / ("pod-local.log" if name.startswith("local-") else f"pod-{name}.log")
     return path if path.exists() else None
+
+
+def why_lost(run: RunDir, pod: str) -> str:
+    """Returns the line of a pod's log that explains why this start (``<pod>.<start>``) ended without a last word.
+
+    Reads only the end of the log. Empty if no line does, or if the pod shares its log with others.
+    """
+    name, _, start = pod.rpartition(".")
+    path = pod_log(run, pod)
+    if path is None or name.startswith("local-"):
+        return ""
+    try:
+        lines = tail(path, LOST_LINES, LOST_BYTES).lines
+    except OSError:
+        return ""
+    own: list[str] = []
+    for line in lines:
+        ended = re.fullmatch(rf"pod {re.escape(name)} start (\d+): .*", line)
+        if ended is not None and ended[1] == start:
+            break
+        if ended is not None:
+            own = []
+        elif not line.endswith(_REQUEUED):  # the end of the start before
+            own.append(line.strip())
+    return explained(own)
 
 
 def _names(logs: list[Log], most: int = 10) -> str:
