@@ -280,6 +280,15 @@ class Run:
         status = self._seen(0) | {"warnings": self.monitor.warnings([])}
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
 
+    def stored_rollouts(self) -> dict[str, RolloutEvent]:
+        """Returns every stored rollout by id. Call :meth:`Monitor.list_rollouts` before the first status.
+
+        They are read from the trajectories if pods have started so often that earlier events are condensed.
+        """
+        if not self.monitor.lists_all:
+            self._recount()
+        return self.monitor.rollouts
+
     def _recount(self) -> None:
         """Counts the stored rollouts. Event files are not fsynced, and may count records that a seal invalidates."""
         from megaflow_hpc.trajectories import open_trajectories

@@ -171,6 +171,11 @@ class Monitor:
         """The listed rollouts by id: unsuccessful ones, and successful ones according to :meth:`list_rollouts`."""
         return self._outcomes.listed
 
+    @property
+    def lists_all(self) -> bool:
+        """True if :attr:`rollouts` contains every stored rollout."""
+        return self._outcomes.lists_all
+
     def summary(self) -> dict[str, dict[str, Any]]:
         """Returns the figures of each policy over the listed rollouts. After :meth:`settle`, these are all rollouts."""
         return self._outcomes.policies(self._pass_threshold)
@@ -184,7 +189,7 @@ class Monitor:
         """Returns :meth:`idle_warning` and, if all rollouts are listed, a warning for each verifier that always
         fails."""
         warnings = self.idle_warning(pods)
-        return [*warnings, *broken_verifiers(self.rollouts.values())] if self._outcomes.lists_all else warnings
+        return [*warnings, *broken_verifiers(self.rollouts.values())] if self.lists_all else warnings
 
     def idle_warning(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns a warning if some pods have no work while others have more than they can run.

@@ -118,16 +118,17 @@ def _add_condensed(all_events: Events, name: str, condensed: Condensed) -> None:
     """Add the starts of a pod up to ``name``."""
     all_events.repeated.update(condensed.retries)
     all_events.repeated_on[name] += sum(condensed.retries.values())
-    if condensed.slots:
+    spans = [((begin, end), slots) for begin, end, slots in condensed.slots if begin < end]
+    if spans:
         all_events.pods.append(
             PodHistory(
                 name,
                 state="condensed",
                 why=f"{condensed.starts} starts",
-                started_at=condensed.slots[0][0],
-                last_at=condensed.slots[-1][1],
-                slots=round(max(slots for *_, slots in condensed.slots)),
-                slot_spans=[((begin, end), slots) for begin, end, slots in condensed.slots],
+                started_at=spans[0][0][0],
+                last_at=spans[-1][0][1],
+                slots=round(max(slots for _, slots in spans)),
+                slot_spans=spans,
                 stored=condensed.stored,
             )
         )

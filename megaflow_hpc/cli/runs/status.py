@@ -54,7 +54,7 @@ def _status(arguments: argparse.Namespace) -> int:
         if arguments.usage:
             status["usage"] = run.usage()
     if arguments.rollouts:
-        status["rollout_list"] = [msgspec.to_builtins(event) for _, event in sorted(run.monitor.rollouts.items())]
+        status["rollout_list"] = [msgspec.to_builtins(event) for _, event in sorted(run.stored_rollouts().items())]
     if arguments.json:
         print_json(status)
     else:
