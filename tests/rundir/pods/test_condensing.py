@@ -27,8 +27,8 @@ from megaflow_hpc.rundir.pods import aggregator
 from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
 from megaflow_hpc.rundir.pods.condensing import condense
 from megaflow_hpc.types import Rollout
-from tests.rundir.pods.test_summary import make, said
 from tests.support.operations import counted
+from tests.support.statuses import make, said
 
 WRITES = {"os.rename", "os.remove"}
 """Audit events of the operations that change a directory."""

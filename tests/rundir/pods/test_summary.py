@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.master.histories import Histories
 from megaflow_hpc.rundir import summaries
@@ -35,23 +34,15 @@ from megaflow_hpc.rundir.pods.aggregator import (
     EventAggregator,
     SummaryWriter,
 )
-from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.types import VERIFIED
 from tests.support.histories import History
 from tests.support.ledgers import Clock
+from tests.support.statuses import make, said
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     return make(tmp_path / "run")
-
-
-def make(path: Path) -> RunDir:
-    run = RunDir(path)
-    run.create()
-    Ledger(run).create()
-    write_run(run, RunRecord(campaign={"name": "x"}, total=10_000))
-    return run
 
 
 def condense(events: Path, covered: int) -> bytes:
@@ -63,25 +54,6 @@ def condense(events: Path, covered: int) -> bytes:
         aggregator.apply(event)
     summaries.write(events, aggregator.summary(covered))
     return summaries.path_of(events).read_bytes()
-
-
-def said(run: RunDir, listed: bool = False) -> dict[str, Any]:
-    """Return the status of a first poll without the values that depend on its time."""
-    monitor = Monitor(run)
-    if listed:
-        monitor.list_rollouts()
-    status = monitor.status()
-    told = {key: value for key, value in status.items() if key not in ("rate_per_s", "eta_s")}
-    told["pods"] = [{key: value for key, value in pod.items() if key != "silent_s"} for pod in status["pods"]]
-    told["first_failures"] = sorted(told["first_failures"], key=lambda cause: str(cause["kind"]))
-    places = monitor.running.longest([pod["pod"] for pod in status["pods"]])
-    badly = [event for event in monitor.rollouts.values() if event.status in ("failed", "cancelled")]
-    return {
-        **told,
-        "places": places,
-        "at_work": sorted(monitor.at_work()),
-        "badly": sorted((event.id, event.status, event.kind, event.t, event.turns) for event in badly),
-    }
 
 
 def left_behind(run: RunDir) -> dict[str, Any]:
