@@ -2,16 +2,19 @@
 
 ``RUN/partial/<pod>.<start>.json`` is written once, before the pod releases its blocks, and never changes. It holds the
 attempts and causes so far, the number of interruptions by the end of an allocation, and the checkpoint to resume from.
-If several pods wrote a history of the same rollout, the longest one counts. The number of files grows with the number
-of pods, not with rollouts. A killed pod writes no file. Its rollouts restart from the beginning, and the failures in
+If several pods wrote a history of the same rollout, the longest one counts. A pod's later starts remove a file once the
+blocks of its rollouts are done, so the number of files does not grow with the number of starts. A killed pod writes no
+file. Its rollouts restart from the beginning, and the failures in
 its events count.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 import msgspec
@@ -22,7 +25,7 @@ from megaflow_hpc.pod.scheduling.failures import RULES
 from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import AttemptEvent
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.summaries import Summary
+from megaflow_hpc.rundir.summaries import Summary, start_number
 from megaflow_hpc.trajectory import Attempt
 
 
@@ -59,6 +62,8 @@ class History:
 
 class _HistoryFile(msgspec.Struct):
     rollouts: dict[str, History]
+    blocks: list[int] = []
+    """Blocks of these rollouts. Empty if one of them is unknown, because the rollout was handed to another pod."""
 
 
 class Histories:
@@ -85,6 +90,8 @@ class Histories:
             try:
                 content = json.loads(read_regular(self._run.partial / name))  # error texts may contain lone surrogates
                 histories = msgspec.convert(content, _HistoryFile).rollouts
+            except FileNotFoundError:  # its blocks are done by now
+                histories = {}
             except (OSError, ValueError) as error:
                 print(f"pod: {self._run.partial / name}: {error!r}; its rollouts start anew", file=sys.stderr)
                 histories = {}
@@ -119,11 +126,44 @@ class Histories:
         return written.later(history) if written else history
 
 
-def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
-    """Writes the histories of a pod, by rollout id, before the pod releases its blocks. Raises OSError."""
+def write(run: RunDir, pod: str, histories: Mapping[str, History], blocks: Mapping[str, int]) -> None:
+    """Writes the histories of a pod before the pod releases its blocks. Raises OSError.
+
+    Args:
+        pod: ``<pod>.<start>``.
+        histories: Rollout id → its history.
+        blocks: Rollout id → its block, for the blocks that the pod holds.
+    """
     if histories:
-        content = {"rollouts": {rollout: asdict(history) for rollout, history in histories.items()}}
+        known = sorted({blocks[rollout] for rollout in histories if rollout in blocks})
+        content = {
+            "rollouts": {rollout: asdict(history) for rollout, history in histories.items()},
+            "blocks": known if histories.keys() <= blocks.keys() else [],
+        }
         write_atomic(run.partial / f"{pod}.json", json.dumps(content, default=str).encode("utf-8", "backslashreplace"))
+
+
+def remove_done(run: RunDir, pod: str, start: str, done: Callable[[], Collection[int]]) -> None:
+    """Removes the histories that earlier starts of a pod wrote, once the blocks of their rollouts are done.
+
+    A rollout that was later handed to another pod may still need its history. Without it, the rollout starts anew.
+
+    Args:
+        done: Returns the blocks that are done. Called only if there are such histories.
+
+    Raises:
+        OSError: The run directory does not respond.
+    """
+    done_blocks: set[int] | None = None
+    for path in run.partial.glob(f"{glob.escape(pod)}.*.json"):
+        earlier, _, number = path.stem.rpartition(".")
+        if earlier != pod or not -1 < start_number(number) < start_number(start):
+            continue
+        done_blocks = set(done()) if done_blocks is None else done_blocks
+        with suppress(ValueError, FileNotFoundError):
+            blocks = msgspec.convert(json.loads(read_regular(path)), _HistoryFile).blocks
+            if blocks and done_blocks.issuperset(blocks):
+                path.unlink()
 
 
 def remove_partials(run: RunDir) -> None:

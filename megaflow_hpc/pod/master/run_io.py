@@ -272,6 +272,7 @@ class RunIoThread(threading.Thread):
         pod, _, start = self._name.rpartition(".")
         try:
             condense(self._run.events, pod, start)
+            histories.remove_done(self._run, pod, start, lambda: self._ledger.view().done)
         except OSError as error:  # the next start tries again
             print(f"pod: {self._run.events}: {error}; earlier starts are not condensed", file=sys.stderr)
         self._viewers.clear_earlier()
@@ -392,7 +393,7 @@ class RunIoThread(threading.Thread):
     def _release(self, stop: Stop) -> None:
         """Writes the histories of the released rollouts, releases blocks, and cleans up a finished campaign."""
         try:
-            histories.write(self._run, self._name, stop.histories)
+            histories.write(self._run, self._name, stop.histories, self._blocks.block_of)
         except OSError as error:
             print(f"pod: {self._run.partial}: {error}; what was cut short starts anew", file=sys.stderr)
         self._ledger.request_work(0)
