@@ -85,9 +85,9 @@ def test_a_whole_campaign_is_planned_with_a_profile_and_each_job_asks_for_its_pa
 ) -> None:
     slurm = site_profile.find(name, "test").fields["slurm"]
     slurm_of(tmp_path / "slurm", name, partitions(slurm) or {"any"}, monkeypatch)
-    (tmp_path / "answers.yaml").write_text("default: [done]\n")
+    (tmp_path / "model").mkdir()
     text = campaign.read_text().replace("agent: [oracle, nop]", "agent: oracle")
-    model = "model: {engine: scripted, script: answers.yaml, gpus: 4}\n"
+    model = "model: {path: model, gpus: 4}\nsamples: 4\ntraining: {policies: {default: }}\n"
     campaign.write_text(f"{text}site: {name}\n{model}slurm: {{account: project}}\n")
     loaded = config.load(campaign)
     assert loaded.slurm.account == "project"
@@ -96,8 +96,9 @@ def test_a_whole_campaign_is_planned_with_a_profile_and_each_job_asks_for_its_pa
     assert done.returncode == 0, done.stderr
     scripts = json.loads(done.stdout)["scripts"]
     roles = {script.partition("-")[0]: text for script, text in scripts.items()}
-    for role, section in (("pods", slurm["pods"]), ("servers", slurm["servers"]), ("gather", slurm["gather"])):
-        script = next(text for job, text in roles.items() if job in role or role in job)
+    assert len(roles) == 4
+    for role in ("pods", "servers", "trainer", "gather"):
+        section, script = slurm[role], next(text for job, text in roles.items() if job in role or role in job)
         assert "#SBATCH --account=project" in script
         expected = {"partition": section.get("partition"), **section.get("extra", {})}
         for option, value in expected.items():
