@@ -412,7 +412,7 @@ class Run:
             restore_rooms(self.dir, self.record, self.ledger)
         budget = CampaignBudget(self.dir, self.config.limits.model_dump())
         budget.raise_to(limits or {})
-        if (passed := budget.exceeded(self.ledger.leases())) and not self.ledger.finished:
+        if (passed := budget.exceeded(self.ledger.accounts())) and not self.ledger.finished:
             name = passed.rpartition("limits.")[2].split(" ")[0]
             raise ConfigError(f"{passed}; go on with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
         if requests:

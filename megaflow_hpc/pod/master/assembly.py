@@ -87,7 +87,7 @@ def lead(run: RunDir, comm: Comm) -> str:
     if state != "lost":  # nothing more may be committed, and the disk may not respond
         journal.close()
     if directory:
-        write_atomic(Path(directory) / STATE, state)
+        write_atomic(Path(directory) / STATE, "superseded" if pod.ledger.superseded else state)
     return state
 
 

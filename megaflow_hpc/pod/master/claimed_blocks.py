@@ -13,7 +13,6 @@ from itertools import groupby
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, read_block
-from megaflow_hpc.ledger.names import FIRST_HANDED_OFF
 from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.master.histories import Histories, History
 from megaflow_hpc.rundir.events import ClaimEvent, EventWriter
@@ -110,8 +109,8 @@ class ClaimedBlocks:
         held = [StoredBlock(*each) for each in self._ledger.earlier(claim)] if unknown else []
         size, todo = self._to_run(claim, held)
         tasks = planned(self._tasks, todo)
-        if claim.epoch or claim.block >= FIRST_HANDED_OFF:
-            self._histories.look()
+        if claim.epoch:  # rollouts that were handed off have no history
+            self._histories.look(owner for _, owner, _ in self._ledger.earlier(claim))
             self._histories.look_at_events({each.owner for each in held})
         self._unread = None
         self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})

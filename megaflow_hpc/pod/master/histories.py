@@ -2,10 +2,10 @@
 
 ``RUN/partial/<pod>.<start>.json`` is written once, before the pod releases its blocks, and never changes. It holds the
 attempts and causes so far, the number of interruptions by the end of an allocation, and the checkpoint to resume from.
-If several pods wrote a history of the same rollout, the longest one counts. A pod's later starts remove a file once the
-blocks of its rollouts are done, so the number of files does not grow with the number of starts. A killed pod writes no
-file. Its rollouts restart from the beginning, and the failures in
-its events count.
+If several pods wrote a history of the same rollout, the longest one counts. A pod that takes over a block reads the
+files of its earlier holders. A pod's later starts, or else the coordinator, remove a file once the blocks of its
+rollouts are done, so the number of files does not grow with the number of starts. A killed pod writes no file. Its
+rollouts restart from the beginning, and the failures in its events count.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import glob
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
@@ -78,24 +78,19 @@ class Histories:
         self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
         """Rollout → attempt number → cause and attempt, for failures in pods that were killed."""
 
-    def look(self) -> None:
-        """Reads new files. Costs one directory listing, and each file is read once."""
-        try:
-            names = [entry.name for entry in self._run.partial.iterdir() if entry.suffix == ".json"]
-        except OSError:
-            return
-        for name in sorted(set(names) - self._seen):
-            if name.startswith("."):
-                continue
+    def look(self, pods: Iterable[str]) -> None:
+        """Reads what these ``<pod>.<start>`` wrote. Each file is read once. A pod that was killed wrote none."""
+        for pod in sorted(set(pods) - self._seen):
+            path = self._run.partial / f"{pod}.json"
             try:
-                content = json.loads(read_regular(self._run.partial / name))  # error texts may contain lone surrogates
+                content = json.loads(read_regular(path))  # error texts may contain lone surrogates
                 histories = msgspec.convert(content, _HistoryFile).rollouts
-            except FileNotFoundError:  # its blocks are done by now
+            except FileNotFoundError:  # it was killed, or its blocks are done by now
                 histories = {}
             except (OSError, ValueError) as error:
-                print(f"pod: {self._run.partial / name}: {error!r}; its rollouts start anew", file=sys.stderr)
+                print(f"pod: {path}: {error!r}; its rollouts start anew", file=sys.stderr)
                 histories = {}
-            self._seen.add(name)
+            self._seen.add(pod)
             for rollout, history in histories.items():
                 self._written[rollout] = history.later(self._written.get(rollout))
 

@@ -64,7 +64,7 @@ def test_a_written_history_counts_more_than_the_events(tmp_path: Path) -> None:
     written = History([Attempt(0, "cancelled"), Attempt(1, "failed")], ["model"], cuts=1)
     histories.write(run, "c.0", {"t/p/0": written}, {"t/p/0": 0})
     known = Histories(run)
-    known.look()
+    known.look(["a.0", "c.0"])
     known.look_at_events(["a.0", "b.0"])
     assert (known.take("t/p/0") or History()).cuts == 1, "how often it was cut short outweighs"
 
