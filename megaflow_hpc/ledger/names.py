@@ -98,7 +98,7 @@ def added_path(token: str, turn: int) -> str:
 
 
 class Seal(NamedTuple):
-    """What counts of a superseded epoch of a block."""
+    """The valid part of a superseded epoch of a block."""
 
     owner: str
     """``<pod>.<start>`` of that epoch."""

@@ -18,7 +18,7 @@ from megaflow_hpc.rundir.record import JOB_ID
 
 Facts = dict[str, Any]
 """``starts``: their number, ``core_s``, ``began_at`` of the first in Unix seconds, ``stored`` rollouts, ``journals``:
-the number of starts that stored any, ``arrays``: ids of their Slurm jobs. Empty if there are none."""
+the number of starts that stored any, ``arrays``: ids of their Slurm jobs. Empty before the first start."""
 MAX_LOOKS = 10
 """Number of attempts to read the record. Each fails only if a coordinator has just replaced it."""
 
@@ -82,7 +82,7 @@ def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any])
 
 
 def read_record() -> Steps[tuple[int, dict[str, Any]]]:
-    """Returns the number and the content of the latest record of ended pods. 0 and nothing if there is none."""
+    """Returns the number and the content of the latest record of ended pods. (0, {}) before the first."""
     number = 0
     for _ in range(MAX_LOOKS):
         number = max((int(name) for name in (yield Names(ENDED)) if name.isdigit()), default=0)

@@ -146,7 +146,7 @@ class LedgerRules:
         self.superseded = False
         """True if a later start of this array element removed this pod's lease, or has one itself."""
         self.earlier: dict[str, Any] = {}
-        """What the lease states about earlier starts, whose leases this start has removed."""
+        """Facts of earlier starts, whose leases this start has removed (:mod:`megaflow_hpc.ledger.past`)."""
         self.leases: dict[str, Lease] = {}
         """``<pod>.<start>`` → lease, for other pods."""
         self.surveyed: Survey | None = None

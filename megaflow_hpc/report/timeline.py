@@ -137,17 +137,18 @@ def _add_condensed(all_events: Events, name: str, condensed: Condensed) -> None:
 def _mark_gone(run: RunDir, pods: Sequence[PodHistory]) -> None:
     """Marks killed pods as gone.
 
-    A pod without a final event was killed if another pod found its lease expired, if its array element has started
-    again, or if the campaign has finished.
+    A pod without a final event was killed if another pod found its lease expired or removed it, if its array element
+    has started again, or if the campaign has finished.
     """
     with suppress(OSError):
-        gone = Ledger(run).gone()
+        gone, leases = Ledger(run).gone(), Ledger(run).leases()
         last_start: dict[str, float] = {}
         for pod in pods:
             last_start[pod.element] = max(last_start.get(pod.element, 0.0), pod.started_at)
         has_finished = Marks(run).finished
         for pod in pods:
-            is_over = has_finished or pod.name in gone or pod.started_at < last_start[pod.element]
+            removed = bool(leases) and pod.name not in leases
+            is_over = has_finished or pod.name in gone or removed or pod.started_at < last_start[pod.element]
             if pod.state in ALIVE and is_over:
                 pod.state = "gone"
 
