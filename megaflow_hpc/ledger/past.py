@@ -32,7 +32,7 @@ def facts_of(lease: Mapping[str, Any]) -> Facts:
         "began_at": measured(lease.get("began_at")),
         "stored": stored,
         "journals": int(stored > 0),
-        "arrays": [re.sub("_[^@]*", "", job)] if isinstance(job, str) else [],
+        "arrays": [re.sub("_[^@]*", "", job)] if isinstance(job, str) and JOB_ID.fullmatch(job) else [],
     }
 
 
@@ -43,7 +43,7 @@ def add_facts(several: Iterable[Mapping[str, Any]]) -> Facts:
         if not facts:
             continue
         began = [at for at in (total.get("began_at"), measured(facts.get("began_at"))) if at]
-        arrays = [each for each in facts.get("arrays") or () if isinstance(each, str) and JOB_ID.fullmatch(each)]
+        arrays = [each for each in _texts(facts.get("arrays")) if JOB_ID.fullmatch(each)]
         total = {
             **{key: total.get(key, 0) + _count(facts.get(key)) for key in ("starts", "stored", "journals")},
             "core_s": total.get("core_s", 0.0) + (measured(facts.get("core_s")) or 0.0),
@@ -72,7 +72,7 @@ def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any])
         leases: ``<pod>.<start>`` → content of its lease.
         record: The latest record of ended pods.
     """
-    counted = set(record.get("names") or ())
+    counted = set(record.get("names", ()))
     found: dict[str, Facts] = {"": add_facts([record])} if record else {}
     for name in newest_starts(leases) - counted:
         found[name] = facts_of(leases[name])
@@ -88,15 +88,22 @@ def read_record() -> Steps[tuple[int, dict[str, Any]]]:
         number = max((int(name) for name in (yield Names(ENDED)) if name.isdigit()), default=0)
         if not number:
             return 0, {}
-        content = yield Read(f"{ENDED}/{number}")
+        try:
+            content = yield Read(f"{ENDED}/{number}")
+        except ValueError:  # written by hand, since a link is complete
+            content = {}
         if content is not None:
-            return number, content
+            return number, {**content, "names": _texts(content.get("names"))}
     raise FileNotFoundError(f"{ENDED}/{number}: is listed and cannot be read")
 
 
 def _earlier(lease: Mapping[str, Any]) -> Mapping[str, Any]:
     earlier = lease.get("earlier")
     return earlier if isinstance(earlier, Mapping) else {}
+
+
+def _texts(value: object) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
 
 
 def _count(value: object) -> int:

@@ -85,7 +85,7 @@ class Pruning:
         current = newest_starts(leases)
         known = {name: lease.content for name, lease in self._rules.leases.items() if lease.content}
         over = {name for name in current if name in known and (name in gone or known[name].get("ended"))}
-        recorded = set(record.get("names") or ())
+        recorded = set(record.get("names", ()))
         paths = [f"{LEASES}/{name}" for name in leases if name not in current or name in (over & recorded) - holders]
         paths += [f"{GONE}/{name}" for name in gone if name not in leases and name not in holders]
         alive = {name for name in leases if not known.get(name, {}).get("ended")}
