@@ -201,14 +201,18 @@ class Aged:
     luck: random.Random = field(default_factory=lambda: random.Random(1))
 
     def create(self) -> None:
-        """Plans the campaign: each pod can finish a block a day."""
+        """Plans the campaign without blocks."""
         self.run.create()
         Ledger(self.run).create()
         campaign = {"name": "x", "tasks": ["t"], "agent": "oracle", "slurm": {"pods": {"count": self.pods}}}
-        size = 24 // self.hours
-        rollouts = [Rollout(f"t{n}", "default", 0, "nop") for n in range(self.pods * (self.days + 2) * size)]
         dumped = config.parse(campaign).model_dump(mode="json")
-        write_run(self.run, RunRecord(campaign=dumped, total=len(rollouts)))
+        total = self.pods * (self.days + 1) * 24 // self.hours
+        write_run(self.run, RunRecord(campaign=dumped, total=total))
+
+    def add_day(self, day: int) -> None:
+        """Adds a block for each pod, which takes it a day."""
+        size = 24 // self.hours
+        rollouts = [Rollout(f"d{day}-{n}", "default", 0, "nop") for n in range(self.pods * size)]
         write_blocks(self.run, rollouts, 1, size=size)
 
     def start(self) -> list[Start]:
@@ -361,7 +365,9 @@ def main(arguments: list[str] | None = None) -> int:
         world = Aged(RunDir(Path(folder) / "run"), given.pods, given.days, WALLTIMES[given.walltime])
         world.create()
         rows, number = [], 0
+        world.add_day(0)
         for day in range(1, given.days + 1):
+            world.add_day(day)
             for _ in range(24 // world.hours):
                 number += 1
                 world.walltime(number)
