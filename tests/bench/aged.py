@@ -65,8 +65,13 @@ SETTLE_S = 60.0
 MAX_TAKEOVER_S = 900.0
 LIMITS = {"core_hours": 1e9, "wall": 1e9}
 
+PEAK_MB = """
+def peak_mb():  # ru_maxrss would include the parent's
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) // 1024
+"""
 RANK0 = """
-import json, resource, sys
+import json, sys
 from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
 from megaflow_hpc.pod.master.coordination import Coordination
@@ -86,10 +91,10 @@ while not survey.advance(10_000):
     pass
 ledger.show({"ended": "released"}, 0.0)
 ledger.renew(force=True)
-print(json.dumps({"mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
+print(json.dumps({"mb": peak_mb()}))
 """
 STATUS = """
-import json, resource, sys, time
+import json, sys, time
 began = time.monotonic()
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.rundir.layout import RunDir
@@ -98,15 +103,15 @@ run.status()
 took = time.monotonic() - began
 for _ in range(3):
     run.status()
-print(json.dumps({"s": took, "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
+print(json.dumps({"s": took, "mb": peak_mb()}))
 """
 GATHER = """
-import json, resource, sys, time
+import json, sys, time
 from megaflow_hpc.trajectories import gather
 began = time.monotonic()
 gather(sys.argv[1])
 took = time.monotonic() - began
-print(json.dumps({"s": took, "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
+print(json.dumps({"s": took, "mb": peak_mb()}))
 """
 
 
@@ -276,7 +281,7 @@ def files_of(run: RunDir) -> dict[str, tuple[int, int]]:
 
 def measured(script: str, *words: object) -> dict[str, float]:
     """Runs a script in a process of its own and returns what it printed."""
-    command = [sys.executable, "-c", script, *map(str, words)]
+    command = [sys.executable, "-c", PEAK_MB + script, *map(str, words)]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 
