@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -103,13 +104,14 @@ class Index:
         path = self.root / entry.journal
         return self._decode(entry, read_frame(path, entry.start))
 
-    def trajectories(self) -> Iterator[Trajectory]:
-        """Yields the trajectory of each winner, in commit order. Raises the errors of :meth:`load`.
+    def trajectories(self, first: int = 0) -> Iterator[Trajectory]:
+        """Yields the trajectory of each winner from number ``first`` on, in commit order. Raises the errors of
+        :meth:`load`.
 
         Records are read in batches of about :data:`BATCH_BYTES`, so that each journal is opened once per batch and read
         sequentially.
         """
-        for batch in _batches(self.winners):
+        for batch in _batches(self.winners[first:]):
             frames = self._read(batch)
             for entry in batch:
                 yield self._decode(entry, frames.pop(entry))
@@ -226,7 +228,9 @@ def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) 
         end = frame.end
         if heading is not None and counts(seals, heading.block, heading.epoch, path.name, base + end):
             size = frame.end - frame.start
-            valid.append(RecordEntry(*heading[:4], frame.time_ns, path.name, frame.start, size))
+            status = sys.intern(heading.status)  # one text for millions of entries
+            order = heading.epoch, heading.attempt, frame.time_ns
+            valid.append(RecordEntry(heading.id, status, *order, path.name, frame.start, size))
     return valid, end
 
 
