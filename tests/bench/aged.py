@@ -6,7 +6,7 @@ is preempted before it stores anything, or is killed. Some leaders are killed to
 minutes and its end are skipped, so one stored rollout stands for all that a start would store. At days 1, 7 and the
 last, all pods run and are measured:
 
-- file-system operations a second of all pods and, for each look, of ``run``;
+- file-system operations a second of all pods, and those of each look of ``run`` and each poll of a trainer;
 - files and bytes by directory;
 - the memory of rank 0 (of a pod that surveys the ledger) and of ``run``, and the seconds of a cold ``status``;
 - simulated seconds from the death of the leader to the first survey of its successor;
@@ -46,6 +46,7 @@ from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.reading.follow import Follower
 from megaflow_hpc.types import Rollout
 from tests.support.journals import record
 from tests.support.ledgers import AnyTasks, Clock
@@ -323,6 +324,11 @@ def measure(world: Aged, day: int, seconds: float) -> dict[str, Any]:
             run.status()
     row["run, operations a look"] = round(operations.total() / 5, 1)
     del run
+    follower = Follower(world.run)
+    follower.entries()
+    with counted(world.run.path, whole=True) as operations:
+        follower.entries()
+    row["poll of a trainer, operations"] = operations.total()
     status = measured(STATUS, world.run)
     row["cold status, s"], row["run, MB"] = round(status["s"], 2), status["mb"]
     row["rank 0 that surveys, MB"] = measured(RANK0, world.run, day, world.pods)["mb"]

@@ -110,11 +110,11 @@ class JournalWriter:
         if self._file is not None and self._durable < self._written:
             try:
                 os.fsync(self._file)
-                if not self._durable:
-                    _fsync_directory(self.path.parent)
             except OSError:
                 self._state = _State.FAILED
                 raise
+            if not self._durable:
+                _fsync_directory(self.path.parent)
             self._durable = self._written
         return self._durable
 

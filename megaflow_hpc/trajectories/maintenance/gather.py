@@ -66,6 +66,9 @@ def gather(
     now = fingerprint(run, seals)  # taken first, so records appended in the meantime make the file stale
     before = recorded_sources(run.trajectories)
     if before is not None and _is_up_to_date(run, before, now, rebuild):
+        for kept in (unfinished(run.trajectories), _kept_index(run)):
+            if kept.exists():  # not on a file system that is mounted read-only
+                kept.unlink(missing_ok=True)
         return run.trajectories
     winners = _index(run, seals, now)
     total = len(winners.winners)
