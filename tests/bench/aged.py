@@ -45,6 +45,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter
+from megaflow_hpc.trajectories.journal import packs
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.trajectories.reading.follow import Follower
 from megaflow_hpc.types import Rollout
@@ -163,6 +164,8 @@ class Start:
 
     def store(self) -> None:
         """Stores one rollout of the pod's block."""
+        assert self.ledger.identity
+        packs.pack_journals(self.journal.path.parent, self.ledger.identity.pod, self.ledger.identity.start)
         if self.block is None or not self.block.rollouts:
             return
         claim, rollout = self.block.claim, self.block.rollouts[0]
@@ -371,6 +374,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # every pod has its files open in this process
+    packs.LISTING_AGE_S = 0.0  # hours pass in seconds
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="megaflow-aged-", dir=given.directory) as folder:
         world = Aged(RunDir(Path(folder) / "run"), given.pods, given.days, WALLTIMES[given.walltime])

@@ -1,7 +1,7 @@
 """Stores an index of journals in a file, in pieces that bound memory.
 
-Each piece is ``u32 length | u32 crc | msgpack``, little-endian. The first is the fingerprint of the journals. The second
-has the names of the journals and the number of winners. The others are lists of entries, winners first.
+Each piece is ``u32 length | u32 crc | msgpack``, little-endian. The first is the fingerprint of the journals, the next
+the names of the journals and the number of winners. The others are lists of entries, winners first.
 """
 
 from __future__ import annotations
