@@ -38,8 +38,8 @@ from megaflow_hpc.trajectories.journal.writer import JournalWriter
 SWITCH_S = 5e-4
 """Thread switch interval of rank 0's loop and its I/O thread, in seconds."""
 PACK_AFTER_S, PACK_SPREAD_S = 180, 600
-"""Seconds after the start at which earlier starts' journals are packed, and a span over which pods spread that. Listings
-in caches are at most a minute old, so readers have seen what earlier starts packed."""
+"""Seconds after the start at which earlier starts' journals are packed, and a span over which pods spread that. Cached
+listings are at most a minute old, so all readers have seen what earlier starts packed."""
 GC_THRESHOLD = 50_000
 """Allocations before Python's garbage collector runs. Rank 0 creates no reference cycles, and each collection costs
 a pause."""

@@ -327,6 +327,7 @@ class _Packing:
         table: _Table = {}
         with open(temporary, "xb") as out:
             os.fchmod(out.fileno(), file_mode(self._folder))
+            out.write(_MAGIC)
             for source, journals in files.items():
                 for journal, (offset, size) in journals.items():
                     table[journal] = out.tell(), size
