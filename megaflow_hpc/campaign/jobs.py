@@ -126,7 +126,10 @@ class Jobs(LiveJobs):
 
     def _journal_bytes(self) -> float:
         """Returns the expected size of all journals: their size now, and that of the blocks that are not done."""
-        size = sum(path.stat().st_size for path in self._run.journal.iterdir())
+        size = 0
+        for path in self._run.journal.glob("*.[jp]*"):  # journals and packs
+            with contextlib.suppress(FileNotFoundError):  # removed, because it was packed
+                size += path.stat().st_size
         blocks, done = len(numbers(self._run)), len(self._ledger.view().done)
         if not blocks:  # a trainer will add them
             return size + self._planned_rollouts * JOURNAL_BYTES

@@ -51,6 +51,7 @@ PACK_BYTES = 32 << 20
 LISTING_AGE_S = 10.0
 """Seconds for which a listing of the directory is used to find the pack of a journal."""
 _COPY_BYTES = 1 << 20
+_MAX_TABLE = 64 << 20
 
 _MAGIC = b"MFHPCPCK"
 _FOOTER = struct.Struct("<QII8s")
@@ -205,13 +206,17 @@ def read_table(pack: Path) -> _Table:
         try:
             end = file.seek(-_FOOTER.size, os.SEEK_END)
             offset, length, crc, magic = _FOOTER.unpack(file.read(_FOOTER.size))
-            if magic != _MAGIC or offset + length != end:
+            if magic != _MAGIC or offset + length != end or length > _MAX_TABLE:
                 raise ValueError("no footer")
             file.seek(offset)
             data = file.read(length)
             if zlib.crc32(data) != crc:
                 raise ValueError("checksum of its table")
-            return msgspec.msgpack.decode(data, type=_Table)
+            table = msgspec.msgpack.decode(data, type=_Table)
+            for journal, (first, size) in table.items():
+                if "/" in journal or not journal.endswith(JOURNAL) or not 0 <= first <= first + size <= offset:
+                    raise ValueError(f"entry {journal!r}: {first}, {size}")
+            return table
         except (OSError, ValueError) as error:
             raise ConfigError(f"{pack}: damaged ({error}); it holds journals: restore the file") from error
 

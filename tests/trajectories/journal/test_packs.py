@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
+import struct
+import subprocess
+import sys
+import time
+import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megaflow_hpc.errors import ConfigError
@@ -142,6 +149,38 @@ def test_a_kill_before_any_file_system_call_loses_and_doubles_nothing(
     assert len(names(run)) <= 4 * FAN, "what killed starts left is cleared away"
 
 
+CHILD = """
+import sys
+from pathlib import Path
+from megaflow_hpc.rundir.layout import RunDir
+from tests.trajectories.journal.test_packs import pack_journals, store
+run = RunDir(sys.argv[1])
+for start in range(int(sys.argv[2]), 100_000):
+    store(run, start)
+    print(start, flush=True)
+    pack_journals(run.journal, "7_1", str(start))
+"""
+
+
+def test_sigkill_at_any_instant_loses_and_doubles_nothing(run: RunDir) -> None:
+    luck = random.Random(1)
+    stored: set[int] = set()
+    for _ in range(12):
+        words = [sys.executable, "-c", CHILD, str(run.path), str(max(stored, default=-1) + 2)]  # it may have stored one
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            stored.add(int(child.stdout.readline()))
+            time.sleep(luck.uniform(0.0, 0.4))
+            child.kill()
+            stored.update(map(int, child.stdout.read().splitlines()))
+        found = index(run, {})
+        ids = [int(entry.id.rpartition("/")[2]) for entry in found.winners]
+        assert len(ids) == len(set(ids))
+        assert stored <= set(ids)
+        assert not found.losers
+    assert names(run, ".pack")
+
+
 def test_a_reader_with_an_old_listing_finds_a_journal_that_was_packed_meanwhile(run: RunDir) -> None:
     for start in range(FAN):
         store(run, start)
@@ -179,6 +218,12 @@ def test_a_damaged_table_is_an_error_that_names_the_file(run: RunDir) -> None:
         packs._catalogs.clear()
         with pytest.raises(ConfigError, match=f"{pack}: damaged .*it holds journals: restore the file"):
             index(run, {})
+    for odd in ({"../x.journal": (8, 9)}, {"x": (8, 9)}, {"7_1.0.journal": (-1, 9)}, {"7_1.0.journal": (8, 1 << 40)}):
+        table = msgspec.msgpack.encode(odd)
+        footer = struct.pack("<QII8s", 100, len(table), zlib.crc32(table), b"MFHPCPCK")
+        (run.journal / pack).write_bytes(data[:100] + table + footer)
+        with pytest.raises(ConfigError, match=r"damaged \(entry "):
+            packs.read_table(run.journal / pack)
     pack_journals(run.journal, "7_1", "101")  # logs it and removes nothing
     assert len(names(run, ".journal")) == FAN
 
