@@ -125,7 +125,7 @@ class _Catalog:
         }
 
     def find(self, journal: str) -> Packed | None:
-        """Returns the location of a packed journal. Lists the directory for an unknown one if the last listing is old."""
+        """Returns the location of a packed journal. Lists the directory if it is unknown and the listing is old."""
         if journal not in self.journals and time.monotonic() - self._listed_at >= LISTING_AGE_S:
             with suppress(FileNotFoundError):
                 self.update(os.listdir(self._folder))
