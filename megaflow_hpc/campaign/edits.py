@@ -73,7 +73,9 @@ def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
     """Returns a warning if journals are missing and there is no trajectories.h5 that could contain their rollouts."""
     if run.trajectories.exists():
         return []
-    there = {path.name.removesuffix(".journal") for path in run.journal.glob("*.journal")}  # <pod>.<start>
+    from megaflow_hpc.trajectories.journal.winners import journals
+
+    there = {path.name.removesuffix(".journal") for path in journals(run)}  # <pod>.<start>
     leases = ledger.leases()
     lost = [count for name, lease in leases.items() if name not in there and (count := stored(run, name, lease))]
     accounts = ledger.accounts(leases)

@@ -310,14 +310,21 @@ class Run:
                 for t in store
             )
 
-    def gather(self, rebuild: bool = False) -> Path:
-        """Writes ``trajectories.h5`` from the journals if it is out of date, or always if ``rebuild``."""
+    def gather(self, rebuild: bool = False, stop: Callable[[], bool] = lambda: False) -> Path:
+        """Writes ``trajectories.h5`` from the journals if it is out of date, or always if ``rebuild``.
+
+        Args:
+            stop: Called after each row. Returns whether to stop. The next call continues.
+
+        Raises:
+            Unfinished: ``stop`` returned true.
+        """
         from megaflow_hpc.trajectories import gather
 
         self.dir.check_ours()
         if self.ledger.finished:  # in case the last pod was killed before doing so
             remove_tree(self.dir.partial, ignore_errors=True)
-        return gather(self.dir, self.ledger.seals(), rebuild=rebuild)
+        return gather(self.dir, self.ledger.seals(), rebuild=rebuild, stop=stop)
 
     def stream(self, after: Iterable[str] | None = None) -> Iterator[Row]:
         """Yields trajectories as they become durable, until the campaign ends. ``after`` lists ids to skip.
