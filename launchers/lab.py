@@ -7,6 +7,7 @@ A lab is a directory; nothing outside it is touched, so several live side by sid
       lab.json            unique id, ports, and pid + start time of every daemon
       slurm.conf …        written anew at every start from nothing
       site.conf           lines of one's own for slurm.conf, where there is one: MaxArraySize=5
+      job_submit.lua      of a variant that has one
       munge/ db/ state/   key and socket, MariaDB, slurmctld's state
       spool/<node>/       one slurmd each
       tmp/<node>/         its directory of temporary files, as Slurm's plugin for PMIx uses it
@@ -24,12 +25,16 @@ whose jobs are of the named users: they may pass its directory, read slurm.conf 
 ``start --beside OTHER`` makes a second cluster at the accounting and the munge of another lab, which must run: commands
 of each reach the other with ``-M``, as at a site with several.
 
+``start --site NAME`` makes a variant that has one trait of real sites (lab_sites.py). A lab keeps its variant until it
+is started with another one.
+
 Only the standard library: it must run where nothing is installed yet.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import fcntl
 import json
 import os
@@ -47,6 +52,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+from lab_sites import SITES, Site, table
 
 CPU_NODES = [f"cpu{i}" for i in range(1, 5)]
 GPU_NODES = [f"gpu{i}" for i in range(1, 3)]
@@ -169,6 +176,7 @@ class Lab:
         self.daemons: dict[str, dict[str, Any]] = self.state["daemons"]
         self.users: list[str] = self.state.setdefault("users", [])
         """Whose jobs a lab of root's runs; empty: only those of whom it belongs to."""
+        self.site = SITES[self.state.setdefault("site", "plain")]
         self.cluster = f"lab{self.state['id']}"
         beside = self.state.setdefault("beside", "")
         self.other = Lab(beside) if beside else None
@@ -251,7 +259,7 @@ class Lab:
         if not key.exists():
             self.write("munge/key.new", secrets.token_bytes(128))
             os.replace(self.dir / "munge" / "key.new", key)
-        for number in range(GPUS):
+        for number in range(max([GPUS, *(count for _, count in self.site.gpus)])):
             # slurmd sets CUDA_VISIBLE_DEVICES only for device files whose names end in their number.
             device = self.dir / "gpu" / f"nvidia{number}"
             device.unlink(missing_ok=True)
@@ -259,9 +267,14 @@ class Lab:
         listeners = ["slurmctld", "slurmdbd", "mariadbd", *NODES]
         self.state["ports"] = dict(zip(listeners, free_ports(len(listeners)), strict=True))
         password = secrets.token_hex(16)
-        self.write("slurm.conf", self.slurm_conf() + self.site_conf())
-        self.write("gres.conf", f"NodeName=gpu[1-{len(GPU_NODES)}] Name=gpu File={self.dir}/gpu/nvidia[0-{GPUS - 1}] "
-                   "Flags=nvidia_gpu_env\n")  # fmt: skip
+        self.write("slurm.conf", self.site.edit(self.slurm_conf()) + self.site.conf + self.site_conf())
+        self.write("gres.conf", "".join(self.gres_line(node) for node in GPU_NODES))
+        for name in {name for site in SITES.values() for name in site.files}:
+            (self.dir / name).unlink(missing_ok=True)
+        for name, text in self.site.files.items():
+            self.write(name, text)
+        if self.site.stepd:
+            self.make_stepd()
         # Earlier versions know no such word; a file of a later one may be there.
         self.write("cgroup.conf", "CgroupPlugin=disabled\n" if self.version() >= (24, 5) else "")
         self.write("slurmdbd.conf", self.slurmdbd_conf(password))
@@ -303,7 +316,7 @@ class Lab:
             plugins = f"PluginDir={theirs}\n"
         nodes = ""
         for node in NODES:
-            size = f"RealMemory=8000 Gres=gpu:{GPUS}" if node in GPU_NODES else "RealMemory=4000"
+            size = f"RealMemory=8000 Gres={self.gres(node)}" if node in GPU_NODES else "RealMemory=4000"
             host, address = self.place(node)
             nodes += f"NodeName={node} NodeHostname={host} NodeAddr={address} Port={ports[node]} CPUs=8 {size}\n"
         return f"""# Written by launchers/lab; a change here is lost when the lab starts from nothing.
@@ -358,6 +371,49 @@ PartitionName=gpu Nodes={",".join(GPU_NODES)} PriorityTier=10 PreemptMode=OFF
 PartitionName=preempt Nodes={",".join(CPU_NODES)} PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
 """
 
+    def gres(self, node: str) -> str:
+        """``gpu:2``, or ``gpu:a100:4`` where GPUs have types."""
+        if not self.site.gpus:
+            return f"gpu:{GPUS}"
+        kind, count = self.site.gpus[GPU_NODES.index(node)]
+        return f"gpu:{kind}:{count}"
+
+    def gres_line(self, node: str) -> str:
+        """The line of gres.conf for a node."""
+        _, *kind, count = self.gres(node).split(":")
+        typed = f" Type={kind[0]}" if kind else ""
+        files = f"{self.dir}/gpu/nvidia[0-{int(count) - 1}]"
+        return f"NodeName={node} Name=gpu{typed} File={files} Flags=nvidia_gpu_env\n"
+
+    def stepd_program(self) -> Path:
+        """Slurm's own slurmstepd."""
+        usr = self.prefix()
+        return usr.parent / "bin" / "slurmstepd" if usr else Path(program("slurmstepd"))
+
+    def make_stepd(self) -> None:
+        """Makes a slurmstepd whose processes have another name.
+
+        The kernel names a process after its file, and Slurm's plugins ask for its first argument, which stays.
+        """
+        copy, start = self.dir / "plugins" / self.site.stepd, self.dir / "plugins" / "start-stepd"
+        for path, content in (
+            (copy, self.stepd_program().resolve().read_bytes()),
+            (start, f'#!/bin/bash\nexec -a slurmstepd {shlex.quote(str(copy))} "$@"\n'.encode()),
+        ):
+            path.unlink(missing_ok=True)
+            path.write_bytes(content)
+            path.chmod(0o755)
+
+    def why_no_site(self, site: Site) -> str:
+        """Why this machine's Slurm cannot have a variant; empty if it can."""
+        if self.version() < site.since:
+            needed, found = (".".join(f"{number:02d}" for number in each) for each in (site.since, self.version()))
+            return f"it needs Slurm {needed} or later, and {self.slurmd_program} is {found}"
+        folder = next((self.prefix() or Path("/usr")).glob("lib/*/slurm-wlm"), None)
+        if site.plugin and folder and not (folder / site.plugin).exists():
+            return f"{folder} has no {site.plugin}: install Slurm's plugins (Debian: slurm-wlm-basic-plugins)"
+        return ""
+
     def make_pmix_plugin(self, theirs: Path) -> bool:
         """Makes a plugin for PMIx that finds its library, where that of the packages in ``theirs`` does not.
 
@@ -410,7 +466,7 @@ StorageLoc=slurm_acct_db
     # --- daemons ------------------------------------------------------------------------------------------------------
 
     def command_line(self, name: str) -> list[str]:
-        munge, usr = self.dir / "munge", self.prefix()
+        munge = self.dir / "munge"
         if name == "munged":
             # --force: a socket directory closed to others is what we want, and munged's reason to refuse.
             return [
@@ -431,7 +487,9 @@ StorageLoc=slurm_acct_db
         if name == "slurmctld":
             return [program("slurmctld"), "-D"]
         # Under its right name: Slurm's plugins ask what program they are in, and a slurmstepd-wlm crashes.
-        stepd = ["-d", str(usr.parent / "bin" / "slurmstepd")] if usr else []
+        stepd = ["-d", str(self.stepd_program())] if self.prefix() else []
+        if self.site.stepd:
+            stepd = ["-d", str(self.dir / "plugins" / "start-stepd")]
         return [program("slurmd"), "-D", "-N", name.partition("-")[2], *stepd]
 
     def mariadb_options(self) -> list[str]:
@@ -488,7 +546,7 @@ StorageLoc=slurm_acct_db
                 self.create_database()
         else:
             # A slurmstepd outlives its slurmd, which finds it again; a daemon nobody wrote down would hold its port.
-            end([(pid, start) for pid, start in strays if not is_stepd(pid)])
+            end([(pid, start) for pid, start in strays if not is_stepd(pid, self.site.stepd)])
         for group in (["munged", "mariadbd"], ["slurmdbd"], ["slurmctld"], [f"slurmd-{node}" for node in NODES]):
             launched = [name for name in group if name in missing]
             if group == ["slurmctld"]:
@@ -567,9 +625,21 @@ StorageLoc=slurm_acct_db
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
-    def start(self, users: list[str], beside: str = "") -> None:
-        """``users``: of a lab of root's; those it was made for if empty. ``beside``: whose accounting it shares."""
+    def start(self, users: list[str], beside: str = "", site: str = "") -> None:
+        """Starts the lab, or repairs it.
+
+        ``users``: of a lab of root's; those it was made for if empty. ``beside``: whose accounting it shares.
+        ``site``: the variant; that of its last start if empty.
+        """
+        if site and (why := self.why_no_site(SITES[site])):
+            die(f"--site {site}: {why}")
         with self.locked():
+            if site and site != self.state["site"]:
+                if len(self.missing()) < len(self.own):
+                    die(f"the lab in {self.dir} runs as --site {self.state['site']}: stop it first")
+                self.state["site"] = site
+                self.save()
+                self.__init__(str(self.dir))  # type: ignore[misc]
             if beside and not self.state["beside"]:
                 self.state["beside"] = beside
                 self.save()
@@ -593,7 +663,8 @@ StorageLoc=slurm_acct_db
                 try:
                     with ports_lock():
                         self.bring_up()
-                    say("the lab is up: 4 CPU nodes, 2 GPU nodes; partitions cpu, gpu, preempt")
+                    trait = "" if self.state["site"] == "plain" else f"; site {self.state['site']}"
+                    say(f"the lab is up: 4 CPU nodes, 2 GPU nodes; partitions cpu, gpu, preempt{trait}")
                     return
                 except RuntimeError as error:
                     problem = error
@@ -632,6 +703,7 @@ StorageLoc=slurm_acct_db
         return {
             "dir": str(self.dir),
             "state": state,
+            "site": self.state["site"],
             "slurm_conf": str(self.conf),
             "daemons": {name: {**self.daemons.get(name, nobody), "alive": name not in missing} for name in self.own},
             "nodes": {} if stopped else self.nodes(),
@@ -639,9 +711,9 @@ StorageLoc=slurm_acct_db
         }
 
 
-def is_stepd(pid: int) -> bool:
+def is_stepd(pid: int, other_name: str = "") -> bool:
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip() == "slurmstepd"
+        return Path(f"/proc/{pid}/comm").read_text().strip() in ("slurmstepd", other_name or "slurmstepd")
     except OSError:
         return False
 
@@ -676,13 +748,26 @@ def ports_lock() -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="launchers/lab", description="A single-machine Slurm cluster of one's own.")
-    parser.add_argument("verb", choices=["start", "stop", "status", "env"])
+    parser = argparse.ArgumentParser(
+        prog="launchers/lab",
+        description="A single-machine Slurm cluster of one's own.",
+        epilog=f"variants, each with one trait of real sites (start --site NAME):\n{table()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("verb", choices=["start", "stop", "status", "env", "sites"])
     parser.add_argument("--dir", default=os.environ.get("MEGAFLOW_LAB_DIR"), help="the lab's directory")
-    parser.add_argument("--json", action="store_true", help="status as JSON")
+    parser.add_argument("--json", action="store_true", help="status and sites as JSON")
     parser.add_argument("--users", default="", help="start, by root: whose jobs it runs, as a,b")
     parser.add_argument("--beside", default="", metavar="DIR", help="start: a second cluster at that lab's accounting")
+    parser.add_argument("--site", default="", metavar="NAME", help="start: a variant; default: that of its last start")
     arguments = parser.parse_args()
+    if arguments.site and arguments.site not in SITES:
+        close = difflib.get_close_matches(arguments.site, SITES, 1)
+        die(f"--site {arguments.site}: " + (f"did you mean {close[0]}? " if close else "")
+            + f"there are: {', '.join(SITES)}")  # fmt: skip
+    if arguments.verb == "sites":
+        print(json.dumps({name: site.about for name, site in SITES.items()}) if arguments.json else table())
+        return
     if not arguments.dir:
         die("no lab directory: give --dir or set MEGAFLOW_LAB_DIR")
     users = [user for user in arguments.users.split(",") if user]
@@ -693,7 +778,7 @@ def main() -> None:
         die("the lab runs as an ordinary user: use launchers/lab, which changes to one, or name --users")
     os.umask(0o077)
     if arguments.verb == "start":
-        lab.start(users, os.path.abspath(arguments.beside) if arguments.beside else "")
+        lab.start(users, os.path.abspath(arguments.beside) if arguments.beside else "", arguments.site)
     elif arguments.verb == "stop":
         lab.stop()
     elif arguments.verb == "env":
@@ -705,7 +790,8 @@ def main() -> None:
         if arguments.json:
             print(json.dumps(report))
         else:
-            print(f"{report['dir']}: {report['state']}")
+            trait = "" if report["site"] == "plain" else f" (site {report['site']})"
+            print(f"{report['dir']}: {report['state']}{trait}")
             for name, daemon in report["daemons"].items():
                 print(f"  {name:14} {'pid ' + str(daemon['pid']) if daemon['alive'] else 'not running'}")
             for name, condition in report["nodes"].items():

@@ -73,13 +73,20 @@ def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
     """Returns a warning if journals are missing and there is no trajectories.h5 that could contain their rollouts."""
     if run.trajectories.exists():
         return []
-    there = {path.name.removesuffix(".journal") for path in run.journal.glob("*.journal")}  # <pod>.<start>
-    lost = {name: stored(run, name, lease) for name, lease in ledger.leases().items() if name not in there}
-    lost = {name: count for name, count in lost.items() if count}
-    if not lost:
+    from megaflow_hpc.trajectories.journal.winners import journals
+
+    there = {path.name.removesuffix(".journal") for path in journals(run)}  # <pod>.<start>
+    leases = ledger.leases()
+    lost = [count for name, lease in leases.items() if name not in there and (count := stored(run, name, lease))]
+    accounts = ledger.accounts(leases)
+    # Leases of earlier starts were removed. Their number is known, but not which journals are missing.
+    earlier = sum(facts["journals"] for name, facts in accounts.items() if name not in leases)
+    missing = len(lost) + max(0, earlier - len(there - leases.keys()))
+    if not missing:
         return []
+    several = f" with {sum(lost)} stored rollouts" if len(lost) == missing else ""
     return [
-        f"{run.journal}: journals of {len(lost)} pods with {sum(lost.values())} stored rollouts are gone, by a purge "
+        f"{run.journal}: journals of {missing} pods{several} are gone, by a purge "
         "of scratch perhaps, and there is no trajectories.h5: restore them, or those rollouts are lost"
     ]
 

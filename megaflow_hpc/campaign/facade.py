@@ -171,7 +171,7 @@ class Campaign:
         if slurm:
             watch.step("asking Slurm")
             self._check_site(draft)
-            jobs = job_requests.preview(draft.config, run, draft.server_groups)
+            jobs = job_requests.preview(draft.config, run, draft.server_groups, len(draft.rollouts))
             site_lines = job_requests.limit_effects(draft.config, jobs)
         plan_module.complete(draft, build=False, watch=watch)
         return jobs, estimate(draft, run.path, jobs, durations, site_lines, 0 if slurm else ranks, earlier)

@@ -13,6 +13,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerGroup
 from megaflow_hpc.slurm import limits, resources, script
 from megaflow_hpc.slurm.arrays import (
+    JOURNAL_BYTES,
     cpus_per_gpu,
     gather_job,
     pod_jobs,
@@ -23,18 +24,28 @@ from megaflow_hpc.slurm.arrays import (
 from megaflow_hpc.slurm.fits import refusals, timed
 
 
-def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[script.Job]:
-    """Returns the jobs that :meth:`Jobs.start` would submit on an idle cluster. The gather job comes last."""
+def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], rollouts: int = 0) -> list[script.Job]:
+    """Returns the jobs that :meth:`Jobs.start` would submit on an idle cluster. The gather job comes last.
+
+    Args:
+        rollouts: Number of planned rollouts, from which the gather job's walltime follows.
+    """
+    expected = rollouts * JOURNAL_BYTES
     allowed = limits.allowance(pod_options(config))
     engines = sum(group.count for group in groups) + len(config.training.policies if config.training else ())
     if config.slurm.together:
         trainers = list(trainer_jobs(config, run))
-        return [*trainers, together(config, run, groups), gather_job(config, run, "afterany:ID_OF_THE_POD")]
+        return [
+            *trainers,
+            together(config, run, groups),
+            gather_job(config, run, "afterany:ID_OF_THE_POD", (), expected),
+        ]
     if config.is_pool:
         return list(server_jobs(config, run, groups, allowed))
     pods = pod_jobs(config, run, allowed, engines=engines, server_amounts=beside(config, run, groups, allowed))
     trainers = list(trainer_jobs(config, run))
-    gather = gather_job(config, run, "afterany:ID_OF_THE_POD_ARRAY" + ":ID_OF_THE_TRAINER" * len(trainers))
+    dependency = "afterany:ID_OF_THE_POD_ARRAY" + ":ID_OF_THE_TRAINER" * len(trainers)
+    gather = gather_job(config, run, dependency, (), expected)
     return [*server_jobs(config, run, groups, allowed), *trainers, *pods, *pod_jobs_elsewhere(config, run), gather]
 
 

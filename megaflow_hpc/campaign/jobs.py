@@ -23,7 +23,14 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.slurm import accounting, limits, site
 from megaflow_hpc.slurm.accounting import JobState
-from megaflow_hpc.slurm.arrays import gather_job, pod_jobs, pod_jobs_elsewhere, server_jobs, trainer_jobs
+from megaflow_hpc.slurm.arrays import (
+    JOURNAL_BYTES,
+    gather_job,
+    pod_jobs,
+    pod_jobs_elsewhere,
+    server_jobs,
+    trainer_jobs,
+)
 from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
 
 GONE_S = 120.0
@@ -45,6 +52,7 @@ class Jobs(LiveJobs):
         super().__init__(run, config, planned, ledger)
         self._marks = Marks(run)
         self._groups, self._servers = planned.server_groups, planned.servers
+        self._planned_rollouts = planned.total
         self.notices: list[str] = []
         """Messages for the user about the last start."""
         self._short = 0
@@ -113,7 +121,20 @@ class Jobs(LiveJobs):
         return fitting
 
     def _queue_gather(self, servers: Sequence[str]) -> None:
-        self.arrays.queue(gather_job(self._config, self._run, self._all_over(), servers))
+        expected = self._journal_bytes()
+        self.arrays.queue(gather_job(self._config, self._run, self._all_over(), servers, expected))
+
+    def _journal_bytes(self) -> float:
+        """Returns the expected size of all journals: their size now, and that of the blocks that are not done."""
+        size = 0
+        for path in self._run.journal.glob("*.[jp]*"):  # journals and packs
+            with contextlib.suppress(FileNotFoundError):  # removed, because it was packed
+                size += path.stat().st_size
+        blocks, done = len(numbers(self._run)), len(self._ledger.view().done)
+        if not blocks:  # a trainer will add them
+            return size + self._planned_rollouts * JOURNAL_BYTES
+        of_block = size / done if done else self._planned_rollouts * JOURNAL_BYTES / blocks
+        return size + max(0, blocks - done) * of_block
 
     def _all_over(self) -> str:
         """Returns the gather job's dependency: the end of all pods on this cluster and of all trainers."""

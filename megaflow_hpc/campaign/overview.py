@@ -104,14 +104,17 @@ class _Look:
                 self.glance.state, self.glance.done = "finished", self.glance.total
                 return
             leases, gone = ledger.leases(), ledger.gone()
-            self.glance.done = min(sum(stored(run, *lease) for lease in leases.items()), self.glance.total)
+            accounts = ledger.accounts(leases)
+            past = sum(facts["stored"] for name, facts in accounts.items() if name not in leases)
+            done = sum(stored(run, name, lease) for name, lease in leases.items() if name in accounts)
+            self.glance.done = min(past + done, self.glance.total)
             if marks.cancelled:
                 self.glance.state = "cancelled"
                 return
             self._pods = [lease for name, lease in leases.items() if name not in gone]
             recorded = {path.stem for path in run.jobs.glob("[0-9]*.json")}
             self.jobs = sorted(recorded | {array_of(str(pod["job_id"])) for pod in self._pods if pod.get("job_id")})
-            self._started, self.settled = bool(leases or marks.unstarted()), False
+            self._started, self.settled = bool(accounts or marks.unstarted()), False
             self._waits = bool(marks.open) and self.glance.done >= self.glance.total
         except (ConfigError, OSError, ValueError, TypeError, LookupError) as error:
             self.glance.state, self.glance.cause = "broken", str(error)

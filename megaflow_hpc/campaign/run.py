@@ -280,6 +280,15 @@ class Run:
         status = self._seen(0) | {"warnings": self.monitor.warnings([])}
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
 
+    def stored_rollouts(self) -> dict[str, RolloutEvent]:
+        """Returns every stored rollout by id. Call :meth:`Monitor.list_rollouts` before the first status.
+
+        They are read from the trajectories if pods have started so often that earlier events are condensed.
+        """
+        if not self.monitor.lists_all:
+            self._recount()
+        return self.monitor.rollouts
+
     def _recount(self) -> None:
         """Counts the stored rollouts. Event files are not fsynced, and may count records that a seal invalidates."""
         from megaflow_hpc.trajectories import open_trajectories
@@ -301,14 +310,21 @@ class Run:
                 for t in store
             )
 
-    def gather(self, rebuild: bool = False) -> Path:
-        """Writes ``trajectories.h5`` from the journals if it is out of date, or always if ``rebuild``."""
+    def gather(self, rebuild: bool = False, stop: Callable[[], bool] = lambda: False) -> Path:
+        """Writes ``trajectories.h5`` from the journals if it is out of date, or always if ``rebuild``.
+
+        Args:
+            stop: Called after each row. Returns whether to stop. The next call continues.
+
+        Raises:
+            Unfinished: ``stop`` returned true.
+        """
         from megaflow_hpc.trajectories import gather
 
         self.dir.check_ours()
         if self.ledger.finished:  # in case the last pod was killed before doing so
             remove_tree(self.dir.partial, ignore_errors=True)
-        return gather(self.dir, self.ledger.seals(), rebuild=rebuild)
+        return gather(self.dir, self.ledger.seals(), rebuild=rebuild, stop=stop)
 
     def stream(self, after: Iterable[str] | None = None) -> Iterator[Row]:
         """Yields trajectories as they become durable, until the campaign ends. ``after`` lists ids to skip.
@@ -403,7 +419,7 @@ class Run:
             restore_rooms(self.dir, self.record, self.ledger)
         budget = CampaignBudget(self.dir, self.config.limits.model_dump())
         budget.raise_to(limits or {})
-        if (passed := budget.exceeded(self.ledger.leases())) and not self.ledger.finished:
+        if (passed := budget.exceeded(self.ledger.accounts())) and not self.ledger.finished:
             name = passed.rpartition("limits.")[2].split(" ")[0]
             raise ConfigError(f"{passed}; go on with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
         if requests:

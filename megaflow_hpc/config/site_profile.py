@@ -1,11 +1,15 @@
 """Site profiles: settings that all campaigns at a site share.
 
 ``site: NAME`` in a campaign file adds the settings of ``NAME.yaml``, from ``~/.config/megaflow-hpc/sites``, else from
-the directories of ``MEGAFLOW_PROFILES``::
+the directories of ``MEGAFLOW_PROFILES``, else from the profiles of public sites that this package ships (``sites/``)::
 
     slurm: {account: ml-group, setup: [module load apptainer], pods: {partition: cpu}, servers: {partition: gpu}}
     environment: {image_store: /group/ml/images, mirrors: {docker.io: registry.site.edu/hub}}
     model: {python: /group/ml/vllm}
+
+``recognise`` says where ``init`` offers the profile; one match is enough::
+
+    recognise: {cluster: [perlmutter], host: ["login*.site.edu"], environment: {NERSC_HOST: perlmutter}}
 
 Mappings are merged key by key, and the campaign's keys win. Lists are not merged. ``model`` completes every model of
 the campaign, but adds none. Relative paths are relative to the campaign file, so a profile should use absolute ones. A
@@ -17,21 +21,52 @@ from __future__ import annotations
 
 import difflib
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import Field, ValidationError
 
 from megaflow_hpc.config.model import ModelConfig
 from megaflow_hpc.config.reading import place_of, read_yaml
+from megaflow_hpc.config.sections import Section
+from megaflow_hpc.config.validation_errors import explain_all
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.host.private import who_may_replace
 
 VARIABLE = "MEGAFLOW_PROFILES"
 SECTIONS = ("run_dir", "share", "model", "environment", "slurm", "scheduling", "limits", "quotas")
 """Keys that a profile may set."""
+SHIPPED = Path(__file__).resolve().parent / "sites"
+"""Profiles that the package ships."""
+
+
+class Recognition(Section):
+    """How ``init`` recognises a site. All values are shell patterns, and one match is enough."""
+
+    cluster: tuple[str, ...] = ()
+    """Slurm's ClusterName."""
+    host: tuple[str, ...] = ()
+    """Name of the host, with or without its domain."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variable → its value."""
+
+    def match(self, cluster: str) -> str:
+        """Returns what matches on this machine, for people to read. Empty if nothing does."""
+        for pattern in self.cluster:
+            if cluster and fnmatchcase(cluster, pattern):
+                return f"ClusterName={cluster}"
+        for host in dict.fromkeys((socket.gethostname(), socket.gethostname().partition(".")[0])):
+            if any(fnmatchcase(host, pattern) for pattern in self.host):
+                return f"the host name {host}"
+        for name, pattern in self.environment.items():
+            if fnmatchcase(os.environ.get(name, ""), pattern):
+                return f"{name}={os.environ.get(name, '')}"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -40,6 +75,13 @@ class Profile:
     file: str
     fields: Mapping[str, Any]
     node: yaml.MappingNode
+    recognise: Recognition | None = None
+    """Where ``init`` offers the profile. ``None``: everywhere."""
+
+    @property
+    def shipped(self) -> bool:
+        """True if the profile is one of this package's."""
+        return Path(self.file).parent == SHIPPED
 
     def record(self) -> dict[str, Any]:
         """Returns the profile in the form stored in ``run.json``."""
@@ -47,14 +89,14 @@ class Profile:
 
 
 def directories() -> list[Path]:
-    """Returns the profile directories: the user's first, then the group's."""
+    """Returns the profile directories: the user's first, then the group's, then the package's."""
     own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "megaflow-hpc" / "sites"
-    return [own, *(Path(part) for part in os.environ.get(VARIABLE, "").split(":") if part)]
+    return [own, *(Path(part) for part in os.environ.get(VARIABLE, "").split(":") if part), SHIPPED]
 
 
 def names() -> list[str]:
-    """Returns the names of all profiles."""
-    return sorted({path.stem for directory in directories() for path in directory.glob("*.yaml")})
+    """Returns the names of all profiles, in the order of :func:`directories`."""
+    return list(dict.fromkeys(path.stem for directory in directories() for path in sorted(directory.glob("*.yaml"))))
 
 
 def find(name: str, place: str) -> Profile:
@@ -68,21 +110,33 @@ def find(name: str, place: str) -> Profile:
     """
     path = next((file for d in directories() if (file := d / f"{name}.yaml").is_file()), None)
     if path is None or os.sep in name:
-        close = difflib.get_close_matches(name, names(), 1) or names()
-        there = f"there are: {', '.join(close)}" if close else f"write {directories()[0]}/{name}.yaml"
-        looked = " and ".join(map(str, directories()))
-        raise ConfigError(f"{place}: site {name!r}: no such profile in {looked} ({VARIABLE}); {there}")
+        close = difflib.get_close_matches(name.lower(), names(), 1)
+        nearest = f"did you mean {close[0]!r}? " if close else ""
+        looked = " and ".join(str(directory) for directory in directories() if directory != SHIPPED)
+        raise ConfigError(
+            f"{place}: site {name!r}: no such profile in {looked} ({VARIABLE}) or in the package; {nearest}there are: "
+            f"{', '.join(sorted(names()))}"
+        )
     # The user named the directory, so its owner is trusted, but no other user.
     if why := who_may_replace(path, path.parent.stat().st_uid, "this site profile, which holds shell"):
         raise ConfigError(why)
     fields, node = read_yaml(path)
     if not isinstance(fields, dict) or not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path}: holds no sections; a site profile is YAML such as slurm: {{account: NAME}}")
+    rule = fields.pop("recognise", None)
     wrong = [
-        f"{place_of(node, [key], str(path))}: {key!r} is no part of a site profile; it may have {', '.join(SECTIONS)}"
+        f"{place_of(node, [key], str(path))}: {key!r} is no part of a site profile; it may have "
+        f"{', '.join([*SECTIONS, 'recognise'])}"
         for key in fields
         if key not in SECTIONS
     ]
+    recognise = None
+    if rule is not None:
+        try:
+            recognise = Recognition.model_validate(rule)
+        except ValidationError as error:
+            below = next(value for key, value in node.value if key.value == "recognise")
+            wrong += [f"{problem} (recognise)" for problem in explain_all(error, str(path), below, Recognition)]
     model = fields.get("model")
     for key in sorted(set(model) - set(ModelConfig.model_fields)) if isinstance(model, dict) else ():
         close = difflib.get_close_matches(str(key), ModelConfig.model_fields, 1)
@@ -90,7 +144,7 @@ def find(name: str, place: str) -> Profile:
         wrong.append(f"{place_of(node, ['model', key], str(path))}: unknown key 'model.{key}'{remedy}")
     if wrong:
         raise Mistakes(wrong)
-    return Profile(name, str(path), fields, node)
+    return Profile(name, str(path), fields, node, recognise)
 
 
 def completed(

@@ -161,8 +161,9 @@ class SlurmConfig(Section):
     """Trainers of trained policies."""
     gather: dict[str, Any] = Field(default_factory=dict)
     """sbatch options, by name, for the job that writes trajectories.h5 after the pods have ended. ``mail-user`` with
-    ``mail-type: END,FAIL`` sends an email then. Defaults: ``partition``, that of ``pods``; ``time``, an hour, or
-    less if partition, account or QOS allow less; ``cpus-per-task``, the CPUs of a pod on one node, at most 8."""
+    ``mail-type: END,FAIL`` sends an email then. Defaults: ``partition``, that of ``pods``; ``time``, enough for the
+    expected bytes and at least an hour, or less if partition, account or QOS allow less; ``cpus-per-task``, the CPUs of
+    a pod on one node, at most 8."""
 
     @model_validator(mode="after")
     def _one_cluster(self) -> SlurmConfig:

@@ -55,7 +55,7 @@ _SITE = (
     Variable(
         "PROFILES",
         "directories of site profiles that a group shares, separated by colons",
-        "only ~/.config/megaflow-hpc/sites",
+        "only ~/.config/megaflow-hpc/sites and the package's own",
         "init, check, planning",
     ),
     Variable(

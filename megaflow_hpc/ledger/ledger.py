@@ -2,12 +2,13 @@
 
 ::
 
-    ledger/claims/<block>.<epoch>         the pod that holds the block; from epoch 1 on also its predecessor's seal,
-                                          or the word *done*, written by the predecessor itself
+    ledger/claims/<block>.<epoch>         the pod that holds the block; from epoch 1 on also the seals of all earlier
+                                          epochs, or the word *done*, written by the predecessor itself
     ledger/released/<block>.<epoch>       the pod of that epoch released the block: its seal, and what is left to run
     ledger/done/<block>.<epoch>.<n>       that claim finished the block: all is durable, except n blocks handed off
     ledger/leases/<pod>.<start>           the pod's identity, progress, and a counter renewed for all its blocks
     ledger/gone/<pod>.<start>             Slurm (or this host's process table) reports that this pod is gone
+    ledger/ended/<n>                      sums over pods that ended for good, whose leases were removed
     ledger/hungry/<pod>.<start>.<n>.<s>   the pod has s idle slots and finds nothing to claim
     ledger/added/<token>.<n>              numbers of the blocks that are added while the campaign runs
     ledger/open/<consumer>                lease of a consumer, who may add blocks: the campaign is not finished
@@ -28,15 +29,18 @@ from megaflow_hpc.ledger import names
 from megaflow_hpc.ledger.calls import Clock, Names, Read
 from megaflow_hpc.ledger.files import Files, Operation, boot_clock
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
+from megaflow_hpc.ledger.past import Facts, accounts, read_record
+from megaflow_hpc.ledger.pruning import Pruning
 from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.ledger.rules import Claim, LedgerRules, Outlook
+from megaflow_hpc.ledger.seals import all_seals, seals_before
 from megaflow_hpc.ledger.survey import Surveyed, survey
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JOB_ID
 from megaflow_hpc.types import Rollout
 
-DIRECTORIES = ("claims", "released", "done", "leases", "gone", "hungry")
+DIRECTORIES = ("claims", "released", "done", "leases", "gone", "hungry", "ended")
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Ledger:
         self.identity = identity
         self._files = files or Files(run, clock)
         self._pod_rules = LedgerRules(identity, times, pods) if identity else None
+        self._pruning: Pruning | None = None
 
     def create(self) -> None:
         """Creates the directories. Called once, when the run directory is created."""
@@ -100,6 +105,11 @@ class Ledger:
         return self._rules.open_at(self._files.answer(Clock()))
 
     @property
+    def superseded(self) -> bool:
+        """True if a later start of this array element runs, so the element belongs to that one."""
+        return self._rules.superseded
+
+    @property
     def closes_at(self) -> float:
         """Time at which :attr:`may_commit` becomes false unless the lease is renewed, on the ledger's clock."""
         return self._rules.closes_at
@@ -110,18 +120,28 @@ class Ledger:
         return self._files.carry_out(self._rules.committed(commit))
 
     def leases(self) -> dict[str, dict[str, Any]]:
-        """Returns the lease of every pod that ever registered, by ``<pod>.<start>``.
+        """Returns the lease of the latest start of every pod, by ``<pod>.<start>``.
 
+        The leases of pods that ended for good are removed after some minutes (:meth:`accounts` keeps their facts).
         Leases with an invalid job id are skipped, since no pod wrote them.
         """
         leases = {}
-        for name in sorted(self._names(names.LEASES)):
+        for name in sorted(names.newest_starts(self._names(names.LEASES))):
             content = self._read(f"{names.LEASES}/{name}")
             if content is not None:
                 job = content.get("job_id") or ""
                 if isinstance(job, str) and (not job or JOB_ID.fullmatch(job)):
                     leases[name] = content
         return leases
+
+    def accounts(self, leases: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Facts]:
+        """Returns core-seconds and other facts of every start that the run ever had (:mod:`megaflow_hpc.ledger.past`).
+
+        Args:
+            leases: Result of :meth:`leases`, if it is known already.
+        """
+        _, record = self._files.carry_out(read_record())  # first, so no lease that is removed meanwhile is missed
+        return accounts(self.leases() if leases is None else leases, record)
 
     def mark_gone(self, pod_start: str) -> None:
         """Records that a start of a pod is gone. The caller must have proof (from Slurm or the process table)."""
@@ -206,6 +226,13 @@ class Ledger:
         """
         return Operation(self._files, survey(self._rules))
 
+    def prune(self) -> Operation[None]:
+        """Returns an operation, executable in parts, that removes files that nothing needs any more. Call it after a
+        survey."""
+        if self._pruning is None:
+            self._pruning = Pruning(self._rules)
+        return Operation(self._files, self._pruning.look())
+
     def follow(self, survey: Survey | None) -> None:
         """Relies on another pod's survey. ``None`` makes this pod scan the ledger itself again."""
         self._rules.surveyed = survey
@@ -237,8 +264,7 @@ class Ledger:
         Raises:
             LedgerError: A claim is listed but cannot be read.
         """
-        claimed = names.pairs(self._names(names.CLAIMS)) - names.ends(self._names(names.DONE))
-        return self._seals(sorted((block, epoch) for block, epoch in claimed if epoch))
+        return self._files.carry_out(all_seals())
 
     def earlier(self, claim: Claim) -> list[tuple[int, str, int]]:
         """Returns the epochs of a block before this claim, as (epoch, ``<pod>.<start>``, valid bytes of its journal).
@@ -246,17 +272,10 @@ class Ledger:
         Raises:
             LedgerError: One of their claims is missing.
         """
-        seals = self._seals((claim.block, epoch) for epoch in range(1, claim.epoch + 1))
-        return [(epoch, owner, sealed) for (_, epoch), (owner, sealed) in seals.items()]
-
-    def _seals(self, claims: Iterable[tuple[int, int]]) -> dict[tuple[int, int], tuple[str, int]]:
-        contents = []
-        for block, epoch in claims:
-            content = self._files.answer(Read(names.claim_path(block, epoch)))
-            if content is None:
-                raise LedgerError(f"{names.claim_path(block, epoch)}: not there; was it removed?")
-            contents.append((block, epoch, content))
-        return names.seals(contents)
+        if len(claim.seals) == claim.epoch:
+            return [(epoch, seal.owner, seal.sealed) for epoch, seal in enumerate(claim.seals)]
+        seals = self._files.carry_out(seals_before({claim.block: claim.epoch}))  # claimed by an earlier version
+        return [(epoch, owner, sealed) for (_, epoch), (owner, sealed) in sorted(seals.items())]
 
     def _names(self, directory: str) -> tuple[str, ...]:
         return self._files.answer(Names(directory))

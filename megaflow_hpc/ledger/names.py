@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 CLAIMS, RELEASED, DONE, LEASES = "ledger/claims", "ledger/released", "ledger/done", "ledger/leases"
 GONE, REQUESTS, TASKS, ADDED = "ledger/gone", "ledger/hungry", "tasks", "ledger/added"
+ENDED, UNSTARTED, PARTIAL = "ledger/ended", "ledger/unstarted", "partial"
 
 FIRST_HANDED_OFF = 1_000_000
 """Number of the first handed-off block. Planned blocks have smaller numbers."""
@@ -25,6 +26,26 @@ def task_path(block: int) -> str:
 def earlier(start: str, than: str) -> bool:
     """Returns whether one start of an array element came before another. Slurm numbers the starts."""
     return start != than and (not (start.isdigit() and than.isdigit()) or int(start) < int(than))
+
+
+def precedes(name: str, than: str) -> bool:
+    """Returns whether two names ``<pod>.<start>`` are of one array element, and Slurm numbered the first one lower.
+    Then the first start is over, even if its node does not know yet."""
+    (pod, _, start), (other, _, later) = name.rpartition("."), than.rpartition(".")
+    return pod == other and start.isdigit() and later.isdigit() and int(start) < int(later)
+
+
+def newest_starts(names: Iterable[str]) -> set[str]:
+    """Returns the names ``<pod>.<start>`` that no other name supersedes (:func:`precedes`)."""
+    newest: dict[str, str] = {}
+    unnumbered = set()
+    for name in names:
+        pod, _, start = name.rpartition(".")
+        if not start.isdigit():
+            unnumbered.add(name)
+        elif pod not in newest or precedes(newest[pod], name):
+            newest[pod] = name
+    return unnumbered | set(newest.values())
 
 
 def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
@@ -48,9 +69,9 @@ def done_path(block: int, epoch: int, given: int) -> str:
 
 
 def done_blocks(names: Iterable[str]) -> dict[int, int]:
-    """Returns done block → number of blocks handed off from it."""
-    marks = (name.split(".") for name in names)
-    return {int(block): int(given) for block, _, given in marks}
+    """Returns done block → number of blocks handed off from it. Of several marks, that of the highest epoch counts."""
+    marks = sorted(tuple(map(int, name.split("."))) for name in names)
+    return {block: given for block, _, given in marks}
 
 
 def ends(names: Iterable[str]) -> set[tuple[int, int]]:
@@ -76,14 +97,37 @@ def added_path(token: str, turn: int) -> str:
     return f"{ADDED}/{token}.{turn}"
 
 
+class Seal(NamedTuple):
+    """The valid part of a superseded epoch of a block."""
+
+    owner: str
+    """``<pod>.<start>`` of that epoch."""
+    sealed: int
+    """Valid bytes of its journal."""
+    given: int | Sequence[int]
+    """The blocks that were handed off from it, or just their number if the owner released the block."""
+
+
+def seals_in(content: Mapping[str, Any]) -> list[Seal]:
+    """Returns the seals of the epochs before a claim, the latest last, from the content of the claim.
+
+    A claim repeats the seals that the claim before it holds, so that one claim per block is enough.
+    """
+    seals = [Seal(str(owner), int(sealed), given) for owner, sealed, given in content.get("seals", ())]
+    if "predecessor" in content:  # not in a claim that ended its block
+        seals.append(Seal(str(content["predecessor"]), int(content["sealed"]), content["given"]))
+    return seals
+
+
 def seals(claims: Iterable[tuple[int, int, Mapping[str, Any]]]) -> dict[tuple[int, int], tuple[str, int]]:
     """Returns (block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs.
 
     Args:
-        claims: Block, epoch and content of each claim. A claim that ended its block seals nothing.
+        claims: Block, epoch and content of claims, at least of the latest claim of each block.
     """
-    return {
-        (block, epoch - 1): (str(content["predecessor"]), int(content["sealed"]))
-        for block, epoch, content in claims
-        if epoch and "done" not in content
-    }
+    found = {}
+    for block, epoch, content in claims:
+        last = epoch - 1 if "done" not in content else epoch - 2  # the epoch that ended the block is not sealed
+        for before, seal in enumerate(reversed(seals_in(content)) if epoch else ()):
+            found[block, last - before] = seal.owner, seal.sealed
+    return found

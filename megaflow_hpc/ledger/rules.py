@@ -30,7 +30,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from megaflow_hpc.errors import LedgerError
-from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Steps, There, Touch
+from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Remove, Steps, There, Touch
 from megaflow_hpc.ledger.ending import Consumers, finish
 from megaflow_hpc.ledger.hand_offs import HandOffs, NotYet
 from megaflow_hpc.ledger.lease import TIMES, Lease, PodIdentity, Times
@@ -42,6 +42,8 @@ from megaflow_hpc.ledger.names import (
     LEASES,
     RELEASED,
     TASKS,
+    UNSTARTED,
+    Seal,
     all_done,
     block_numbers,
     claim_path,
@@ -50,7 +52,10 @@ from megaflow_hpc.ledger.names import (
     earlier,
     latest,
     pairs,
+    precedes,
+    seals_in,
 )
+from megaflow_hpc.ledger.past import facts_of_starts
 from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.types import Rollout
 
@@ -71,6 +76,8 @@ class Claim:
     stored."""
     without: frozenset[str] = field(default=frozenset(), compare=False)
     """Ids of the rollouts that were handed off."""
+    seals: tuple[Seal, ...] = field(default=(), compare=False)
+    """Seals of all earlier epochs of the block, from epoch 0 on."""
 
 
 class Holding(Enum):
@@ -137,7 +144,9 @@ class LedgerRules:
         self.progress: dict[str, Any] = {}
         """Additional content of the lease."""
         self.superseded = False
-        """True if a later start of this array element has a lease."""
+        """True if a later start of this array element removed this pod's lease, or has one itself."""
+        self.earlier: dict[str, Any] = {}
+        """Facts of earlier starts, whose leases this start has removed (:mod:`megaflow_hpc.ledger.past`)."""
         self.leases: dict[str, Lease] = {}
         """``<pod>.<start>`` → lease, for other pods."""
         self.surveyed: Survey | None = None
@@ -156,6 +165,10 @@ class LedgerRules:
         """Every block that has ever been listed."""
         self._owners: dict[tuple[int, int], tuple[str, int | None]] = {}
         """(block, epoch) → (holder of that claim, number of blocks handed off if the claim ended the block)."""
+        self._chains: dict[tuple[int, int], tuple[str, ...]] = {}
+        """(block, epoch) → see :meth:`owners`. Used only by a coordinator."""
+        self._looked_at = -math.inf
+        """This machine's clock at the beginning of the last scan."""
         self._unanswered: set[tuple[int, int]] = set()
         """Our claims whose reply was lost, so they may have succeeded."""
 
@@ -186,16 +199,43 @@ class LedgerRules:
         """Renews the lease if it is due, or always if ``force``. Never renews an old lease, since a takeover may
         have begun."""
         now: float = yield Clock()
-        content = {**asdict(self.identity), **self.progress}
         if not self.lease.counter:
-            yield from self.lease.publish(now, content)
+            yield from self._register(now)
         elif self.open_at(now) and (force or now - self.lease.renewed_at >= self.renew_s):
-            yield from self.lease.rewrite(now, content)
-        else:
-            return
-        start = self.identity.start
-        if start.isdigit() and (yield There(f"{LEASES}/{self.identity.pod}.{int(start) + 1}")):
-            self.superseded = True
+            try:
+                yield from self.lease.rewrite(now, self._content)
+            except FileNotFoundError:
+                self.superseded = True
+            else:
+                # A removed file that is still open can be written, so that does not tell.
+                self.superseded = not (yield There(self.lease.path))
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        return {**asdict(self.identity), **self.progress, **({"earlier": self.earlier} if self.earlier else {})}
+
+    def _register(self, now: float) -> Steps[None]:
+        """Writes the lease, and removes those of earlier starts of the element, which are over.
+
+        The first start has none. If a later start has a lease, this one writes none.
+        """
+        me = self.identity.name
+        earlier: dict[str, dict[str, Any]] = {}
+        if self.identity.start != "0":
+            for name in (yield Names(LEASES)):
+                if precedes(me, name):
+                    self.superseded = True
+                    return
+                if precedes(name, me):
+                    lease = self.leases.setdefault(name, Lease(f"{LEASES}/{name}"))
+                    yield from lease.look()
+                    earlier[name] = lease.content
+        self.earlier = facts_of_starts(earlier)
+        yield from self.lease.publish(now, self._content)
+        for name in earlier:
+            yield Remove(f"{LEASES}/{name}")
+        if self.identity.start != "0":
+            yield Remove(f"{UNSTARTED}/{self.identity.pod}")
 
     def _look_after(self, owners: Collection[str]) -> Steps[set[str]]:
         """Returns the members of ``owners`` that are gone."""
@@ -218,6 +258,14 @@ class LedgerRules:
         lease = self.leases.setdefault(owner, Lease(f"{LEASES}/{owner}"))
         unchanged_s = yield from lease.look()
         return unchanged_s > self.times.lease_s
+
+    def forget(self, leases: Collection[str], open_blocks: Collection[int]) -> None:
+        """Drops what was read about other leases and blocks, so that memory does not grow with the campaign."""
+        self.leases = {name: lease for name, lease in self.leases.items() if name in leases}
+        keep = {*open_blocks, *(claim.block for claim in self.held)}
+        self._owners = {claim: owner for claim, owner in self._owners.items() if claim[0] in keep}
+        self._chains = {claim: owners for claim, owners in self._chains.items() if claim[0] in keep}
+        self._dropped = {claim for claim in self._dropped if claim.block in keep}
 
     def _is_alive(self, owner: str) -> bool:
         return self.surveyed is not None or (owner in self.leases and self.leases[owner].changed)
@@ -262,6 +310,7 @@ class LedgerRules:
 
     def _look(self) -> Steps[Claim | None]:
         """Scans the ledger and claims a block if one is available."""
+        self._looked_at = yield Clock()
         done = done_blocks((yield Names(DONE)))
         blocks = block_numbers((yield Names(TASKS)))  # after the marks, which are written after any hand-offs
         self._known.update(blocks)
@@ -370,7 +419,7 @@ class LedgerRules:
             left.remove(block)
             if block >= FIRST_HANDED_OFF and not (yield from self._belongs(block)):
                 continue
-            if (yield from self._link(block, 0, {"owner": self.identity.name}, every="")):
+            if (yield from self._link(block, 0, {"owner": self.identity.name}, "", keep=True)):
                 self.free = left
                 return self._hold(Claim(block, 0))
             refused += 1
@@ -380,9 +429,16 @@ class LedgerRules:
         return None
 
     def _succeed(self, block: int, epoch: int, owner: str, seal: Mapping[str, Any]) -> Steps[Claim | None]:
-        """Claims the epoch after another pod's and seals that pod's journal."""
+        """Claims the epoch after another pod's and seals that pod's journal. The claim repeats the seals of the one
+        before it, which may then be removed."""
         content = {"owner": self.identity.name, "predecessor": owner, **seal}
-        if not (yield from self._link(block, epoch + 1, content)):
+        if epoch:
+            content["seals"] = seals_in((yield from self._read_claim(block, epoch)))
+        if not (yield from self._link(block, epoch + 1, content, f"{block}.{epoch + 1}")):
+            return None
+        if (yield Clock()) - self._looked_at >= self.times.commit_s:
+            # The journal was long. Perhaps the name was only free because later claims replace it, and this claim does
+            # not count. If it is the latest, the next scan finds it.
             return None
         return self._hold((yield from self._claim_of(block, epoch + 1, content)))
 
@@ -396,24 +452,37 @@ class LedgerRules:
         """Restores a claim of ours whose reply was lost."""
         if not epoch:
             return Claim(block, epoch)
-        content = yield Read(claim_path(block, epoch))
-        if content is None:
-            raise NotYet
-        return (yield from self._claim_of(block, epoch, content))
+        return (yield from self._claim_of(block, epoch, (yield from self._read_claim(block, epoch))))
 
     def _claim_of(self, block: int, epoch: int, content: Mapping[str, Any]) -> Steps[Claim]:
         without = yield from self.hand_offs.take_over(block, content["given"])
         left = content["left"]
-        return Claim(block, epoch, None if left is None else tuple(left), without)
+        return Claim(block, epoch, None if left is None else tuple(left), without, tuple(seals_in(content)))
+
+    def _read_claim(self, block: int, epoch: int) -> Steps[dict[str, Any]]:
+        """Reads a claim. Raises NotYet if it cannot be read yet, or was removed because there are later ones."""
+        content = yield Read(claim_path(block, epoch))
+        if content is None:
+            raise NotYet
+        return content
 
     def _belongs(self, number: int) -> Steps[bool]:
         """Returns whether a handed-off block counts. Marks the block done if the next holder of its origin did not
         know it."""
         origin = yield from self.hand_offs.origin(number)
-        successor = yield Read(claim_path(origin.block, origin.epoch + 1))
-        if successor is None or "done" in successor or isinstance(successor["given"], int):
-            return True
-        if number in successor["given"]:
+        epoch = origin.epoch + 1
+        successor = yield Read(claim_path(origin.block, epoch))
+        if successor is None:
+            epoch = latest((yield Names(CLAIMS))).get(origin.block, 0)
+            if epoch <= origin.epoch:
+                return True
+            # The successor's claim was removed, because the latest claim repeats it.
+            successor = yield from self._read_claim(origin.block, epoch)
+        later = epoch - 1 - ("done" in successor) - origin.epoch
+        if later < 0:
+            return True  # the pod that handed the block off ended the origin, and counted it
+        given = seals_in(successor)[-1 - later].given
+        if isinstance(given, int) or number in given:
             return True
         yield from self._end(number, 0, 0)
         return False
@@ -422,22 +491,27 @@ class LedgerRules:
         """Returns the holder of a claim and, if the claim ended its block, the number of blocks handed off. Raises
         NotYet."""
         if (block, epoch) not in self._owners:
-            content = yield Read(claim_path(block, epoch))
-            if content is None:
-                raise NotYet
+            content = yield from self._read_claim(block, epoch)
             self._owners[block, epoch] = str(content["owner"]), content.get("done")
         return self._owners[block, epoch]
 
-    def _link(self, block: int, epoch: int, content: Mapping[str, Any], every: str | None = None) -> Steps[bool]:
+    def owners(self, block: int, epoch: int) -> Steps[tuple[str, ...]]:
+        """Returns the holders of a claim and of the claims before it, the latest last. Raises NotYet."""
+        if (block, epoch) not in self._chains:
+            content = yield from self._read_claim(block, epoch)
+            self._chains[block, epoch] = (*(seal.owner for seal in seals_in(content)), str(content["owner"]))
+        return self._chains[block, epoch]
+
+    def _link(self, block: int, epoch: int, content: Mapping[str, Any], token: str, keep: bool = False) -> Steps[bool]:
         """Claims one epoch of a block. Returns whether this pod won it.
 
         Args:
-            every: Token shared by all claims of this pod with the same content, so that they share a private file.
+            token: Names the content among all claims of this pod.
+            keep: True if later claims of this pod have the same content, so that they share a private file.
         """
-        token = f"{block}.{epoch}" if every is None else every
         name = f"{self.identity.name}.{token}"
         self._unanswered.add((block, epoch))
-        won: bool = yield Link(claim_path(block, epoch), content, name, keep=every is not None)
+        won: bool = yield Link(claim_path(block, epoch), content, name, keep)
         self._unanswered.discard((block, epoch))
         if won:
             self._owners[block, epoch] = self.identity.name, content.get("done")
@@ -491,10 +565,15 @@ class LedgerRules:
         claimed = self._owners.get((block, epoch)) == (me, handed_off)  # an earlier call failed while writing the mark
         if not claimed:
             content = {"owner": me, "done": handed_off}
-            claimed = yield from self._link(block, epoch, content, every=f"done.{handed_off}")
-        if claimed:
-            yield Touch(done_path(block, epoch, handed_off))
-        return claimed
+            seals = next((claim.seals for claim in self.held if claim == Claim(block, epoch - 1)), ())
+            if seals:
+                claimed = yield from self._link(block, epoch, {**content, "seals": seals}, f"done.{block}.{epoch}")
+            else:
+                claimed = yield from self._link(block, epoch, content, f"done.{handed_off}", keep=True)
+        if not claimed or (epoch and not (yield from self.may_commit())):
+            return False  # after a long pause, the name may have been free only because later claims replace it
+        yield Touch(done_path(block, epoch, handed_off))
+        return True
 
     def _finish(self) -> Steps[bool]:
         return (yield from finish(self.identity.name, self._known))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,12 @@ from megaflow_hpc.ledger.names import (
     block_numbers,
     done_blocks,
     done_path,
-    earlier,
     latest,
+    newest_starts,
     pairs,
+    precedes,
 )
+from megaflow_hpc.ledger.past import Facts, accounts, read_record
 from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.ledger.rules import LedgerRules
 
@@ -37,35 +38,39 @@ class Surveyed:
     survey: Survey
     """The part that is published for all pods."""
     leases: dict[str, dict[str, Any]]
-    """``<pod>.<start>`` → content of its lease, for every lease."""
+    """``<pod>.<start>`` → content of its lease, for the newest start of every pod that has one."""
     live: set[str]
     """Every ``<pod>.<start>`` that has not ended and is not gone."""
+    accounts: dict[str, Facts]
+    """Facts of every start that the run ever had, see :func:`~megaflow_hpc.ledger.past.accounts`."""
 
 
 def survey(rules: LedgerRules) -> Steps[Surveyed]:
     """Determines which blocks can be claimed, who requests work, and which leases have expired.
 
-    Marks pods with expired leases as gone, so that other pods need not read those leases. Other operations of ``rules``
-    may run between these steps.
+    Marks pods with expired leases as gone, so that other pods need not read those leases. Reads the leases of ended
+    pods once, and none of starts that a later start supersedes. Other operations of ``rules`` may run between these
+    steps.
     """
+    _, record = yield from read_record()
     gone = set((yield Names(GONE)))
-    for name in sorted((yield Names(LEASES))):
+    listed = newest_starts((yield Names(LEASES)))
+    for name in sorted(listed):
         known = rules.leases.get(name)
-        if name in gone or (known is not None and known.content.get("ended")):
+        if known is not None and known.content and (name in gone or known.content.get("ended")):
             continue
-        if (yield from rules.expired(name)):
+        if (yield from rules.expired(name)) and name not in gone:
             gone.add(name)
             yield Touch(f"{GONE}/{name}")
-    leases = {name: lease.content for name, lease in rules.leases.items() if lease.content}
+    leases = {name: rules.leases[name].content for name in listed if rules.leases[name].content}
     live = {name for name, content in leases.items() if name not in gone and not content.get("ended")}
     done = done_blocks((yield Names(DONE)))
     blocks = block_numbers((yield Names(TASKS)))
     open_blocks = [block for block in blocks if block not in done]
     claimed = latest((yield Names(CLAIMS)))
     released = pairs((yield Names(RELEASED)))
-    newest = _newest_starts(leases)
     claimable = 0
-    orphans: list[tuple[int, int, str]] = []
+    held: list[tuple[int, int, str]] = []
     for block in open_blocks:
         epoch = claimed.get(block)
         if epoch is None or (block, epoch) in released:
@@ -77,28 +82,23 @@ def survey(rules: LedgerRules) -> Steps[Surveyed]:
             continue
         if handed_off is not None:
             yield Touch(done_path(block, epoch, handed_off))  # the pod may have died before it could
-            continue
-        if owner in gone:
-            claimable += 1
-        if (owner in gone or _superseded(owner, newest)) and len(orphans) < MAX_ORPHANS:
-            orphans.append((block, epoch, owner))
+        else:
+            held.append((block, epoch, owner))
+    holders = {owner for _, _, owner in held}
+    newest = {name.rpartition(".")[0]: name for name in leases}
+    superseded = {owner for owner in holders if precedes(owner, newest.get(owner.rpartition(".")[0], ""))}
+    for owner in sorted(holders - listed - gone):  # its lease was removed, or is not visible yet
+        # If the latest start of an element is over, earlier ones are, too. If it is alive, it takes their blocks first.
+        over = owner in superseded and newest[owner.rpartition(".")[0]] not in live
+        if over or (yield from rules.expired(owner)):
+            gone.add(owner)
+            yield Touch(f"{GONE}/{owner}")
+    claimable += sum(owner in gone for _, _, owner in held)
+    orphans = [one for one in held if one[2] in gone | superseded]
+    rules.forget(listed | holders, open_blocks)
     requests = yield from all_work_requests()
     yield from rules.consumers.look()
     unfinished = 0 if all_done(done, blocks) else max(1, len(open_blocks))
     consumers = rules.consumers
-    return Surveyed(Survey(unfinished, claimable, orphans, requests, consumers.opened, consumers.awaited), leases, live)
-
-
-def _newest_starts(names: Iterable[str]) -> dict[str, str]:
-    """Returns the latest start of each pod."""
-    newest: dict[str, str] = {}
-    for name in names:
-        pod, _, start = name.rpartition(".")
-        if pod not in newest or earlier(newest[pod], start):
-            newest[pod] = start
-    return newest
-
-
-def _superseded(name: str, newest: Mapping[str, str]) -> bool:
-    pod, _, start = name.rpartition(".")
-    return pod in newest and earlier(start, newest[pod])
+    shown = Survey(unfinished, claimable, orphans[:MAX_ORPHANS], requests, consumers.opened, consumers.awaited)
+    return Surveyed(shown, leases, live, accounts(leases, record))

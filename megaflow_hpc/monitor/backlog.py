@@ -6,10 +6,10 @@ from collections import Counter
 
 from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.ledger.blocks import numbers
-from megaflow_hpc.rundir.events import EventReader, RolloutEvent
+from megaflow_hpc.rundir.event_reader import EventReader
+from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.pods import summary
-from megaflow_hpc.rundir.pods.summary import Summary, WantedPods
+from megaflow_hpc.rundir.summaries import Summary, WantedPods
 
 
 class Backlog:
@@ -20,7 +20,7 @@ class Backlog:
         self._policies: dict[str, str] = {}
         """Rollout → policy, for rollouts not yet stored."""
         self._read_blocks: set[int] = set()
-        self._events: EventReader[Summary] = EventReader(run.events, only="rollout", begin=summary.begin)
+        self._events = EventReader(run.events, only="rollout", use_summaries=True)
         self._ended: list[str] = []
         """Rollouts that ended in the last poll. They may belong to a block written in the meantime."""
 

@@ -15,7 +15,7 @@ def servers(run: RunDir, over: bool) -> list[dict[str, Any]]:
     """Returns the engine servers of a run, with the cause of each failure.
 
     Args:
-        over: Whether the campaign has ended. If so, starting servers are omitted.
+        over: Whether the campaign has ended. If so, servers that are not serving yet are omitted.
     """
     files = EndpointFiles(run)
     shown: list[dict[str, Any]] = []
@@ -29,14 +29,16 @@ def servers(run: RunDir, over: bool) -> list[dict[str, Any]]:
             "weight_version": server.weight_version,
             "template": server.template,
             "waiting": server.waiting,
-            "state": "serving",
+            "state": "down" if server.down else "serving",
         }
+        if server.down:
+            entry["cause"] = server.down
         if refused := server.refused:
             entry["cause"] = f"weights {refused.version} could not be loaded: {refused.cause}"
         shown.append(entry)
     others = [(failed, "failed") for failed in files.failed()]
     if not over:
-        others += [(starting, "starting") for starting in files.starting()]
+        others += [(starting, "down" if starting.down else "starting") for starting in files.starting()]
     for other, state in others:
         shown.append(
             {

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.monitor.evaluation import evaluate
-from megaflow_hpc.rundir.events import EventReader, RolloutEvent
+from megaflow_hpc.rundir.event_reader import EventReader
+from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import pod_log
 from megaflow_hpc.rundir.pods.running import AttemptPlace
-from megaflow_hpc.rundir.pods.summary import RECENT_S, Summary, WantedPods, policy_of
+from megaflow_hpc.rundir.summaries import RECENT_S, Summary, WantedPods, policy_of
 from megaflow_hpc.types import VERIFIED, without_round
 
 
@@ -33,7 +34,8 @@ class Outcomes:
     """
 
     def __init__(self, listed: int | None = 0) -> None:
-        self.lists_all = listed is None
+        self.limit = listed
+        """Number of latest successful rollouts to list. ``None`` lists all."""
         self._kept: dict[str, RolloutEvent] = {}
         """Unsuccessful rollouts, or all rollouts if all are listed."""
         self._latest: deque[RolloutEvent] = deque(maxlen=listed or 0)
@@ -51,7 +53,7 @@ class Outcomes:
     def apply(self, event: RolloutEvent) -> None:
         """Adds a stored rollout."""
         self._recent[int(event.t)] += 1
-        if event.status not in VERIFIED or self.lists_all:
+        if event.status not in VERIFIED or self.limit is None:
             self._keep(event)
             return
         policy = policy_of(event.id)
@@ -62,7 +64,7 @@ class Outcomes:
         self._ended.append(event.id)
 
     def adopt(self, summary: Summary) -> None:
-        """Adds a pod's summary, which replaces its earliest events."""
+        """Adds a pod's summary, which replaces its earliest events or those of its earlier starts."""
         for policy, statuses in summary.ended_well.items():
             self._well.setdefault(policy, Counter()).update(statuses)
         self._inexact.update(summary.inexact)
@@ -100,12 +102,17 @@ class Outcomes:
     def settle(self, stored: Iterable[RolloutEvent]) -> None:
         """Replaces the outcomes taken from events with the stored rollouts."""
         before, self._kept = self._kept, {}
-        self.lists_all, self._well = True, {}
+        self.limit, self._well = None, {}
         self._latest.clear()
         for rollout in stored:
             if event := before.get(rollout.id):
                 rollout.inexact, rollout.constrained, rollout.t = event.inexact, event.constrained, event.t
             self._kept[rollout.id] = rollout
+
+    @property
+    def lists_all(self) -> bool:
+        """True if :attr:`listed` contains every stored rollout."""
+        return self.limit is None and not self._well
 
     @property
     def listed(self) -> dict[str, RolloutEvent]:
@@ -208,7 +215,7 @@ def causes(run: RunDir, failures: Iterable[RolloutEvent], places: Mapping[str, A
 @functools.lru_cache(256)
 def _error(events: Path, pod: str, rollout: str, t: float) -> str:
     """Looks up an error that the pod's summary omits. Cached, because it reads all events of the pod."""
-    reader: EventReader[RolloutEvent] = EventReader(events, "rollout", rollout)
+    reader = EventReader(events, "rollout", rollout)
     for _, its_events in reader.read([pod]):
         for event in its_events:
             if isinstance(event, RolloutEvent) and event.t == t:

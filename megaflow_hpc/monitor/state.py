@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.ledger.report import Progress
-from megaflow_hpc.rundir.events import AnyEvent, PodEvent, WorkerEvent
-from megaflow_hpc.rundir.pods.summary import Summary, busy_at
+from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, PodEvent, RolloutEvent, StartEvent, WorkerEvent
+from megaflow_hpc.rundir.summaries import Summary, busy_at, start_number
 
 
 def run_state(
@@ -94,6 +94,18 @@ class PodView:
     """Monotonic time at which this process last saw the pod's event file grow."""
     live: dict[int, int] = field(default_factory=dict, repr=False)
     """Worker rank → slots."""
+    begun: set[str] = field(default_factory=set, repr=False)
+    """Rollouts that run, according to the events."""
+
+    @property
+    def pod(self) -> str:
+        """Name of the pod, without the start."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def start(self) -> int:
+        """Number of the start."""
+        return start_number(self.name.rpartition(".")[2])
 
     @property
     def active(self) -> bool:
@@ -103,13 +115,14 @@ class PodView:
     def adopt(self, summary: Summary) -> None:
         """Adds the pod's summary, which replaces its earliest events."""
         for event in summary.events:
-            if isinstance(event, (PodEvent, WorkerEvent)):  # other events only count in the summary
+            if not isinstance(event, AttemptEvent) or event.id in self.begun:  # others only count in the summary
                 self.apply(event)
+        self.stored = max(self.stored, summary.stored)
         self.grown_at = time.monotonic()
         self.seen_at, self.busy_at = summary.t, summary.busy_at
 
     def update(self, progress: Progress) -> None:
-        """Updates the progress from the pod's lease, which may be older than its last event."""
+        """Updates the progress from the pod's lease, unless the pod's last event is newer."""
         if progress.t <= self.seen_at:
             return
         self.seen_at, self.grown_at = progress.t, time.monotonic()
@@ -124,12 +137,21 @@ class PodView:
         match event:
             case PodEvent():
                 self.state = event.state
-                for name in ("job_id", "node", "why", "stored"):
+                for name in ("job_id", "node", "why"):
                     value = getattr(event, name)
                     if value is not None:
                         setattr(self, name, value)
+                self.stored = max(self.stored, event.stored or 0)
                 if not self.active:
                     self.running = 0
+                    self.begun.clear()
+            case StartEvent(id=rollout):
+                self.running += rollout not in self.begun
+                self.begun.add(rollout)
+            case AttemptEvent(id=rollout) | RolloutEvent(id=rollout):
+                self.running = max(0, self.running - (rollout in self.begun))
+                self.begun.discard(rollout)
+                self.stored += isinstance(event, RolloutEvent)
             case WorkerEvent():
                 if event.state == "ready":
                     self.live[event.rank] = event.slots or 0

@@ -2,7 +2,8 @@
 
 A :class:`Monitor` reads each event file from where the last poll stopped. The first poll starts where the pod's summary
 ends. Progress is read from the pods' leases or, if there are many pods, from the report of the pod that reads all
-leases. So the first poll is fast however old the run is, and later polls are cheap.
+leases. So the first poll is fast however old the run is, and later polls are cheap. Both cost as much as the run has
+pods, however often these have started: a pod's later starts condense the events of its earlier ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from megaflow_hpc.config.campaign import pass_threshold_of
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
@@ -24,18 +27,19 @@ from megaflow_hpc.monitor.outcomes import Outcomes, broken_verifiers, causes
 from megaflow_hpc.monitor.state import PodView, lives, run_state
 from megaflow_hpc.monitor.training import TrainerJob, Trainings
 from megaflow_hpc.rundir.endpoints import EndpointFiles
-from megaflow_hpc.rundir.events import EventReader, RolloutEvent
+from megaflow_hpc.rundir.event_reader import EventReader
+from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.logs import why_lost
 from megaflow_hpc.rundir.marks import Marks
-from megaflow_hpc.rundir.pods import summary
 from megaflow_hpc.rundir.pods.running import RunningRollouts
-from megaflow_hpc.rundir.pods.summary import Summary
 from megaflow_hpc.rundir.record import read_jobs, read_run
+from megaflow_hpc.rundir.summaries import Condensed, Summary
 
 IDLE_S = 60.0
 """A pod that has had nothing to run for this many seconds is shown as idle."""
 ENGINES_INTERVAL_S = 10.0
-"""Seconds between reads of the engine files, if there are more than a few."""
+"""Seconds between reads of the engine files, if there are more than a few, and of a lost pod's log."""
 LISTED = 10_000
 """Number of latest successful rollouts to list if there are too many to list all."""
 STALE_S = 60.0
@@ -56,9 +60,14 @@ class Monitor:
         self._is_pool = planned.campaign.get("pool") is not None and not planned.packed
         training = planned.config.training if planned.campaign.get("training") else None
         self._trainings = Trainings(run, training) if training else None
-        self._events: EventReader[Summary] = EventReader(run.events, begin=summary.begin)
+        self._events = EventReader(run.events, use_summaries=True, restart=self._restart)
         self._outcomes = Outcomes()
-        self._pods: dict[str, PodView] = {}
+        self._starts: dict[str, PodView] = {}
+        """``<pod>.<start>`` → that start of the pod, as long as its events are not condensed."""
+        self._condensed: dict[str, Condensed] = {}
+        """Pod → its condensed starts."""
+        self._lost: dict[str, tuple[float, str]] = {}
+        """Start of a pod that was lost → when its log was read, and the cause that it names."""
         self._processes: dict[str, Identity] = {}
         """Processes of pods that run, or ran, on this host outside of Slurm."""
         self._coordinator = Leader(run, COORDINATOR)
@@ -79,7 +88,10 @@ class Monitor:
         for record in self._ledger.added() - self._added.keys():
             self._added[record] = self._ledger.rollouts_added(record)
         for name, events in self._events.read():
-            pod = self._pods.setdefault(name, PodView(name))
+            if events and isinstance(events[0], Condensed):
+                self._condense(name, events[0])
+                continue
+            pod = self._starts.setdefault(name, PodView(name))
             for event in events:
                 if isinstance(event, Summary):
                     pod.adopt(event)
@@ -93,9 +105,35 @@ class Monitor:
         for rollout in self._outcomes.between_pods(self.running.ids):
             self.running.forget(rollout)
         for name, progress in self._progress():
-            if name in self._pods:
-                self._pods[name].update(progress)
+            if name in self._starts:
+                self._starts[name].update(progress)
         self._first_look_at = min(self._first_look_at, time.monotonic())
+
+    def _condense(self, name: str, condensed: Condensed) -> None:
+        """Replace the starts of a pod up to ``name`` by their condensed events."""
+        if not condensed.seen:
+            self.running.adopt(name, condensed)
+            self._outcomes.adopt(condensed)
+        last = PodView(name)
+        for view in [view for view in self._starts.values() if view.pod == last.pod and 0 <= view.start <= last.start]:
+            self.running.drop(view.name)
+            del self._starts[view.name]
+        kept = {"digests": b"", "events": [], "ended_badly": [], "ended_well": {}, "failures": {}, "sizes": {}}
+        self._condensed[last.pod] = msgspec.structs.replace(condensed, **kept)
+
+    def _restart(self) -> None:
+        """Discard everything that was read, because events were condensed before they were read to the end."""
+        self._outcomes = Outcomes(self._outcomes.limit)
+        self._starts, self._condensed, self.running = {}, {}, RunningRollouts()
+
+    @property
+    def _pods(self) -> list[PodView]:
+        """The latest start of each pod, by name."""
+        latest: dict[str, PodView] = {}
+        for view in self._starts.values():
+            if view.pod not in latest or latest[view.pod].start <= view.start:
+                latest[view.pod] = view
+        return [latest[pod] for pod in sorted(latest)]
 
     def _progress(self) -> Iterator[tuple[str, Progress]]:
         if len(self._pods) > FEW and self._coordinator.holder():
@@ -108,7 +146,8 @@ class Monitor:
                 yield name, progress
 
     def list_rollouts(self, max_bytes: int | None = None) -> None:
-        """Makes :attr:`rollouts` include successful rollouts. Call it before the first poll.
+        """Makes :attr:`rollouts` include successful rollouts, except for those in condensed events. Call it before the
+        first poll.
 
         Args:
             max_bytes: Maximum total size of the event files. If they are larger, only the last :data:`LISTED` rollouts
@@ -116,7 +155,7 @@ class Monitor:
         """
         size = 0 if max_bytes is None else sum(path.stat().st_size for path in self.run.events.glob("*.jsonl"))
         if max_bytes is None or size <= max_bytes:
-            self._outcomes, self._events = Outcomes(None), EventReader(self.run.events)
+            self._outcomes, self._events = Outcomes(None), EventReader(self.run.events, restart=self._restart)
         else:
             self._outcomes = Outcomes(LISTED)
 
@@ -132,20 +171,25 @@ class Monitor:
         """The listed rollouts by id: unsuccessful ones, and successful ones according to :meth:`list_rollouts`."""
         return self._outcomes.listed
 
+    @property
+    def lists_all(self) -> bool:
+        """True if :attr:`rollouts` contains every stored rollout."""
+        return self._outcomes.lists_all
+
     def summary(self) -> dict[str, dict[str, Any]]:
         """Returns the figures of each policy over the listed rollouts. After :meth:`settle`, these are all rollouts."""
         return self._outcomes.policies(self._pass_threshold)
 
     def at_work(self) -> list[tuple[str, float]]:
         """Returns (job id of the pod, start in Unix seconds) for each running rollout."""
-        active = {name: pod.job_id for name, pod in self._pods.items() if pod.active}
+        active = {pod.name: pod.job_id for pod in self._pods if pod.active}
         return [(active[place.pod], place.began_at) for place in self.running.longest(active)]
 
     def warnings(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns :meth:`idle_warning` and, if all rollouts are listed, a warning for each verifier that always
         fails."""
         warnings = self.idle_warning(pods)
-        return [*warnings, *broken_verifiers(self.rollouts.values())] if self._outcomes.lists_all else warnings
+        return [*warnings, *broken_verifiers(self.rollouts.values())] if self.lists_all else warnings
 
     def idle_warning(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns a warning if some pods have no work while others have more than they can run.
@@ -154,7 +198,7 @@ class Monitor:
             pods: The pods in :meth:`status`.
         """
         idle = [pod for pod in pods if "idle_s" in pod]
-        queued = sum(pod.queued for pod in self._pods.values() if pod.active)
+        queued = sum(pod.queued for pod in self._pods if pod.active)
         if not idle or not queued:
             return []
         longest = max(pod["idle_s"] for pod in idle)
@@ -186,7 +230,8 @@ class Monitor:
         stored = counts.total()
         remaining = max(0, total - stored)
         jobs = None if live_jobs is None else set(live_jobs) - set(pending)
-        pods = [self._pod(pod, jobs, asked_at) for pod in self._pods.values()]
+        views = self._pods
+        pods = self._rows(views, jobs, asked_at)
         running = sum(pod["running"] for pod in pods)
         unstarted = [asdict(pod) for pod in self._marks.unstarted()]
         waits_for = self._waits_for(remaining, pods)
@@ -194,7 +239,7 @@ class Monitor:
             finished=self._finished,
             cancelled=self._marks.cancelled,
             serves=self._is_pool and bool(EndpointFiles(self.run).serving()),
-            alive=any(self._lives(pod, jobs, asked_at, self._silent_s(pod)) for pod in self._pods.values()),
+            alive=any(self._lives(pod, jobs, asked_at, self._silent_s(pod)) for pod in views),
             waits=bool(waits_for),
             submitted=any(pod["job_id"] for pod in pods) or bool(read_jobs(self.run)),
             queued=None if live_jobs is None else bool(live_jobs),
@@ -243,12 +288,35 @@ class Monitor:
             self._servers, self._servers_at = servers(self.run, self._finished), now
         return [*self._servers]
 
+    def _rows(self, pods: Iterable[PodView], jobs: Collection[str] | None, asked_at: float) -> list[dict[str, Any]]:
+        """Returns one row per pod: its latest start, with the rollouts and the number of all its starts."""
+        starts = Counter(view.pod for view in self._starts.values())
+        stored: Counter[str] = Counter()
+        for view in self._starts.values():
+            stored[view.pod] += view.stored
+        for pod, condensed in self._condensed.items():
+            starts[pod] += condensed.starts
+            stored[pod] += condensed.stored
+        return [
+            {**self._pod(pod, jobs, asked_at), "stored": stored[pod.pod], "starts": starts[pod.pod]} for pod in pods
+        ]
+
+    def _why_lost(self, pod: PodView) -> str:
+        """Returns why a pod ended without a last word, as far as its log tells. The log may be written later."""
+        asked_at, why = self._lost.get(pod.name, (-math.inf, ""))
+        if not why and time.monotonic() - asked_at >= ENGINES_INTERVAL_S:
+            why = why_lost(self.run, pod.name)
+            self._lost = {name: found for name, found in self._lost.items() if name in self._starts}
+            self._lost[pod.name] = time.monotonic(), why
+        return why
+
     def _pod(self, pod: PodView, jobs: Collection[str] | None, asked_at: float) -> dict[str, Any]:
         state, silent_s = pod.state, self._silent_s(pod)
         if pod.active and not self._lives(pod, jobs, asked_at, silent_s=0.0):
             state = "gone"
         elif pod.active and silent_s > STALE_S:
             state = "silent"
+        why = pod.why or (self._why_lost(pod) if state in ("gone", "lost") else "")
         works = state in ("started", "draining") and not self._finished  # its last progress may predate the end
         idle_s = pod.seen_at - pod.busy_at if state == "started" and not (pod.running or pod.queued) else 0.0
         return {
@@ -259,11 +327,10 @@ class Monitor:
             "workers": pod.workers,
             "slots": pod.slots,
             "running": pod.running if works else 0,
-            "stored": pod.stored,
             "tokens_per_s": pod.tokens_per_s if works else 0.0,
             **({"silent_s": round(silent_s)} if state == "silent" else {}),
             **({"idle_s": round(idle_s)} if idle_s >= IDLE_S else {}),
-            **({"why": pod.why} if pod.why else {}),
+            **({"why": why} if why else {}),
             **({"excluded": pod.excluded} if pod.excluded else {}),
         }
 
@@ -284,7 +351,7 @@ class Monitor:
     @property
     def heard_s(self) -> float:
         """Seconds since any pod was last seen writing. Infinite before the second poll."""
-        grown_at = max((pod.grown_at for pod in self._pods.values() if pod.active), default=0.0)
+        grown_at = max((pod.grown_at for pod in self._pods if pod.active), default=0.0)
         return time.monotonic() - grown_at if grown_at > self._first_look_at else math.inf
 
     def _silent_s(self, pod: PodView) -> float:

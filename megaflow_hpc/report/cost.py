@@ -13,7 +13,7 @@ import msgspec
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.monitor.usage import JobUse, Span, idled
 from megaflow_hpc.report.series import significant
-from megaflow_hpc.rundir.budget import held_before, measured
+from megaflow_hpc.rundir.budget import held_before
 from megaflow_hpc.rundir.layout import RunDir
 
 HOUR = 3600.0
@@ -174,10 +174,10 @@ def _mean(weighted: Sequence[tuple[float | None, float]]) -> float | None:
 
 def _of_reports(run: RunDir) -> Cost:
     try:
-        leases = list(Ledger(run).leases().values())
+        accounts = list(Ledger(run).accounts().values())
     except (OSError, ValueError):
-        leases = []
-    core_s = sum(measured(lease.get("core_s")) or 0.0 for lease in leases)
+        accounts = []
+    core_s = sum(facts["core_s"] for facts in accounts)
     gpu_s = sum(held_before(server) for server in sorted(run.gpus.glob("*.json")))
     if not (core_s or gpu_s):
         return Cost(source="none")

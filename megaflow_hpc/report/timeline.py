@@ -1,4 +1,7 @@
-"""Timelines: pods from a run's event files, running and waiting rollouts, slots, and rollouts in lanes."""
+"""Timelines: pods from a run's event files, running and waiting rollouts, slots, and rollouts in lanes.
+
+The earlier starts of a pod, whose events are condensed, are one entry. Their slots are means over periods.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ import numpy as np
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.report.rollouts import RolloutColumns
 from megaflow_hpc.report.series import CURVE_POINTS, Floats, Span, lanes, mean_level, peak_level, significant, thinned
-from megaflow_hpc.rundir.events import AttemptEvent, EventReader, PodEvent, RolloutEvent, WorkerEvent
+from megaflow_hpc.rundir.event_reader import EventReader
+from megaflow_hpc.rundir.events import AttemptEvent, PodEvent, RolloutEvent, WorkerEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.summaries import Condensed
 
 MAX_BARS = 2500
 """Maximum number of rollouts in a timeline."""
@@ -29,7 +34,7 @@ ALIVE = ("started", "draining")
 
 @dataclass
 class PodHistory:
-    """One start of a pod. Times are Unix seconds by its node's clock."""
+    """One start of a pod, or its condensed earlier starts. Times are Unix seconds by its node's clock."""
 
     name: str
     node: str = ""
@@ -42,8 +47,8 @@ class PodHistory:
     """Time of the last event. If the pod has ended, this is its end."""
     slots: int = 0
     """Maximum number of slots at the same time."""
-    slot_spans: list[tuple[Span, int]] = field(default_factory=list)
-    """(time span, slots) of each worker."""
+    slot_spans: list[tuple[Span, float]] = field(default_factory=list)
+    """(time span, slots) of each worker, or of each period of condensed starts."""
     stored: int = 0
 
     @property
@@ -68,7 +73,15 @@ class Events:
 def read_events(run: RunDir) -> Events:
     """Reads every event file of a run. Unreadable files and lines are skipped."""
     all_events = Events()
-    for name, events in EventReader(run.events).read():
+
+    def restart() -> None:
+        all_events.pods, all_events.pod_of = [], {}
+        all_events.repeated, all_events.repeated_on = Counter(), Counter()
+
+    for name, events in EventReader(run.events, restart=restart).read():
+        if events and isinstance(events[0], Condensed):
+            _add_condensed(all_events, name, events[0])
+            continue
         pod = PodHistory(name)
         workers: dict[int, tuple[float, int]] = {}
         """Rank → (time when the worker became ready, its slots)."""
@@ -101,20 +114,41 @@ def read_events(run: RunDir) -> Events:
     return all_events
 
 
+def _add_condensed(all_events: Events, name: str, condensed: Condensed) -> None:
+    """Add the starts of a pod up to ``name``."""
+    all_events.repeated.update(condensed.retries)
+    all_events.repeated_on[name] += sum(condensed.retries.values())
+    spans = [((begin, end), slots) for begin, end, slots in condensed.slots if begin < end]
+    if spans:
+        all_events.pods.append(
+            PodHistory(
+                name,
+                state="condensed",
+                why=f"{condensed.starts} starts",
+                started_at=spans[0][0][0],
+                last_at=spans[-1][0][1],
+                slots=round(max(slots for _, slots in spans)),
+                slot_spans=spans,
+                stored=condensed.stored,
+            )
+        )
+
+
 def _mark_gone(run: RunDir, pods: Sequence[PodHistory]) -> None:
     """Marks killed pods as gone.
 
-    A pod without a final event was killed if another pod found its lease expired, if its array element has started
-    again, or if the campaign has finished.
+    A pod without a final event was killed if another pod found its lease expired or removed it, if its array element
+    has started again, or if the campaign has finished.
     """
     with suppress(OSError):
-        gone = Ledger(run).gone()
+        gone, leases = Ledger(run).gone(), Ledger(run).leases()
         last_start: dict[str, float] = {}
         for pod in pods:
             last_start[pod.element] = max(last_start.get(pod.element, 0.0), pod.started_at)
         has_finished = Marks(run).finished
         for pod in pods:
-            is_over = has_finished or pod.name in gone or pod.started_at < last_start[pod.element]
+            removed = bool(leases) and pod.name not in leases
+            is_over = has_finished or pod.name in gone or removed or pod.started_at < last_start[pod.element]
             if pod.state in ALIVE and is_over:
                 pod.state = "gone"
 
@@ -199,7 +233,7 @@ def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool
     )
 
 
-def _slots(spans: list[tuple[Span, int]], edges: Floats) -> Floats:
+def _slots(spans: list[tuple[Span, float]], edges: Floats) -> Floats:
     starts = np.array([start for (start, _), _ in spans])
     ends = np.array([end for (_, end), _ in spans])
     return mean_level(starts, ends, edges, np.array([slots for _, slots in spans], np.float64))

@@ -4,7 +4,8 @@
 
     <policy>.<n>.json           :class:`Endpoint`: the server is serving; rewritten with every heartbeat
     <policy>.<n>.loading        :class:`LoadingServer`: paused briefly to load weights; other servers wait for it
-    <policy>.<n>.starting       :class:`FailedServer`: the latest start failed and will be retried
+    <policy>.<n>.starting       :class:`FailedServer`: the latest start failed and will be retried, or its external
+                                endpoint is unavailable
     <policy>.<n>.failed.json    :class:`FailedServer`: the server gave up
     .<policy>.<n>.admin         :class:`AdminKey`: key for the URL paths that change the engine
     .pool.<policy>.key          :class:`PoolMembership`: the engine pool that serves this policy's model
@@ -65,6 +66,8 @@ class Endpoint(msgspec.Struct, kw_only=True):
     heartbeat: int = 0
     weight_version: int = 0
     refused: RefusedWeights | None = None
+    down: str = ""
+    """Why the engine did not answer the latest request. Empty if it did."""
     in_flight: int = 0
     """Number of requests that the server is processing or has queued."""
     waiting: int = 0
@@ -81,6 +84,8 @@ class FailedServer(msgspec.Struct, kw_only=True):
     cause: str
     lasting: bool = False
     """True if another start would fail in the same way."""
+    down: bool = False
+    """True if the server waits for an external endpoint that is unavailable."""
     job_id: str = ""
     log: str = ""
     """Path of the engine's log. Empty if there is none."""
@@ -141,7 +146,7 @@ class EndpointFiles:
         return _readable(self._folder.glob(f"*{FAILED}"), FailedServer)
 
     def starting(self) -> list[FailedServer]:
-        """Returns the servers whose latest start failed and that are still retrying."""
+        """Returns the servers whose latest start failed, or whose external endpoint is down, and that still retry."""
         return _readable(self._folder.glob(f"*{STARTING}"), FailedServer)
 
     def loading(self, policy: str) -> list[LoadingServer]:

@@ -1,8 +1,10 @@
 """Pod events: ``RUN/events/<pod>.<start>.jsonl``, one JSON object per line, append-only.
 
-Only :class:`EventWriter` writes these files; :class:`EventReader` reads them. Nothing depends on them for correctness,
-so they are flushed but not fsynced. A separate thread writes them, so the event loop never waits for a disk. Each line
-has ``t`` (Unix seconds) and ``event`` (the kind). Readers ignore unknown kinds, incomplete lines and unknown keys.
+Only :class:`EventWriter` writes these files; :class:`~megaflow_hpc.rundir.event_reader.EventReader` reads them. Nothing
+depends on them for correctness, so they are flushed but not fsynced. A separate thread writes them, so the event loop
+never waits for a disk. Each line has ``t`` (Unix seconds) and ``event`` (the kind). Readers ignore unknown kinds,
+incomplete lines and unknown keys. A pod's later starts replace the files of its earlier ones
+(:mod:`megaflow_hpc.rundir.summaries`).
 """
 
 from __future__ import annotations
@@ -10,28 +12,21 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar, Generic, TypeVar, get_args
+from typing import Annotated, get_args
 
 import msgspec
 from msgspec import Meta
 
-from megaflow_hpc.host import descriptors
 from megaflow_hpc.host.atomic import file_mode
-from megaflow_hpc.host.files import behind_hole, open_regular
 from megaflow_hpc.types import Status
 
 FORMAT_VERSION = 1
 """Written to the first line of a file. Files without it, from the first releases, also have version 1."""
 ERROR_CHARS = 300
 """Maximum length of an error in an event, in characters. The trajectory contains the full error."""
-PIECE = 16 << 20
-"""Bytes of an event file that are read at a time. Pods never write longer lines."""
 
 
 Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]
@@ -157,9 +152,6 @@ def rounded(value: float | None, digits: int) -> float | None:
     return None if value is None or math.isnan(value) else round(value, digits)
 
 
-_LAST = re.compile(rb'"event": "pod".*"state": "(done|drained|paused)"')
-"""Matches the last event of a pod, after which its file is closed."""
-T = TypeVar("T", bound=Event)
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 _encoder = msgspec.json.Encoder()
 
@@ -219,90 +211,3 @@ class EventWriter:
             self._file.close()
         except OSError:
             pass
-
-
-class EventReader(Generic[T]):
-    """Follows the event files of a run. Files stay open between reads, as far as the descriptor limit allows.
-
-    Args:
-        folder: ``RUN/events``.
-        only: Kind of event to decode. Empty decodes every kind.
-        about: Rollout whose events are decoded. Empty decodes all events.
-        begin: Called with each file before its first read. Returns the number of bytes to skip, and the events that
-            stand in for them. By default nothing is skipped.
-    """
-
-    _readers: ClassVar[weakref.WeakSet[EventReader[Any]]] = weakref.WeakSet()
-
-    def __init__(
-        self,
-        folder: Path,
-        only: str = "",
-        about: str = "",
-        begin: Callable[[Path], tuple[int, list[T]]] | None = None,
-    ) -> None:
-        self._folder, self._begin = folder, begin
-        self._mark = f'"event": "{only}"'.encode() if only else b""
-        self._about = f'"id": "{about}"'.encode("utf-8", "replace") if about else b""
-        self._offsets: dict[Path, int] = {}
-        self._ended: set[Path] = set()
-        """Files that will not grow any further."""
-        self._open: dict[Path, BinaryIO] = {}
-        self._most_open = 0
-        self._readers.add(self)
-
-    def read(self, pods: Iterable[str] | None = None) -> Iterator[tuple[str, list[AnyEvent | T]]]:
-        """Yields each file's ``<pod>.<start>`` and the events appended since the last call, possibly none.
-
-        Args:
-            pods: Pods whose files are read. Defaults to all pods.
-        """
-        others = sum(len(reader._open) for reader in list(self._readers) if reader is not self)
-        self._most_open = descriptors.limit() // 2 - others
-        named = None if pods is None else sorted(self._folder / f"{pod}.jsonl" for pod in pods)
-        for path in sorted(self._folder.glob("*.jsonl")) if named is None else named:
-            if path in self._ended:
-                yield path.stem, []
-                continue
-            first: list[T] = []
-            if path not in self._offsets and self._begin is not None:
-                self._offsets[path], first = self._begin(path)
-            offset = self._offsets.get(path, 0)
-            try:
-                lines, self._offsets[path] = self._read_appended(path, offset)
-            except OSError:
-                if first:
-                    yield path.stem, [*first]
-                continue  # the file system is temporarily unavailable
-            if lines and _LAST.search(lines[-1]):
-                self._ended.add(path)
-                if file := self._open.pop(path, None):
-                    file.close()
-            decoded = (decode(line) for line in lines if self._mark in line and self._about in line)
-            yield path.stem, [*first, *(event for event in decoded if event is not None)]
-
-    def _read_appended(self, path: Path, offset: int) -> tuple[list[bytes], int]:
-        """Returns the complete lines after ``offset``, and the offset where they end."""
-        file = self._open.pop(path, None)
-        if file is None:
-            if offset and path.stat().st_size <= offset:
-                return [], offset
-            file = open_regular(path)
-        lines: list[bytes] = []
-        try:
-            file.seek(offset)
-            while data := file.read(PIECE):
-                end = data.rfind(b"\n") + 1
-                lines += data[:end].splitlines()
-                offset += end
-                if len(data) < PIECE:
-                    break
-                if not end:  # a hole left by a crash, or data that no pod wrote
-                    offset = max(offset + PIECE, behind_hole(file, offset))
-                file.seek(offset)
-            if len(self._open) < self._most_open:
-                self._open[path] = file
-            return lines, offset
-        finally:
-            if path not in self._open:  # reopen it after an error, because its handle may be stale
-                file.close()

@@ -15,12 +15,13 @@
       endpoints/          <server>.json: engines that are serving
       weights/            <version>/
       training/           <policy>/: plans, commits and checkpoints of its trainer (:mod:`.training`)
-      journal/            <pod>.<start>.journal: acknowledged trajectories
+      journal/            <pod>.<start>.journal: acknowledged trajectories; <pod>.<start>.<level>.pack: small journals
       partial/            checkpoints of rollouts that the end of an allocation interrupted
       trajectories.h5     the result
-      events/             <pod>.<start>.jsonl: life-cycle events; <pod>.<start>.summary: summary of its first bytes
+      events/             <pod>.<start>.jsonl: life-cycle events; <pod>.<start>.summary: summary of its first bytes;
+                          <pod>.<start>.condensed: this start and all earlier ones
       live/               requests of viewers, and the pods' answers about running rollouts (:mod:`.live`)
-      logs/               one file per job element
+      logs/               one file per job element, to which each start appends a few lines
       report/
 
 All of it is private to its user (0700, 0600). With ``share: group`` directories are 2750 and files 0640: the group of

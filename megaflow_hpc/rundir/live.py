@@ -25,6 +25,7 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.events import Count, Number
 from megaflow_hpc.rundir.json_files import try_read_json
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.summaries import start_number
 
 RENEW_S = 10.0
 """Seconds between renewals of a viewer's request."""
@@ -197,6 +198,15 @@ class Viewers:
     def leave(self) -> None:
         """Withdraws the live status of this pod."""
         self.show(PodLiveStatus())
+
+    def clear_earlier(self) -> None:
+        """Removes the files of this pod's earlier starts, which may have been killed."""
+        pod, _, start = self._pod.rpartition(".")
+        with suppress(OSError):
+            for name in os.listdir(self._run.live):
+                earlier, _, number = name.removesuffix(".json").rpartition(".")
+                if name.endswith(".json") and earlier == pod and -1 < start_number(number) < start_number(start):
+                    (self._run.live / name).unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Removes the files of all pods and viewers, once nothing is running."""

@@ -14,20 +14,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import behind_hole, open_regular
+from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
-    EventReader,
     PodEvent,
     RolloutEvent,
     StartEvent,
     decode,
 )
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import explained
+from megaflow_hpc.rundir.summaries import Condensed, Summary, WantedPods
 
 PIECE = 1 << 20
 """Bytes read at a time."""
@@ -37,6 +38,9 @@ TAIL_BYTES = 16 << 20
 """Maximum number of bytes searched for the last lines of a log."""
 SEARCHED_BYTES = 256 << 20
 """Maximum number of bytes searched for one rollout, over all pods' logs, newest first."""
+LOST_LINES, LOST_BYTES = 400, 1 << 16
+"""Limits of the part of a lost pod's log that is searched for the cause."""
+_REQUEUED = "DUE TO JOB REQUEUE ***"
 _END = 4096
 _ENGINE = ".engine"
 
@@ -115,6 +119,31 @@ def pod_log(run: RunDir, pod: str) -> Path | None:
     name = pod.rpartition(".")[0]
     path = run.logs / ("pod-local.log" if name.startswith("local-") else f"pod-{name}.log")
     return path if path.exists() else None
+
+
+def why_lost(run: RunDir, pod: str) -> str:
+    """Returns the line of a pod's log that explains why this start (``<pod>.<start>``) ended without a last word.
+
+    Reads only the end of the log. Empty if no line does, or if the pod shares its log with others.
+    """
+    name, _, start = pod.rpartition(".")
+    path = pod_log(run, pod)
+    if path is None or name.startswith("local-"):
+        return ""
+    try:
+        lines = tail(path, LOST_LINES, LOST_BYTES).lines
+    except OSError:
+        return ""
+    own: list[str] = []
+    for line in lines:
+        ended = re.fullmatch(rf"pod {re.escape(name)} start (\d+): .*", line)
+        if ended is not None and ended[1] == start:
+            break
+        if ended is not None:
+            own = []
+        elif not line.endswith(_REQUEUED):  # the end of the start before
+            own.append(line.strip())
+    return explained(own)
 
 
 def _names(logs: list[Log], most: int = 10) -> str:
@@ -208,7 +237,7 @@ class RolloutLog:
 
     def __init__(self, run: RunDir, rollout: str) -> None:
         self._run, self._rollout = run, rollout
-        self._events: EventReader[Any] = EventReader(run.events, about=rollout)
+        self._events = EventReader(run.events, about=rollout)
         self._logs: dict[Path, GrowingLog] = {}
         self._said = re.compile(rf"(?<![\w./-]){re.escape(rollout)}(?![\w./-])")
         self.ended = False
@@ -218,13 +247,26 @@ class RolloutLog:
 
     def read(self) -> list[str]:
         """Returns the lines written since the last call, events first. Empty if there are none."""
-        texts = [(event.t, describe(event)) for _, events in self._events.read() for event in events]
+        texts = [(t, text) for _, events in self._events.read() for event in events for t, text in self._texts(event)]
         self.ended = self.ended or any(text.startswith("stored: ") for _, text in texts)
         lines = [f"{_clock(t)} {text}" for t, text in sorted(texts)]
         for log in self._changed_logs():
             while grown := log.read():
                 lines += [f"{log.path.name}: {line}" for line in grown if self._said.search(line)]
         return lines
+
+    def _texts(self, event: AnyEvent | Summary) -> Iterator[tuple[float, str]]:
+        """Yield a time and a line for an event. Of condensed starts, only the outcome of the rollout is known."""
+        if not isinstance(event, Summary):
+            yield event.t, describe(event)
+        elif not isinstance(event, Condensed) or event.seen:
+            return
+        elif WantedPods([self._rollout]).among(event.digests):
+            yield event.t, "stored: ended well before this, in a start whose events were condensed"
+        else:
+            yield from (
+                (ended.t, describe(ended.to_event())) for ended in event.ended_badly if ended.id == self._rollout
+            )
 
     def _changed_logs(self) -> list[GrowingLog]:
         """Return the pod logs whose size has changed since the last read."""

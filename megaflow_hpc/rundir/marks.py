@@ -57,7 +57,18 @@ LAST_WORDS = ("done", "drained", "paused", "lost")
 ORDERLY = LAST_WORDS[:3]
 """Last words of a pod that ended normally."""
 
-CAUSES = ("pod: ", "trainer: ", "giving up: ", "Error: ", "srun: error: ", "slurmstepd: error: ", "error")
+CERTAIN = (
+    "oom_kill",
+    "DUE TO ",
+    "pod: ",
+    "trainer: ",
+    "giving up: ",
+    "Error: ",
+    "srun: error: ",
+    "slurmstepd: error: ",
+    "slurmstepd-",
+)
+CAUSES = (*CERTAIN, "error")
 """Substrings of log lines that explain a failure better than the last line does, most informative first."""
 
 
@@ -183,10 +194,15 @@ def counts(mark: Mapping[str, object] | None, blocks: int) -> bool:
 def cause(lines: Sequence[str]) -> str:
     """Returns the line of a log's tail that best explains the failure."""
     texts = [line.strip() for line in lines if line.strip()]
-    for mark in CAUSES:
-        if matching := [line for line in texts if mark in line]:
+    return explained(texts, CAUSES) or (texts[-1] if texts else "nothing was written")
+
+
+def explained(lines: Sequence[str], marks: Sequence[str] = CERTAIN) -> str:
+    """Returns the first line with the most informative mark. Empty if no line has any."""
+    for mark in marks:
+        if matching := [line for line in lines if mark in line]:
             return matching[0]
-    return texts[-1] if texts else "nothing was written"
+    return ""
 
 
 if __name__ == "__main__":  # for batch scripts

@@ -14,8 +14,10 @@ its jobs are found by their comment.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,11 +30,11 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JobRecord, ServerGroup, read_jobs
 from megaflow_hpc.slurm import script, site
-from megaflow_hpc.slurm.fits import timed
+from megaflow_hpc.slurm.fits import seconds, timed
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, scancel
 from megaflow_hpc.slurm.limits import Allowance, chunks, resource_caps
 from megaflow_hpc.slurm.resources import Amounts, asked, at_once, impossible
-from megaflow_hpc.slurm.script import Job, option_name, pod_job, server_job, trainer_job
+from megaflow_hpc.slurm.script import GATHER_WARN_S, Job, option_name, pod_job, server_job, trainer_job
 
 if TYPE_CHECKING:
     from megaflow_hpc.slurm.submission import ArrayJob
@@ -96,12 +98,28 @@ def _default_cpus_per_gpu(extra: Collection[str], job: Callable[[int | None], Jo
 
 
 GATHER_S = 3600.0
-"""Walltime of the gather job unless the campaign or a limit sets it."""
+"""Shortest walltime of the gather job unless the campaign or a limit sets it."""
+GATHER_BYTES_PER_S = 10e6
+"""Assumed rate at which journals are gathered. Two cores gather 45 MB/s; shared file systems may be slower."""
+JOURNAL_BYTES = 5e5
+"""Assumed bytes of a rollout in the journals: 30,000 tokens with their messages."""
 
 
-def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = ()) -> Job:
-    """Returns the gather job. Without a configured walltime it gets one hour, or less if the site requires it."""
-    return timed(script.gather_job(config, run, dependency, servers), GATHER_S)
+def gather_job(
+    config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = (), journal_bytes: float = 0.0
+) -> Job:
+    """Returns the gather job.
+
+    Args:
+        journal_bytes: Expected size of all journals. Without a configured walltime, the job's follows from it. It is at
+            least an hour, unless the site allows less.
+    """
+    wanted_s = max(GATHER_S, journal_bytes / GATHER_BYTES_PER_S)
+    job = timed(script.gather_job(config, run, dependency, servers), wanted_s)
+    walltime_s = seconds(job.options.get("time")) or math.inf
+    if job.options["signal"] == f"B:USR2@{GATHER_WARN_S}" and walltime_s < 4 * GATHER_WARN_S:
+        return replace(job, options={**job.options, "signal": f"B:USR2@{int(walltime_s / 4)}"})
+    return job
 
 
 def pod_jobs(

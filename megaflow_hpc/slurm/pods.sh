@@ -78,9 +78,15 @@ if [ ! -e "$RUN/run.json" ]; then # do not create the directory again
     echo "$RUN was deleted or moved away"
     exit 1
 fi
-if [ "$state" = lost ]; then
+# Slurm considered this node lost and restarted the element on another. The job belongs to that start.
+for lease in "$RUN/ledger/leases/$MEGAFLOW_POD".*; do
+    later=${lease##*.}
+    case $later in '' | *[!0-9]* | ??????????*) continue ;; esac
+    [ "$later" -le "$MEGAFLOW_START" ] || state=superseded
+done
+if [ "$state" = lost ] || [ "$state" = superseded ]; then
     "$MEGAFLOW_PYTHON" -m megaflow_hpc janitor
-    if [ ! -e "$RUN/ledger/leases/$MEGAFLOW_POD.$MEGAFLOW_START" ]; then # rank 0 did not write its lease
+    if [ "$state" = lost ] && [ ! -e "$RUN/ledger/leases/$MEGAFLOW_POD.$MEGAFLOW_START" ]; then # rank 0 wrote no lease
         mkdir -p "$RUN/ledger/unstarted"
         [ -e "$why" ] || { echo "$(uname -n) $status $log" && tail -c 4000 "$log"; } 2>/dev/null >"$why"
         cp "$why" "$RUN/ledger/unstarted/.$MEGAFLOW_POD" &&
@@ -89,8 +95,7 @@ if [ "$state" = lost ]; then
 fi
 [ -e "$RUN/ledger/cancelled" ] && exit 1
 [ -e "$RUN/ledger/leaving/$MEGAFLOW_POD" ] && exit 0 # ended by a smaller scale
-# Slurm considered this node lost and restarted the element on another. The job belongs to that start.
-[ -e "$RUN/ledger/leases/$MEGAFLOW_POD.$((MEGAFLOW_START + 1))" ] && exit 1
+[ "$state" = superseded ] && exit 1
 [ "$ours" = yes ] || exit 1
 # No rollout was requested for a long time. If a trainer is queued, hold this element. The trainer releases it at its start.
 if [ "$state" = drained ] && [ "${near:-no}" = no ] && [ "$element" = "$MEGAFLOW_POD" ]; then

@@ -21,6 +21,9 @@ Role = Literal["pods", "servers", "trainer", "gather"]
 
 WARN_S = 60
 """Seconds before the end of the walltime at which the batch shell receives SIGUSR2 and the pod drains."""
+GATHER_WARN_S = 120
+"""Seconds before the end of the walltime at which the gather job receives SIGUSR2, closes its file and is requeued. At
+most a quarter of the walltime."""
 TRAINER_WARN_S = 300
 """Seconds before the end of the walltime at which a trainer receives SIGUSR2, finishes its step and writes a
 checkpoint. ``trainer.sh`` kills a step that is still running 30 s before the end."""
@@ -268,6 +271,8 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Se
         "partition": pods.partition,
         "ntasks": 1,
         "cpus-per-task": min(8, pods.ranks_per_node * (pods.cpus_per_rank or CPUS_PER_RANK)),
+        "signal": f"B:USR2@{GATHER_WARN_S}",
+        "requeue": True,
         "dependency": dependency,
         **config.slurm.extra,
         **gather,

@@ -18,9 +18,9 @@ import zlib
 from pathlib import Path
 
 from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.rundir import summaries
 from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, PodEvent, RolloutEvent, StartEvent, WorkerEvent, encode
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.pods import summary
 from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from tests.support.ledgers import Clock
@@ -80,7 +80,7 @@ def write_pod(run: RunDir, number: int, slots: int, hours: float, seconds: float
             file.write(b"".join(lines))
         lines.clear()
         keeper.tick()
-        there = summary.path_of(path)
+        there = summaries.path_of(path)
         if there.exists() and there.stat().st_ino != inode:
             inode, renames = there.stat().st_ino, renames + 1
     return stored, renames
@@ -91,9 +91,9 @@ def copy_pod(run: RunDir, number: int, other: int) -> None:
     path, copy = (run.event_file(f"900_{n}", "0") for n in (number, other))
     ours, theirs = (f"django-{n:04d}".encode() for n in (number, other))
     copy.write_bytes(path.read_bytes().replace(ours, theirs))
-    if summary.path_of(path).exists():
-        body = summary.path_of(path).read_bytes()[4:].replace(ours, theirs)
-        summary.path_of(copy).write_bytes(zlib.crc32(body).to_bytes(4, "little") + body)
+    if summaries.path_of(path).exists():
+        body = summaries.path_of(path).read_bytes()[4:].replace(ours, theirs)
+        summaries.path_of(copy).write_bytes(zlib.crc32(body).to_bytes(4, "little") + body)
 
 
 def main(arguments: list[str] | None = None) -> int:

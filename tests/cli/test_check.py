@@ -331,8 +331,8 @@ def test_a_group_shares_a_site_profile(
     assert "everybody may write to this site profile" in megaflow("check", campaign).stderr
     campaign.write_text(f"{right}site: hcp\n")
     assert megaflow("check", campaign).stderr.startswith(
-        f"{campaign}:5: site 'hcp': no such profile in {own} and {tmp_path}/none and {shared} (MEGAFLOW_PROFILES); "
-        "there are: hpc"
+        f"{campaign}:5: site 'hcp': no such profile in {own} and {tmp_path}/none and {shared} (MEGAFLOW_PROFILES) or "
+        "in the package; did you mean 'hpc'? there are: "
     )
 
 

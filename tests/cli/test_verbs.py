@@ -12,9 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc import config
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli import GROUPS, build_parser, main
 from megaflow_hpc.cli.parser import verbs_of
+from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.rundir.events import EventWriter, PodEvent, RolloutEvent
+from megaflow_hpc.rundir.pods.condensing import condense
+from megaflow_hpc.rundir.record import RunRecord, write_run
+from tests.support.samples import commit, run_dir, trajectory
 
 NO_RUN = "create one with: megaflow-hpc plan CAMPAIGN"
 NO_CAMPAIGN = "correct the path"
@@ -169,3 +175,22 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
     assert call("--version") == 0
     assert capsys.readouterr().out == f"megaflow-hpc {megaflow_hpc.__version__}\n"
+
+
+def test_status_lists_rollouts_whose_events_are_condensed(megaflow, tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run")
+    Ledger(run).create()
+    campaign = config.parse({"name": "x", "tasks": ["t"], "agent": "oracle"})
+    write_run(run, RunRecord(campaign=campaign.model_dump(mode="json"), total=6))
+    for start in range(6):
+        condense(run.events, "7_0", str(start))
+        commit(run, "7_0", (0, start, trajectory(start)), start=str(start))
+        events = EventWriter(run.event_file("7_0", str(start)))
+        events.write(RolloutEvent(id=f"task/default/{start}", status="completed", reward=1.0))
+        events.write(PodEvent(state="drained", stored=1))
+        events.close()
+    status = json.loads(megaflow("status", run, "--rollouts", "--json").stdout)
+    assert [each["id"] for each in status["rollout_list"]] == [f"task/default/{start}" for start in range(6)]
+    assert status["rollouts"]["completed"] == 6
+    [pod] = status["pods"]
+    assert (pod["pod"], pod["starts"], pod["stored"]) == ("7_0.5", 6, 6)

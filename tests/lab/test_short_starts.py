@@ -181,7 +181,7 @@ def test_a_start_that_the_walltime_ends_is_not_counted_as_a_crash(make_campaign:
     scancel([f"{array}_0"], "--batch", "--signal=USR2")  # as Slurm does before the walltime
     assert run.wait(timeout_s=240)["state"] == "finished"
     assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(8)}
-    assert {pod["pod"].rpartition(".")[2] for pod in run.status()["pods"]} == {"0", "1"}
+    assert {pod["pod"].rpartition(".")[2] for pod in run.status()["pods"]} == {"1"}
     assert "0 of 0 in a row that stored nothing" in next(run.dir.logs.glob("pod-*.log")).read_text()
 
 
@@ -226,7 +226,7 @@ def test_what_preemption_finds_waiting_for_its_model_goes_on_and_nothing_that_di
     assert summary["state"] == "finished"
     until(lambda: run.live_jobs(0) == set(), "every job has left")  # engines too: they look into RUN, which goes
     assert not run.dir.partial.exists()
-    assert {pod["pod"].rpartition(".")[2] for pod in summary["pods"]} == {"0", "1"}
+    assert {pod["pod"].rpartition(".")[2] for pod in summary["pods"]} == {"1"}
     with open_trajectories(run.path) as store:
         assert len(store) == 2
         trajectory, other = (store[f"task0/{policy}/0"].trajectory() for policy in ("mini", "solved"))
@@ -245,7 +245,7 @@ def test_lost_ranks_cost_their_rollouts_a_retry_and_nothing_else(lost: Future[Lo
     assert found.after_worker == {"0"}
     assert found.summary["state"] == "finished"
     assert rows(found.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(8)}
-    assert found.after_first == {"0", "1"}
+    assert found.after_first == {"1"}
 
 
 def test_what_no_walltime_holds_is_cut_and_goes_on_in_a_longer_one(cut: Future[CutRun]) -> None:

@@ -30,7 +30,9 @@ from megaflow_hpc.ledger.names import (
     seals,
     task_path,
 )
+from megaflow_hpc.ledger.pruning import Pruning
 from megaflow_hpc.ledger.rules import LedgerRules
+from megaflow_hpc.ledger.seals import all_seals
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, planned
 from megaflow_hpc.rundir.marks import counts as counts_all
 from megaflow_hpc.trajectories.journal.winners import RecordEntry, counts, decide
@@ -110,12 +112,14 @@ def pod(
     gives: bool = False,
     drains: bool = False,
     times: Times = TIMES,
+    lingers: int = 0,
 ) -> Program:
     """A pod that claims, commits one rollout at a time and marks done, as the I/O thread does.
 
     Args:
         gives: it hands off the last rollout of each block before it begins.
         drains: it releases its block after one rollout.
+        lingers: it releases its first block after one rollout, takes it back at once, and then waits so many units.
     """
     identity = PodIdentity(*name.split("."))
     mine = make(identity, times)
@@ -145,13 +149,20 @@ def pod(
                 todo.pop()
         for count, each in enumerate(todo):
             yield Here(repr((_memory(mine), claim.block, claim.epoch, todo, count)))
-            if drains and count:
+            if (drains or lingers) and count:
                 yield from mine.release(claim, (yield Length(identity.name)), todo[count:])
-                return "drained"
+                if drains:
+                    return "drained"
+                break
+            for _ in range(lingers if len(todo) == 1 else 0):
+                yield Wait()
+                yield from mine.renew()
             yield from mine.renew()
             if not (yield from mine.committed(Append(each, claim.block, claim.epoch))):
                 return "fenced"
             yield Acknowledged()
+        if claim not in mine.held:
+            continue
         yield Here(repr((_memory(mine), claim, "done")))
         try:
             yield from mine.mark_done(claim)
@@ -186,15 +197,29 @@ def adder(name: str, token: str, number: int, size: int = 1, closes: str = "", h
 def reader() -> Program:
     """Reads once: journals first, then seals."""
     entries = yield Journals()
-    claimed = sorted(pairs((yield Names(CLAIMS))))
-    read = []
-    for block, epoch in claimed:
-        if epoch:
-            read.append((block, epoch, (yield Read(claim_path(block, epoch)))))
-    sealed = seals(each for each in read if each[2])
+    sealed = yield from all_seals()
     valid = [entry for entry, block, end in entries if counts(sealed, block, entry.epoch, entry.journal, end)]
     yield Saw(tuple(decide(valid)[0].values()))
     return "read"
+
+
+def pruner(looks: int, units: int = 1, make: Callable[..., Pruning] = Pruning, times: Times = TIMES) -> Program:
+    """A coordinator that holds no block: it reads the leases, as a survey does, and removes files.
+
+    Args:
+        units: units of time between two looks.
+    """
+    rules = LedgerRules(PodIdentity("coordinator", "0"), times)
+    pruning = make(rules)
+    for look in range(looks):
+        for _ in range(units if look else 0):
+            yield Wait()
+        for name in (yield Names(LEASES)):
+            yield from rules.expired(name)
+        yield from pruning.look()
+        rules.forget((yield Names(LEASES)), {0, 1})
+        yield Here(repr((look, vars(rules), vars(pruning)["_since"])))
+    return "pruned"
 
 
 # --- the world --------------------------------------------------------------------------------------------------------
@@ -239,6 +264,7 @@ class Model:
             it runs again, and counts once when all is done.
         opened: consumers whose open lease exists from the beginning. One of them may close it.
         adds: blocks are added without an open lease, so pods may leave before.
+        before: files that exist from the beginning, and their content.
     """
 
     programs: Mapping[str, Callable[[], Program]]
@@ -256,6 +282,7 @@ class Model:
     deceived: bool = False
     opened: tuple[str, ...] = ()
     adds: bool = False
+    before: Mapping[str, Any] = field(default_factory=dict)
 
     states: int = 0
     ends: set[str] = field(default_factory=set)
@@ -282,6 +309,7 @@ class Model:
             for number, count in self.blocks.items()
         }
         files |= {f"{GONE}/{name}": "{}" for name in self.gone}
+        files |= {path: _json(content) for path, content in self.before.items()}
         files |= {f"{OPEN}/{name}": '{"counter": 1}' for name in self.opened}
         begun = tuple((name, 0) for name in self.programs if name not in self.later)
         start = frozenset(files.items())
@@ -417,6 +445,8 @@ class Model:
                 if call.path.startswith(CLAIMS) and "done" not in call.content:
                     self.epochs.add(int(call.path.rpartition(".")[2]))
                 yield self._write(state, call.path, _json(call.content)), True
+        elif isinstance(call, Rewrite) and call.path not in files:
+            yield state, None  # the holder has the removed file open
         elif isinstance(call, Publish | Rewrite):
             written = self._write(state, call.path, _json(call.content))
             if call.path.startswith(LEASES):

@@ -28,7 +28,7 @@ from megaflow_hpc.ledger.names import (
 )
 from megaflow_hpc.ledger.rules import LedgerRules
 from megaflow_hpc.rundir.marks import FINISHED
-from tests.ledger.model import TIMES, Adding, Broken, Model, adder, pod, reader
+from tests.ledger.model import TIMES, Adding, Broken, Model, adder, pod, pruner, reader
 
 Make = Callable[..., LedgerRules]
 
@@ -91,6 +91,42 @@ def read() -> Model:
     return Model(programs, {0: 1}, 0, ("a.0",), told=True, stale=0, fixed=(RELEASED, TASKS))
 
 
+Z = {claim_path(0, 0): {"owner": "z.0"}, f"{GONE}/z.0": {}}
+"""A block whose holder is gone and has no lease any more."""
+Y = {
+    claim_path(0, 1): {"owner": "y.0", "predecessor": "z.0", "sealed": 0, "left": None, "given": []},
+    f"{GONE}/y.0": {},
+}
+"""Another one that had taken it over and is gone, too."""
+SHORTEST = Times(renew_s=1, commit_s=1, lease_s=1)
+AT_ONCE = Times(lease_s=-1)
+"""For a coordinator that removes what it finds at the first look."""
+
+
+def pruned(times: Times = SHORTEST, units: int = 4, looks: int = 2) -> Model:
+    """Two pods take over a block. One releases it and takes it back, the other may pause anywhere. Meanwhile a
+    coordinator removes the claims that later ones replace."""
+    programs = {
+        "a.0": partial(pod, "a.0", times=SHORTEST),
+        "b.0": partial(pod, "b.0", times=SHORTEST, lingers=3),
+        "coordinator": partial(pruner, looks, 2, times=times),
+    }
+    return Model(programs, {0: 2}, units, stale=0, prompt=("b.0", "coordinator"), fixed=(TASKS, GONE), before=Z)
+
+
+def read_while_pruned() -> Model:
+    """A reader follows while a pod takes over and a coordinator removes earlier claims at once."""
+    programs = {"a.0": partial(pod, "a.0"), "reader": reader, "coordinator": partial(pruner, 1, times=AT_ONCE)}
+    return Model(programs, {0: 1}, 0, stale=0, fixed=(TASKS,), before={**Z, **Y})
+
+
+def living_while_pruned() -> Model:
+    """The element's next start removes the lease of an earlier one that is alive, and so does a coordinator."""
+    programs = {name: partial(pod, name) for name in ("a.0", "a.1")}
+    programs["coordinator"] = partial(pruner, 1, times=AT_ONCE)
+    return Model(programs, {0: 1}, 0, stale=0, fixed=(GONE, RELEASED, TASKS), deceived=True)
+
+
 def added(make: Make = LedgerRules, how: Adding = add, units: int = 0) -> Model:
     """Two blocks are added, without an open lease, while the last pod finishes. The pod may have left."""
     programs = {"a.0": partial(pod, "a.0", make), "adder": partial(adder, "adder", "x", 7, 2, how=how)}
@@ -128,6 +164,13 @@ SCENES = {
     "a requeued element": (requeued, {"done"}, {0, 1}),
     "an earlier start that lives on": (living, {"done", "taken over", "fenced"}, {0, 1}),
     "a mark that a living pod is gone": (mistaken, {"done", "taken over"}, {0, 1}),
+    "claims are removed": (pruned, {"done", "fenced", "taken over", "pruned"}, {1, 2}),
+    "claims are removed while a reader reads": (read_while_pruned, {"done", "read", "pruned"}, {2}),
+    "leases are removed, and an earlier start lives on": (
+        living_while_pruned,
+        {"done", "taken over", "pruned"},
+        {0, 1},
+    ),
     "giving back": (giving, {"done"}, {0, 1}),
     "draining": (drained, {"done", "drained"}, {0, 1}),
     "a reader": (read, {"done", "read"}, {0, 1}),
@@ -305,6 +348,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Model], str]] = {
     "takeover without a lease's end": (partial(two, TakesOverAtOnce, units=1), "lost|taken over"),
     "a done mark that excludes no successor of a living start": (partial(living, MarksWithoutClaiming), "finished"),
     "a done mark that excludes no successor of a mistaken mark": (partial(mistaken, MarksWithoutClaiming), "finished"),
+    "claims are removed at once": (partial(pruned, AT_ONCE, 1, 1), "taken over"),
     "given rollouts are taken over": (partial(giving, RunsGivenTwice), "settled"),
     "a block that nobody knows is run": (partial(giving, RunsWhatNobodyKnew, 5, SHORT), "settled"),
     "a finished mark without a number": (partial(added, MarksForAllTime), "finished"),

@@ -8,15 +8,15 @@ import pytest
 
 from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.monitor.backlog import Backlog
+from megaflow_hpc.rundir import summaries
 from megaflow_hpc.rundir.events import RolloutEvent, decode, encode
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.pods import summary
 from megaflow_hpc.rundir.pods.aggregator import EventAggregator
 from megaflow_hpc.types import Rollout
 
 
-@pytest.mark.parametrize("summaries", [False, True])
-def test_rollouts_that_end_twice_do_not_stand_for_those_that_never_ran(tmp_path: Path, summaries: bool) -> None:
+@pytest.mark.parametrize("with_summaries", [False, True])
+def test_rollouts_that_end_twice_do_not_stand_for_those_that_never_ran(tmp_path: Path, with_summaries: bool) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     write_blocks(run, [Rollout(f"t{number}", "p", 0, "a") for number in range(6)], size=6)
@@ -26,13 +26,13 @@ def test_rollouts_that_end_twice_do_not_stand_for_those_that_never_ran(tmp_path:
     for start in ("0", "1"):  # the node of the first was taken for lost, and it was alive
         path = run.event_file("7_0", start)
         path.write_bytes(ended)
-        if summaries:
+        if with_summaries:
             aggregator = EventAggregator()
             for line in ended.splitlines():
                 event = decode(line)
                 assert event is not None
                 aggregator.apply(event)
-            summary.write(path, aggregator.summary(len(ended)))
+            summaries.write(path, aggregator.summary(len(ended)))
     assert left.look() == Backlog(run).look() == {"p": 3}
     failed = RolloutEvent(t=2.0, id="t3/p/0", status="failed", kind="model")
     run.event_file("7_1", "0").write_bytes(encode(failed))

@@ -177,3 +177,61 @@ def test_constrained_calls_are_counted_and_named_at_the_end(run: RunDir) -> None
     rows = monitor.summary()
     assert rows["p"]["constrained"] == 7
     assert "p: 7 model calls constrained their tokens or overrode the policy's sampling" in summary({"policies": rows})
+
+
+LOST = """\
+srun: error: cpu1: task 1: Exited with exit code 1
+pod 3_0 start 0: lost (srun exit status 1)
+requeueing element (1 of 3 in a row that stored nothing)
+slurmstepd-cpu2: error: *** JOB 3 ON cpu2 CANCELLED AT 2026-11-26T18:00:03 DUE TO JOB REQUEUE ***
+t/p/0: an agent may print error
+srun: error: cpu2: task 2: Killed
+srun: First task exited 15s ago
+0: slurmstepd-cpu2: error: *** STEP 3.0 ON cpu2 CANCELLED AT 2026-11-26T18:00:02 ***
+"""
+"""A pod's log as Slurm 24.05 wrote it."""
+
+
+def test_a_lost_pod_is_shown_with_the_cause_that_its_log_names(run: RunDir) -> None:
+    log = run.logs / "pod-3_0.log"
+    for start in ("0", "1"):
+        append(run, "3_0", PodEvent(state="started", job_id="3_0", node="cpu2"), start=start)
+    append(run, "3_1", PodEvent(state="started", job_id="3_1", node="cpu2"))
+    told = {
+        LOST: "srun: error: cpu2: task 2: Killed",
+        LOST + "slurmstepd-cpu2: error: Detected 1 oom_kill event in StepId=3.0.\n": "Detected 1 oom_kill event",
+        LOST + "pod 3_0 start 1: lost (srun exit status 137)\n0: pod: the next start\n": "task 2: Killed",
+        LOST[: LOST.index("srun: error: cpu2")]: None,
+    }
+    for text, why in told.items():
+        log.write_text("x" * 200_000 + "\n" + text)
+        monitor = Monitor(run)
+        gone, unlogged = monitor.status(live_jobs=[])["pods"]
+        assert (gone["pod"], gone["state"], gone["starts"]) == ("3_0.1", "gone", 2)
+        assert (why in gone["why"]) if why else ("why" not in gone)
+        assert "why" not in unlogged
+        with counted(run.path) as operations:
+            monitor.status(live_jobs=[])
+        with counted(run.path) as again:
+            monitor.status(live_jobs=[])
+        assert operations == again, "the log is not read at every look"
+
+
+def test_the_pods_table_is_as_new_as_the_totals(run: RunDir) -> None:
+    Ledger(run, PodIdentity("7_0", "0")).register()
+    append(run, "7_0", PodEvent(state="started", job_id="7_0"))
+    starts = [StartEvent(id=f"t/p/{number}", rank=1, attempt=0) for number in range(4)]
+    append(run, "7_0", *starts, *(completed(f"t/p/{number}") for number in range(3)))
+    show_progress(run, "7_0", running=4, queued=2, stored=0)  # the lease is from before
+    lease = run.ledger / "leases" / "7_0.0"
+    lease.write_text(json.dumps({**json.loads(lease.read_text()), "t": time.time() - 30}))
+    for monitor in (Monitor(run), Monitor(run)):
+        status = monitor.status(live_jobs=["7_0"])
+        [pod] = status["pods"]
+        assert (pod["running"], pod["stored"]) == (1, 3)
+        assert (status["rollouts"]["running"], status["rollouts"]["completed"]) == (1, 3)
+        SummaryWriter(run.event_file("7_0", "0")).finish()
+    append(run, "7_0", completed("t/p/3"))
+    status = monitor.status(live_jobs=["7_0"])
+    [pod] = status["pods"]
+    assert (pod["running"], pod["stored"], status["rollouts"]["running"]) == (0, 4, 0)

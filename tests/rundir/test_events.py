@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import (
     AttemptEvent,
     EndpointsEvent,
-    EventReader,
     EventWriter,
     PodEvent,
     RolloutEvent,

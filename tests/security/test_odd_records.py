@@ -35,6 +35,11 @@ RECORDS = {
     "an event": ("events/8_0.0.jsonl", '{"event": "claim", "t": %s, "block": %s}\n'),
     "a pod's state": ("events/9_0.0.jsonl", '{"event": "pod", "t": 1, "state": %s}\n'),
     "a lease": ("ledger/leases/8_0.0", '{"pod": "8_0", "start": "0", "job_id": "", "t": %s, "core_s": %s}'),
+    "earlier starts": (
+        "ledger/leases/8_0.1",
+        '{"pod": "8_0", "job_id": "", "t": 1, "earlier": {"core_s": %s, "stored": %s}}',
+    ),
+    "ended pods": ("ledger/ended/1", '{"core_s": %s, "began_at": %s, "arrays": %s, "names": [%s]}'),
     "a job": ("ledger/jobs/8.json", '{"role": "pods", "id": "1", "elements": %s, "base": %s}'),
     "an endpoint": ("endpoints/default.0.json", '{"server": "default.0", "policy": "default", "weight": %s}'),
 }

@@ -15,7 +15,8 @@ import pytest
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.files import behind_hole, open_regular, read_regular
 from megaflow_hpc.rundir import logs
-from megaflow_hpc.rundir.events import EventReader, EventWriter, RolloutEvent
+from megaflow_hpc.rundir.event_reader import EventReader
+from megaflow_hpc.rundir.events import EventWriter, RolloutEvent
 from megaflow_hpc.trajectories.exports.files import reading
 from megaflow_hpc.trajectories.hdf5.file import open_file
 from megaflow_hpc.trajectories.journal.frames import read_journal

@@ -122,6 +122,21 @@ def test_a_consumers_name_is_no_pattern_among_the_jobs(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_pod_that_slurm_has_started_elsewhere_leaves_the_element_to_that_start(tmp_path: Path) -> None:
+    leases = tmp_path / "ledger" / "leases"
+    leases.mkdir(parents=True)
+    look = part("pods.sh", 'for lease in "$RUN/ledger/leases', 'if [ "$state" = lost ]')
+
+    def state(*names: str) -> str:
+        for name in names:
+            (leases / name).touch()
+        return run(f'state=lost\n{look}\nprintf %s "$state"', tmp_path, MEGAFLOW_POD="8_1", MEGAFLOW_START="9")
+
+    assert state() == "lost"
+    assert state("8_1.9", "8_1.8", "8_11.10", "8_1.", "8_1.x10", "8_1.-10", "8_1." + "9" * 30) == "lost"
+    assert state("8_1.11") == "superseded"
+
+
 def test_no_script_reads_more_words_of_a_run_directory() -> None:
     """What is substituted from a file is listed here, with the test or the quotes that hold it."""
     known = {

@@ -109,6 +109,19 @@ def test_a_pool_at_another_cluster_waits_for_nothing_here_and_its_pods_bear_its_
     assert 'gather "$RUN" --wait --end-servers 5' in gather
 
 
+def test_the_gather_jobs_walltime_follows_from_bytes_and_it_is_warned_before_its_end() -> None:
+    def asked(journal_bytes: float, **gather: object) -> tuple[object, object]:
+        parsed = config.parse({**CAMPAIGN, "slurm": {"gather": gather}})
+        options = arrays.gather_job(parsed, RunDir("/r"), "afterany:7", (), journal_bytes).options
+        assert options["requeue"] is True
+        return options["time"], options["signal"]
+
+    assert asked(0.0) == ("60", "B:USR2@120")
+    assert asked(1e7 * arrays.JOURNAL_BYTES) == ("8333", "B:USR2@120"), "5 TB at 10 MB/s"
+    assert asked(1e13, time=1) == (1, "B:USR2@15"), "what the campaign says comes first"
+    assert asked(1e13, time=1, signal="B:USR2@30") == (1, "B:USR2@30")
+
+
 def test_the_gather_job_alone_sends_a_mail() -> None:
     mail = {"mail-user": "ada@site.edu", "mail-type": "END,FAIL"}
     parsed = config.parse({**CAMPAIGN, "slurm": {"gather": mail}})

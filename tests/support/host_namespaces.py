@@ -42,6 +42,8 @@ def load_lab() -> Any:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules["lab"] = module
+    if str(LAUNCHERS) not in sys.path:  # it imports lab_sites.py next to it
+        sys.path.append(str(LAUNCHERS))
     spec.loader.exec_module(module)
     return module
 

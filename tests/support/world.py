@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megaflow_hpc.config.sections import LimitsConfig, SchedulingConfig
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.mpi import mpiexec
@@ -28,6 +30,7 @@ from megaflow_hpc.pod.master.loop import Master
 from megaflow_hpc.pod.master.pod import Walltime
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.worker import MASTER_LOST_S
+from megaflow_hpc.rundir import summaries
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectory import Attempt, Trajectory
 from megaflow_hpc.types import Rollout
@@ -61,9 +64,11 @@ def configure(run: RunDir, **settings: Any) -> None:
 
 
 def events(run: RunDir, kind: str = "") -> list[dict[str, Any]]:
-    """Returns the events of all pods, or those of one kind."""
+    """Returns the events of all pods, or those of one kind. Condensed starts have only their failed attempts."""
     lines = [line for file in run.events.glob("*.jsonl") for line in file.read_text().splitlines()]
-    return [event for event in map(json.loads, lines) if not kind or event["event"] == kind]
+    condensed = [summaries.read_condensed(path) for path in run.events.glob("*.condensed")]
+    kept = [msgspec.to_builtins(event) for starts in condensed if starts is not None for event in starts.events]
+    return [event for event in [*kept, *map(json.loads, lines)] if not kind or event["event"] == kind]
 
 
 def lead(run: RunDir, comm: Comm) -> str:

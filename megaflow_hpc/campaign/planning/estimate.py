@@ -319,6 +319,6 @@ def _bytes_of_rollout(like: Path | None) -> float | None:
         return None
     from megaflow_hpc.trajectories.reading.durations import durations
 
-    files = [like / "trajectories.h5", *(like / "journal").glob("*.journal")]
+    files = [like / "trajectories.h5", *(like / "journal").glob("*.journal"), *(like / "journal").glob("*.pack")]
     count = len(durations(like))
     return sum(path.stat().st_size for path in files if path.is_file()) / count if count else None

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from megaflow_hpc.config import site_profile
 from megaflow_hpc.config.sections import NAME
-from megaflow_hpc.errors import SiteError
+from megaflow_hpc.config.site_profile import Profile
+from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.model.engines.offline import cached_models, why_no_engine
 from megaflow_hpc.resources import docs
 from megaflow_hpc.slurm import fits, site
@@ -37,7 +38,10 @@ class Starter:
     engine: bool = False
     agent: bool = False
     """True if mini-swe-agent is installed."""
-    profiles: list[str] = field(default_factory=list)
+    profiles: list[Profile] = field(default_factory=list)
+    """Profiles for this site: the user's and the group's first."""
+    recognised: str = ""
+    """Sign by which the first profile recognised this machine. Empty if it has no rule."""
     slurm: bool = False
     accounts: list[str] = field(default_factory=list)
     """Accounts, default account first."""
@@ -49,7 +53,7 @@ class Starter:
     def of(cls, directory: Path) -> Starter:
         """Detects values in a directory and at this site."""
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory.resolve().name).strip("-._")
-        starter = cls(name if NAME.match(name) else "campaign", profiles=site_profile.names())
+        starter = cls(name if NAME.match(name) else "campaign")
         if any(directory.glob("tasks/*/task.toml")):
             starter.tasks = "tasks/*"
         elif lines := sorted(directory.glob("*.jsonl")):
@@ -65,14 +69,42 @@ class Starter:
                 starter.notices.append(f"{error}; written without partitions and accounts")
         if starter.slurm:
             starter.accounts = site.accounts()
+        starter._find_profiles()
         return starter
+
+    def _find_profiles(self) -> None:
+        """Finds the profiles without a rule, and those whose rule matches this machine."""
+        try:
+            cluster = site.cluster_name() if self.slurm else ""
+        except SiteError:
+            cluster = ""
+        matches: list[str] = []
+        for name in site_profile.names():
+            try:
+                profile = site_profile.find(name, "init")
+            except ConfigError as error:
+                self.notices.append(str(error))
+                continue
+            match = profile.recognise.match(cluster) if profile.recognise else ""
+            if match or not (profile.recognise or profile.shipped):
+                self.profiles.append(profile)
+                matches.append(match)
+        self.recognised = matches[0] if matches else ""
 
     def text(self) -> str:
         """Returns the campaign file, at most 40 lines, valid for :func:`megaflow_hpc.config.load`."""
         return "\n".join([*self._head(), *self._agent(), *self._environment(), *self._slurm(), *self._limits()]) + "\n"
 
     def _head(self) -> list[str]:
-        profile = [f"site: {_quoted(self.profiles[0])}{_others(self.profiles)}"] if self.profiles else []
+        profile = []
+        if self.profiles:
+            names = [profile.name for profile in self.profiles]
+            if self.recognised:
+                match = re.sub(r"[^\x20-\x7e]", "?", self.recognised)[:60]
+                profile.append(f"# {match}: this site has a profile, whose values the keys of this file override.")
+            if self.profiles[0].shipped:
+                profile.append(f"# Nobody has tried it there: {docs(f'sites/{names[0]}.md')}")
+            profile.append(f"site: {_quoted(names[0])}{_others(names)}")
         tasks = f"tasks: {_quoted(self.tasks or 'tasks/*')}"
         hint = "directories of Harbor tasks, or a *.jsonl file"
         hint += "" if self.tasks else "; begin one: megaflow-hpc tasks new NAME"
@@ -114,6 +146,14 @@ class Starter:
         if not self.slurm:
             return ["# No Slurm answered here: megaflow-hpc run takes this machine."]
         account = [f"  account: {_quoted(self.accounts[0])}{_others(self.accounts)}"] if self.accounts else []
+        if self.profiles and "pods" in (self.profiles[0].fields.get("slurm") or {}):
+            unknown = [] if account else ["  # account: PROJECT  # many sites demand one"]
+            return [
+                "slurm:",
+                *account,
+                *unknown,
+                "  pods: {count: 1}  # the profile sets partition, walltime and ranks",
+            ]
         cpu = [p for p in self.partitions if not p.gpus] or self.partitions
         gpu = [p for p in self.partitions if p.gpus]
         return [

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megaflow_hpc.cli.campaigns.following import add_launcher, say_notices, start_and_follow
@@ -11,6 +15,9 @@ from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.values import limit, request, whole
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
+
+STOPPED = 75
+"""Exit status of a gather that was stopped and can be continued (EX_TEMPFAIL of sysexits.h)."""
 
 
 def register(subparsers: Subparsers) -> None:
@@ -89,7 +96,8 @@ def register(subparsers: Subparsers) -> None:
         _gather,
         "write trajectories.h5 from the journals",
         examples=["gather RUN", "gather latest --rebuild"],
-        description="Writes all results stored so far into RUN/trajectories.h5, while the campaign runs or after it.",
+        description="Writes all results stored so far into RUN/trajectories.h5, while the campaign runs or after it. "
+        "On SIGTERM it keeps what is written and exits with status 75; the next call continues.",
     )
     add_run(gather)
     gather.add_argument("--rebuild", action="store_true", help="rebuild trajectories.h5 even if it is up to date")
@@ -187,15 +195,43 @@ def _gather(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
 
     run = Run(arguments.run_dir)
-    if arguments.wait:
-        note(f"waiting for the pods of {run.path}")
-        run.slurm_jobs.until_pods_left()
-    with under_way(f"gathering {run.path}"):
-        # End the servers first: gathering may take long, and engines receive no more requests.
-        ended = run.slurm_jobs.end_servers(arguments.end_servers) if arguments.end_servers else []
-        path = run.gather(arguments.rebuild)
+    with _terminated() as terminated:
+        if arguments.wait:
+            note(f"waiting for the pods of {run.path}")
+            run.slurm_jobs.until_pods_left()
+        with under_way(f"gathering {run.path}"):
+            # End the servers first: gathering may take long, and engines receive no more requests.
+            ended = run.slurm_jobs.end_servers(arguments.end_servers) if arguments.end_servers else []
+            path = run.gather(arguments.rebuild, terminated)
     if arguments.json:
         print_json({"trajectories": str(path), "servers_ended": ended})
     else:
         say(path)
     return 0
+
+
+@contextmanager
+def _terminated() -> Iterator[Callable[[], bool]]:
+    """Yields a function that returns whether SIGTERM has arrived. Before its first call, SIGTERM ends the process, with
+    the exit status of a gather that was stopped."""
+    arrived = polled = False
+
+    def handle(*_: object) -> None:
+        nonlocal arrived
+        arrived = True
+        if not polled:
+            raise SystemExit(STOPPED)
+
+    def poll() -> bool:
+        nonlocal polled
+        polled = True
+        return arrived
+
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread only
+        yield poll
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield poll
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -54,7 +54,7 @@ def _status(arguments: argparse.Namespace) -> int:
         if arguments.usage:
             status["usage"] = run.usage()
     if arguments.rollouts:
-        status["rollout_list"] = [msgspec.to_builtins(event) for _, event in sorted(run.monitor.rollouts.items())]
+        status["rollout_list"] = [msgspec.to_builtins(event) for _, event in sorted(run.stored_rollouts().items())]
     if arguments.json:
         print_json(status)
     else:
@@ -87,10 +87,12 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
         cores, idle, gpus, idle_gpus = hours(status["usage"])
         lines.append(f"core-hours {cores}, idle {idle}; GPU-hours {gpus}, idle {idle_gpus}")
     if status["pods"]:
-        lines.append(_table(status["pods"], "pod", "state", "node", "workers", "slots", "running", "stored", "why"))
+        again = ["starts"] if any(pod.get("starts", 1) > 1 for pod in status["pods"]) else []
+        columns = ("pod", "state", "node", "workers", "slots", "running", "stored", *again, "why")
+        lines.append(_table(status["pods"], *columns))
     if status["servers"]:
-        shown = ("server", "state", "policy", "node", "weight_version", "template", "cause", "log")
-        lines.append(_table(status["servers"], *shown))
+        columns = ("server", "state", "policy", "node", "weight_version", "template", "cause", "log")
+        lines.append(_table(status["servers"], *columns))
     if "rollout_list" in status:
         columns = ("id", "status", "reward", "turns", "seconds", "cpu_s", "memory_peak_mb", "kind", "error")
         lines.append(_table(status["rollout_list"], *columns))

@@ -20,6 +20,7 @@ STYLES = {
     "silent": "yellow",
     "gone": "red",
     "lost": "red",
+    "down": "red",
     "serving": "green",
     "draining": "yellow",
 }

@@ -42,6 +42,8 @@ class ApptainerProvider:
     Args:
         scratch: Local directory for writable layers. Default: :func:`default_scratch`.
         cache: Directory of unpacked images, shared by all processes of the node. Default: ``SCRATCH/cache``.
+        max_sandboxes: Maximum number of live sandboxes; :meth:`start` waits beyond it. Default: no limit. A caller that
+            holds a sandbox while it starts another may then wait for itself.
         start_timeout_s: Seconds within which a container must be ready, excluding the time to unpack its image.
     """
 
@@ -49,6 +51,7 @@ class ApptainerProvider:
         self,
         scratch: str | os.PathLike[str] | None = None,
         cache: str | os.PathLike[str] | None = None,
+        max_sandboxes: int | None = None,
         *,
         start_timeout_s: float = 60.0,
     ) -> None:
@@ -60,6 +63,7 @@ class ApptainerProvider:
         assert identity is not None
         self._own = private_directory(private_directory(self.scratch / "owners") / str(identity))
         self._sandboxes: set[ApptainerSandbox] = set()
+        self._bound = asyncio.Semaphore(max_sandboxes) if max_sandboxes else None
         self.watchdog = Watchdog(str(self.scratch))
         self._number = 0
         self._storage = kind_of(file_system(self.scratch))
@@ -98,6 +102,21 @@ class ApptainerProvider:
         spec.check()
         if self._closed:
             raise SandboxError("the provider is closed")
+        if self._bound is not None:
+            await self._bound.acquire()
+        try:
+            sandbox = await self._start(spec, snapshot, rootfs)
+        except BaseException:
+            if self._bound is not None:
+                self._bound.release()
+            raise
+        self._sandboxes.add(sandbox)
+        if self._closed:
+            await sandbox.stop()
+            raise SandboxError("the provider was closed meanwhile")
+        return sandbox
+
+    async def _start(self, spec: SandboxSpec, snapshot: Snapshot | None, rootfs: Rootfs | None) -> ApptainerSandbox:
         if snapshot is not None and snapshot.image != spec.image:
             raise SandboxError(f"{snapshot.path}: a snapshot over {snapshot.image}, not over {spec.image}")
         rootfs = rootfs or self.images.ready(spec.image) or await self._acquire(spec.image)
@@ -108,16 +127,18 @@ class ApptainerProvider:
             spec,
             directory,
             self.watchdog,
-            on_stop=self._sandboxes.discard,
+            on_stop=self._ended,
             layer_in_memory=self._storage == "memory",
             interpreter=self._helper_python if spec.network == "gateway" and self._listens_by_helper() else None,
         )
         await sandbox.start(snapshot)
-        self._sandboxes.add(sandbox)
-        if self._closed:
-            await sandbox.stop()
-            raise SandboxError("the provider was closed meanwhile")
         return sandbox
+
+    def _ended(self, sandbox: ApptainerSandbox) -> None:
+        if sandbox in self._sandboxes:
+            self._sandboxes.discard(sandbox)
+            if self._bound is not None:
+                self._bound.release()
 
     def _listens_by_helper(self) -> bool:
         """Returns whether listening sockets must be bound by a command of the sandbox (network.py)."""

@@ -35,13 +35,17 @@ class _Unavailable(Exception):
     """The endpoint is temporarily unavailable."""
 
 
-async def until_answering(launch: Launch, ask: Ask) -> None:
+async def until_answering(launch: Launch, ask: Ask, report: Callable[[str], None]) -> None:
     """Waits until the endpoint lists the model or returns a completion.
+
+    Args:
+        report: Called with the reason whenever the endpoint is unavailable for another reason than before.
 
     Raises:
         ModelServiceError: The endpoint rejects the key or the request, or is not ready within ``start_timeout_s``.
     """
     deadline, pause = time.monotonic() + launch.start_timeout_s, BACKOFF_S
+    reported = ""
     while True:
         try:
             listed = await _listed(launch, ask)
@@ -52,6 +56,9 @@ async def until_answering(launch: Launch, ask: Ask) -> None:
             last = str(error)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             last = f"{launch.url(MODELS)}: {type(error).__name__}: {error}"
+        if last != reported:
+            reported = last
+            report(last)
         if time.monotonic() + pause > deadline:
             raise ModelServiceError(f"not ready after {launch.start_timeout_s:g} s: {last}")
         await asyncio.sleep(pause)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +88,19 @@ class EngineProcess:
             tail = ""
         return failure.cause(tail, self._process.returncode if self._process else None)
 
-    async def until_healthy(self, ask: external.Ask) -> None:
+    async def until_healthy(self, ask: external.Ask, report: Callable[[str], None]) -> None:
         """Waits until the engine returns a completion.
 
         Args:
             ask: Sends one request to the engine.
+            report: Called with the reason why an external engine is unavailable.
 
         Raises:
             ModelServiceError: There was no completion within ``start_timeout_s``, or an external engine rejects it.
         """
         launch = self.launch
         if not launch.command:
-            return await external.until_answering(launch, ask)
+            return await external.until_answering(launch, ask, report)
         deadline = time.monotonic() + launch.start_timeout_s
         pause, last = 0.05, "it did not listen"
         messages = [{"role": "user", "content": external.QUESTION}]

@@ -86,6 +86,8 @@ class Proxy:
         """Requests of any kind currently waiting for the engine."""
         self.last_request = time.monotonic()
         self.draining = False
+        self.down = ""
+        """Why the engine did not answer the latest request. Empty if it did."""
         self.serving = Serving(Version())
         self.opened = True
         """False until the version of the attached engine's weights is known."""
@@ -279,6 +281,7 @@ class Proxy:
                 headers=headers,
                 allow_redirects=False,
             ) as answer:
+                self.down = ""
                 response = web.StreamResponse(status=answer.status)
                 for name, value in answer.headers.items():
                     if name.lower() not in NOT_RETURNED:
@@ -295,6 +298,7 @@ class Proxy:
                 return _refuse(502, "nobody is there to be answered")
             if "response" in locals():
                 raise  # part of the response was sent: abort the connection, so that the client notices
+            self.down = f"{engine.url(request.path)} does not answer: {type(error).__name__}"
             return _refuse(502, f"the engine does not answer: {type(error).__name__}")
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -66,6 +67,8 @@ class Registration:
         self.beats = 0
         """Heartbeats since the engine's latest start; 0 while the server is not registered."""
         self._endpoint: Endpoint
+        self._down = False
+        """True while the server waits for an external endpoint that is unavailable."""
 
     async def register(self, launch: Launch, proxy: Proxy, fingerprint: str) -> str:
         """Collects the fields that :meth:`beat` publishes. Returns the address and template behaviour, for the log."""
@@ -89,18 +92,20 @@ class Registration:
         self._files.publish_admin_key(self.what.name, AdminKey(self.start, proxy.admin_key))
         return f"{url}; its chat template: {template}" if template else url
 
-    def beat(self, weight_version: int, refused: RefusedWeights | None, load: Load) -> None:
+    def beat(self, weight_version: int, refused: RefusedWeights | None, load: Load, down: str) -> None:
         """Publishes the endpoint file with a new heartbeat. Call :meth:`register` first.
 
         Args:
             weight_version: Version of the weights being served.
             refused: Latest version that this server failed to load.
             load: Load since the previous heartbeat.
+            down: Why the engine did not answer the latest request. Empty if it did.
         """
         self.beats += 1
         endpoint = self._endpoint
         endpoint.heartbeat, endpoint.weight_version, endpoint.refused = self.beats, weight_version, refused
         endpoint.in_flight, endpoint.waiting, endpoint.wait_s = load.in_flight, load.waiting, load.wait_s
+        endpoint.down, self._down = down, False
         self._files.publish(endpoint)
         if self._pool is not None:
             self._pool.advertise(endpoint)
@@ -135,7 +140,15 @@ class Registration:
 
     def starts_again(self, cause: str) -> None:
         """Publishes why the engine's latest start failed. The server will try again."""
-        self._files.publish_starting(self._failure(cause, False))
+        failure = self._failure(cause, False)
+        failure.down = self._down
+        self._files.publish_starting(failure)
+
+    def is_down(self, cause: str) -> None:
+        """Publishes why the external endpoint is unavailable. The server keeps asking it."""
+        self._down = True
+        with contextlib.suppress(OSError):  # it will be published with the next reason
+            self.starts_again(cause)
 
     def _failure(self, cause: str, lasting: bool) -> FailedServer:
         return FailedServer(

@@ -201,7 +201,7 @@ class EngineServer:
         await engine.start()
         ended = asyncio.create_task(engine.wait())
         leaving = asyncio.create_task(self._leave.wait())
-        healthy = asyncio.create_task(engine.until_healthy(self._proxy.ask))
+        healthy = asyncio.create_task(engine.until_healthy(self._proxy.ask, self.files.is_down))
         following: asyncio.Task[None] | None = None
         try:
             self._proxy.opened = False
@@ -271,7 +271,7 @@ class EngineServer:
         load = await self._proxy.load(time.monotonic())
         version = self._proxy.serving.weights.version
         if self._proxy.attached:  # the engine may have been detached during the await
-            self.files.beat(version, refused[-1] if refused else None, load)
+            self.files.beat(version, refused[-1] if refused else None, load, self._proxy.down)
 
     async def _watch(self) -> None:
         """Renews the heartbeat, and makes the server exit when the campaign ends or the server is idle."""

@@ -11,6 +11,8 @@ import gc
 import os
 import secrets
 import sys
+import threading
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -30,10 +32,14 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, STATE
 from megaflow_hpc.rundir.overrides import overridden
 from megaflow_hpc.rundir.record import RunRecord, check_version, read_run
+from megaflow_hpc.trajectories.journal.packs import pack_journals
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 SWITCH_S = 5e-4
 """Thread switch interval of rank 0's loop and its I/O thread, in seconds."""
+PACK_AFTER_S, PACK_SPREAD_S = 180, 600
+"""Seconds after the start at which earlier starts' journals are packed, and a span over which pods spread that. Cached
+listings are at most a minute old, so all readers have seen what earlier starts packed."""
 GC_THRESHOLD = 50_000
 """Allocations before Python's garbage collector runs. Rank 0 creates no reference cycles, and each collection costs
 a pause."""
@@ -83,11 +89,16 @@ def lead(run: RunDir, comm: Comm) -> str:
     pod = _pod(run, planned, comm, who, journal)
     pod.drain_file = Path(directory) / DRAIN if directory else None
     tune()
+    after_s = PACK_AFTER_S + zlib.crc32(who.name.encode()) % PACK_SPREAD_S
+    packing = threading.Timer(after_s, pack_journals, [run.journal, who.pod, who.start])
+    packing.daemon = True
+    packing.start()
     state = Master(pod).run()
+    packing.cancel()
     if state != "lost":  # nothing more may be committed, and the disk may not respond
         journal.close()
     if directory:
-        write_atomic(Path(directory) / STATE, state)
+        write_atomic(Path(directory) / STATE, "superseded" if pod.ledger.superseded else state)
     return state
 
 

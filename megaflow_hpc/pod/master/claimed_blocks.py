@@ -13,7 +13,6 @@ from itertools import groupby
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, read_block
-from megaflow_hpc.ledger.names import FIRST_HANDED_OFF
 from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.master.histories import Histories, History
 from megaflow_hpc.rundir.events import ClaimEvent, EventWriter
@@ -90,6 +89,11 @@ class ClaimedBlocks:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def block_of(self) -> dict[str, int]:
+        """Rollout → its block, for the rollouts that are claimed and not durable."""
+        return {rollout: block for block, held in self._held.items() for rollout in held.missing}
+
     def claim(self) -> ClaimedBlock | None:
         """Claims the next block. Returns ``None`` while no block is available.
 
@@ -105,8 +109,8 @@ class ClaimedBlocks:
         held = [StoredBlock(*each) for each in self._ledger.earlier(claim)] if unknown else []
         size, todo = self._to_run(claim, held)
         tasks = planned(self._tasks, todo)
-        if claim.epoch or claim.block >= FIRST_HANDED_OFF:
-            self._histories.look()
+        if claim.epoch:  # rollouts that were handed off have no history
+            self._histories.look(owner for _, owner, _ in self._ledger.earlier(claim))
             self._histories.look_at_events({each.owner for each in held})
         self._unread = None
         self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})

@@ -17,6 +17,7 @@ import msgspec
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.files import Operation
 from megaflow_hpc.ledger.leader import COORDINATOR, RENEW_S, Leader
+from megaflow_hpc.ledger.pruning import PRUNE_S
 from megaflow_hpc.ledger.report import FEW, Report, progress_of, reported
 from megaflow_hpc.ledger.survey import Surveyed
 from megaflow_hpc.pod.master.endpoints import Endpoints
@@ -74,7 +75,9 @@ class Coordination:
         """The latest report, from this pod or from the leader."""
         self._survey: Operation[Surveyed] | None = None
         """The survey in progress, if any."""
-        self._looked_at = self._renewed_at = -math.inf
+        self._pruning: Operation[None] | None = None
+        """The removal of files that is in progress, if any. Surveys interrupt it."""
+        self._looked_at = self._renewed_at = self._pruned_at = -math.inf
         self._listed = ""
         """Generation of the engine listing that this pod last published or adopted."""
         self._live = LiveFiles(ledger.run, clock)
@@ -94,9 +97,14 @@ class Coordination:
         if self._survey is None and now - self._looked_at >= self._look_interval_s:
             self._looked_at = now
             self._look()
-        if self._survey is not None and self._survey.advance(CALLS_PER_TURN):
-            surveyed, self._survey = self._survey.result, None
-            self._publish(surveyed)
+        try:
+            if self._survey is not None:
+                self._continue_survey(self._survey)
+            elif self.role is Role.LEADER:
+                self._prune(now)
+        except OSError:  # an operation that failed cannot be continued
+            self._survey = self._pruning = None
+            raise
 
     def list_engines(self) -> bool:
         """Lists the engines, or adopts the leader's new listing. Returns True if gateways must learn of a change."""
@@ -122,10 +130,29 @@ class Coordination:
         self._ledger.follow(None)
         self._leader.leave()
 
+    def _continue_survey(self, survey: Operation[Surveyed]) -> None:
+        if survey.advance(CALLS_PER_TURN):
+            self._survey = None
+            self._publish(survey.result)
+        elif self._clock() - self._renewed_at >= RENEW_S and not self._hold(self.report):
+            self._survey = None
+            self._take_role(Role.ALONE)
+
+    def _prune(self, now: float) -> None:
+        if self._pruning is None and now - self._pruned_at >= PRUNE_S:
+            self._pruned_at, self._pruning = now, self._ledger.prune()
+        if self._pruning is not None and self._pruning.advance(CALLS_PER_TURN):
+            self._pruning = None
+
+    def _hold(self, report: Report) -> bool:
+        """Renews the leader's lease. Returns False if another pod leads."""
+        self._renewed_at = self._clock()
+        return self._leader.hold(msgspec.to_builtins(report))
+
     def _look(self) -> None:
         holder = self._leader.holder()
         if holder in ("", self._name):
-            if holder or self._leader.hold(msgspec.to_builtins(self.report)):
+            if holder or self._hold(self.report):
                 self._survey = self._ledger.survey()
                 self._take_role(Role.LEADER)
             else:
@@ -147,13 +174,12 @@ class Coordination:
             pods=len(live),
             survey=surveyed.survey,
             generation=self._listed,
-            exceeded=self._budget.exceeded(leases),
+            exceeded=self._budget.exceeded(surveyed.accounts),
             progress={name: progress for name in live if (progress := progress_of(leases[name])) is not None},
             asked=self._live.asked() if many_pods else Asked(),
         )
         leads = True
         if report != self.report or self._clock() - self._renewed_at >= RENEW_S:
-            leads = self._leader.hold(msgspec.to_builtins(report))
-            self._renewed_at = self._clock()
+            leads = self._hold(report)
         self.report = report
         self._take_role(Role.LEADER if leads else Role.ALONE)

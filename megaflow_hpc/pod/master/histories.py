@@ -2,16 +2,19 @@
 
 ``RUN/partial/<pod>.<start>.json`` is written once, before the pod releases its blocks, and never changes. It holds the
 attempts and causes so far, the number of interruptions by the end of an allocation, and the checkpoint to resume from.
-If several pods wrote a history of the same rollout, the longest one counts. The number of files grows with the number
-of pods, not with rollouts. A killed pod writes no file. Its rollouts restart from the beginning, and the failures in
-its events count.
+If several pods wrote a history of the same rollout, the longest one counts. A pod that takes over a block reads the
+files of its earlier holders. A pod's later starts, or else the coordinator, remove a file once the blocks of its
+rollouts are done, so the number of files does not grow with the number of starts. A killed pod writes no file. Its
+rollouts restart from the beginning, and the failures in its events count.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 import msgspec
@@ -19,10 +22,10 @@ import msgspec
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import read_regular, remove_tree
 from megaflow_hpc.pod.scheduling.failures import RULES
-from megaflow_hpc.rundir.events import AttemptEvent, EventReader
+from megaflow_hpc.rundir.event_reader import EventReader
+from megaflow_hpc.rundir.events import AttemptEvent
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.pods import summary
-from megaflow_hpc.rundir.pods.summary import Summary
+from megaflow_hpc.rundir.summaries import Summary, start_number
 from megaflow_hpc.trajectory import Attempt
 
 
@@ -59,6 +62,8 @@ class History:
 
 class _HistoryFile(msgspec.Struct):
     rollouts: dict[str, History]
+    blocks: list[int] = []
+    """Blocks of these rollouts. Empty if one of them is unknown, because the rollout was handed to another pod."""
 
 
 class Histories:
@@ -69,26 +74,23 @@ class Histories:
         self._seen: set[str] = set()
         self._written: dict[str, History] = {}
         """Rollout → its longest history in the files."""
-        self._failures: EventReader[Summary] = EventReader(run.events, only="attempt", begin=summary.begin)
+        self._failures = EventReader(run.events, only="attempt", use_summaries=True)
         self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
         """Rollout → attempt number → cause and attempt, for failures in pods that were killed."""
 
-    def look(self) -> None:
-        """Reads new files. Costs one directory listing, and each file is read once."""
-        try:
-            names = [entry.name for entry in self._run.partial.iterdir() if entry.suffix == ".json"]
-        except OSError:
-            return
-        for name in sorted(set(names) - self._seen):
-            if name.startswith("."):
-                continue
+    def look(self, pods: Iterable[str]) -> None:
+        """Reads what these ``<pod>.<start>`` wrote. Each file is read once. A pod that was killed wrote none."""
+        for pod in sorted(set(pods) - self._seen):
+            path = self._run.partial / f"{pod}.json"
             try:
-                content = json.loads(read_regular(self._run.partial / name))  # error texts may contain lone surrogates
+                content = json.loads(read_regular(path))  # error texts may contain lone surrogates
                 histories = msgspec.convert(content, _HistoryFile).rollouts
-            except (OSError, ValueError) as error:
-                print(f"pod: {self._run.partial / name}: {error!r}; its rollouts start anew", file=sys.stderr)
+            except FileNotFoundError:  # it was killed, or its blocks are done by now
                 histories = {}
-            self._seen.add(name)
+            except (OSError, ValueError) as error:
+                print(f"pod: {path}: {error!r}; its rollouts start anew", file=sys.stderr)
+                histories = {}
+            self._seen.add(pod)
             for rollout, history in histories.items():
                 self._written[rollout] = history.later(self._written.get(rollout))
 
@@ -96,7 +98,7 @@ class Histories:
         """Reads failed attempts from the events of these killed pod starts."""
         for _, events in self._failures.read(pods):
             for event in events:
-                # A summary holds the failed attempts of rollouts that were not stored.
+                # Summaries, also of condensed starts, hold the failed attempts of rollouts that were not stored.
                 for each in event.events if isinstance(event, Summary) else (event,):
                     if isinstance(each, AttemptEvent) and each.kind in RULES:
                         self._add_failure(each)
@@ -119,11 +121,44 @@ class Histories:
         return written.later(history) if written else history
 
 
-def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
-    """Writes the histories of a pod, by rollout id, before the pod releases its blocks. Raises OSError."""
+def write(run: RunDir, pod: str, histories: Mapping[str, History], blocks: Mapping[str, int]) -> None:
+    """Writes the histories of a pod before the pod releases its blocks. Raises OSError.
+
+    Args:
+        pod: ``<pod>.<start>``.
+        histories: Rollout id → its history.
+        blocks: Rollout id → its block, for the blocks that the pod holds.
+    """
     if histories:
-        content = {"rollouts": {rollout: asdict(history) for rollout, history in histories.items()}}
+        known = sorted({blocks[rollout] for rollout in histories if rollout in blocks})
+        content = {
+            "rollouts": {rollout: asdict(history) for rollout, history in histories.items()},
+            "blocks": known if histories.keys() <= blocks.keys() else [],
+        }
         write_atomic(run.partial / f"{pod}.json", json.dumps(content, default=str).encode("utf-8", "backslashreplace"))
+
+
+def remove_done(run: RunDir, pod: str, start: str, done: Callable[[], Collection[int]]) -> None:
+    """Removes the histories that earlier starts of a pod wrote, once the blocks of their rollouts are done.
+
+    A rollout that was later handed to another pod may still need its history. Without it, the rollout starts anew.
+
+    Args:
+        done: Returns the blocks that are done. Called only if there are such histories.
+
+    Raises:
+        OSError: The run directory does not respond.
+    """
+    done_blocks: set[int] | None = None
+    for path in run.partial.glob(f"{glob.escape(pod)}.*.json"):
+        earlier, _, number = path.stem.rpartition(".")
+        if earlier != pod or not -1 < start_number(number) < start_number(start):
+            continue
+        done_blocks = set(done()) if done_blocks is None else done_blocks
+        with suppress(ValueError, FileNotFoundError):
+            blocks = msgspec.convert(json.loads(read_regular(path)), _HistoryFile).blocks
+            if blocks and done_blocks.issuperset(blocks):
+                path.unlink()
 
 
 def remove_partials(run: RunDir) -> None:

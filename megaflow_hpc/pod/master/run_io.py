@@ -38,6 +38,7 @@ from megaflow_hpc.rundir.events import EventWriter, PodEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import Asked, PodLiveStatus, Viewers
 from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
+from megaflow_hpc.rundir.pods.condensing import condense
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.types import Rollout
 
@@ -252,6 +253,7 @@ class RunIoThread(threading.Thread):
     def run(self) -> None:
         """Takes turns until the loop asks the thread to stop."""
         try:
+            self._condense_earlier_starts()
             while self.state.phase is not IoPhase.STOPPED:
                 self.turn(POLL_INTERVAL_S if self.state.phase is IoPhase.WORKING else 0.0)
                 if self.state.phase is IoPhase.STUCK:
@@ -264,6 +266,16 @@ class RunIoThread(threading.Thread):
             self._post(Stopped(finished=stop.release and self._ledger.finished))
         except BaseException as error:
             self.reports.put(Stopped(error))
+
+    def _condense_earlier_starts(self) -> None:
+        """Condenses what the pod's earlier starts left, so that its files do not grow with the number of starts."""
+        pod, _, start = self._name.rpartition(".")
+        try:
+            condense(self._run.events, pod, start)
+            histories.remove_done(self._run, pod, start, lambda: self._ledger.view().done)
+        except OSError as error:  # the next start tries again
+            print(f"pod: {self._run.events}: {error}; earlier starts are not condensed", file=sys.stderr)
+        self._viewers.clear_earlier()
 
     def turn(self, wait_s: float = 0.0) -> None:
         """Handles pending requests, as far as the run directory permits.
@@ -381,7 +393,7 @@ class RunIoThread(threading.Thread):
     def _release(self, stop: Stop) -> None:
         """Writes the histories of the released rollouts, releases blocks, and cleans up a finished campaign."""
         try:
-            histories.write(self._run, self._name, stop.histories)
+            histories.write(self._run, self._name, stop.histories, self._blocks.block_of)
         except OSError as error:
             print(f"pod: {self._run.partial}: {error}; what was cut short starts anew", file=sys.stderr)
         self._ledger.request_work(0)

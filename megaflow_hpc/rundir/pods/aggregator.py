@@ -1,4 +1,4 @@
-"""Aggregate the events of one pod into the summary of its event file while the file grows."""
+"""Aggregate the events of one pod: into the summary of an event file while it grows, or over several starts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
+import msgspec
+
+from megaflow_hpc.rundir import summaries
 from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
@@ -19,9 +22,16 @@ from megaflow_hpc.rundir.events import (
     WorkerEvent,
     decode,
 )
-from megaflow_hpc.rundir.pods import summary as files
 from megaflow_hpc.rundir.pods.running import RunningRollouts
-from megaflow_hpc.rundir.pods.summary import RECENT_S, EndedBadly, Summary, busy_at, digest, policy_of
+from megaflow_hpc.rundir.summaries import (
+    RECENT_S,
+    Condensed,
+    EndedBadly,
+    Summary,
+    busy_at,
+    digest,
+    policy_of,
+)
 from megaflow_hpc.types import VERIFIED
 
 LOOK_S = 5.0
@@ -37,19 +47,29 @@ MAX_LINE_BYTES = 2 << 20
 """Maximum length of a line. Longer lines are not rollout events and are skipped."""
 LAST_PIECES = 16
 """Maximum number of chunks read when the pod ends, since other processes wait for it."""
+MAX_UNFINISHED = 1000
+"""Number of unfinished rollouts whose failed attempts are kept when their start has ended. A rollout without them gets
+its retries again."""
+MAX_PERIODS = 64
+"""Maximum number of periods for which the slots of ended starts are kept. Older periods are merged."""
 PAUSE_FACTOR = 50
 """After each chunk, pause for this many times the chunk's duration, so that the pod's other work has priority."""
 
 
 class EventAggregator:
-    """Aggregates all events of one pod, in order.
+    """Aggregates all events of one pod, in order: of one start, or of successive ones.
 
-    Memory grows with the number of running and failed rollouts, plus 8 bytes for each successful rollout.
+    Memory grows with the number of running and unsuccessful rollouts, plus 8 bytes for each successful rollout.
+
+    Args:
+        pod: Name of the pod. Only needed for several starts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pod: str = "") -> None:
+        self._name = pod
+        self._start = ""
         self._pod: tuple[int, PodEvent] | None = None
-        self._workers: list[tuple[int, AnyEvent]] = []
+        self._workers: list[tuple[int, WorkerEvent]] = []
         self._open: dict[str, list[tuple[int, AnyEvent]]] = {}
         """Unfinished rollout → its events."""
         self._attempts: dict[str, list[tuple[int, AnyEvent]]] = {}
@@ -61,15 +81,41 @@ class EventAggregator:
         self._inexact: Counter[str] = Counter()
         self._constrained: Counter[str] = Counter()
         self._recent: Counter[int] = Counter()
-        self._number = 0
+        self._number = self._stored = 0
         self._seen_at = self._busy_at = 0.0
+        self._earlier = Condensed(
+            covers=0,
+            events=[],
+            ended_well={},
+            digests=b"",
+            inexact={},
+            ended_badly=[],
+            retries={},
+            failures={},
+            recent={},
+            starts=0,
+            after=-1,
+            sizes={},
+            slots=[],
+        )
+        """Facts about the starts that have ended. Its other fields are unused."""
 
     def apply(self, event: AnyEvent) -> None:
         """Adds one event."""
-        self._number += 1
         self._seen_at = event.t
         self._busy_at = busy_at(self._busy_at, event)
-        self._running.apply("", event)
+        self._running.apply(self._where, event)
+        if isinstance(event, RolloutEvent):
+            self._end(event)
+        else:
+            self._keep(event)
+
+    @property
+    def _where(self) -> str:
+        return f"{self._name}.{self._start}"
+
+    def _keep(self, event: AnyEvent) -> None:
+        self._number += 1
         match event:
             case PodEvent():
                 self._pod = self._number, _merged(self._pod[1], event) if self._pod else event
@@ -77,11 +123,80 @@ class EventAggregator:
                 self._workers.append((self._number, event))
             case StartEvent(id=rollout) | AttemptEvent(id=rollout):
                 self._open.setdefault(rollout, []).append((self._number, event))
-            case RolloutEvent():
-                self._end(event)
+
+    def adopt(self, summary: Summary) -> None:
+        """Adds a summary, which replaces the events that it covers."""
+        self._running.adopt(self._where, summary)
+        self._seen_at, self._busy_at = summary.t, summary.busy_at
+        for event in summary.events:
+            self._keep(event)
+        for ended in summary.ended_badly:
+            self._bad[ended.id] = ended.to_event()
+            if not any(isinstance(event, StartEvent) for _, event in self._open.get(ended.id, ())):
+                self._attempts.setdefault(ended.id, []).extend(self._open.pop(ended.id, ()))
+        for policy, statuses in summary.ended_well.items():
+            self._well.setdefault(policy, Counter()).update(statuses)
+        self._digests += summary.digests
+        self._inexact.update(summary.inexact)
+        self._constrained.update(summary.constrained)
+        self._recent.update(summary.recent)
+        self._stored += summary.stored
+
+    def begin_start(self, start: str) -> None:
+        """Announces that the following events are those of the pod's next start."""
+        self._start = start
+
+    def end_start(self, size: int) -> None:
+        """Announces the end of a start, of whose event file ``size`` bytes were added."""
+        earlier = self._earlier
+        earlier.starts += 1
+        earlier.sizes[self._start] = size
+        earlier.stored += max(self._stored, (self._pod[1].stored or 0) if self._pod else 0)
+        if period := self._period():
+            earlier.slots.append(period)
+        while len(earlier.slots) > MAX_PERIODS:
+            earlier.slots = [_joined(*earlier.slots[n : n + 2]) for n in range(0, len(earlier.slots), 2)]
+        for rollout, events in self._open.items():
+            attempts = [one for one in events if isinstance(one[1], AttemptEvent)]
+            if attempts:
+                self._attempts.setdefault(rollout, []).extend(attempts)
+        unfinished = [rollout for rollout in self._attempts if rollout not in self._bad]
+        unfinished.sort(key=lambda rollout: self._attempts[rollout][-1][1].t)
+        for rollout in unfinished[:-MAX_UNFINISHED]:
+            del self._attempts[rollout]
+        self._running.drop(self._where)
+        self._open, self._workers, self._pod, self._stored = {}, [], None, 0
+
+    def _period(self) -> tuple[float, float, float] | None:
+        """Return begin, end and mean slots of the start that ends."""
+        if not self._workers:
+            return None
+        began = min(event.t for _, event in self._workers)
+        end = max(self._seen_at, began)
+        slot_s = 0.0
+        slots: dict[int, int] = {}
+        for _, event in self._workers:
+            before, slots[event.rank] = slots.get(event.rank, 0), (event.slots or 0) * (event.state == "ready")
+            slot_s += (slots[event.rank] - before) * (end - event.t)
+        return (began, end, slot_s / (end - began)) if end > began else None
+
+    def adopt_earlier(self, condensed: Condensed, number: int) -> None:
+        """Adds the condensed events of the starts up to ``number``. Must be the first call."""
+        self.adopt(condensed)
+        self._earlier.starts, self._earlier.slots = condensed.starts, list(condensed.slots)
+        self._earlier.stored, self._earlier.after, self._stored = condensed.stored, number, 0
+        self._attempts.update(self._open)
+        self._open = {}
+
+    def condensed(self) -> Condensed:
+        """Returns all starts that have ended, condensed."""
+        earlier = self._earlier
+        facts = {name: getattr(earlier, name) for name in ("starts", "after", "sizes", "slots", "stored")}
+        return Condensed(**{**msgspec.structs.asdict(self.summary(0)), **facts})
 
     def _end(self, event: RolloutEvent) -> None:
         events = self._open.pop(event.id, [])
+        self._stored += 1
         self._recent[int(event.t)] += 1
         if event.status not in VERIFIED:
             self._bad[event.id] = event
@@ -117,6 +232,7 @@ class EventAggregator:
             failures=self._running.by_cause(),
             recent=dict(self._recent),
             busy_at=self._busy_at,
+            stored=self._stored,
         )
 
     def _ended_badly(self) -> Iterator[EndedBadly]:
@@ -136,13 +252,64 @@ class EventAggregator:
                 event.turns,
                 event.inexact,
                 (attempt.rank, attempt.attempt, attempt.began_at) if attempt else None,
+                attempt.pod.rpartition(".")[2] if attempt else "",
+                attempt.node if attempt and self._earlier.starts else "",
             )
+
+
+def _joined(*periods: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Return one period with the same slot-seconds."""
+    begin, end = periods[0][0], max(period[1] for period in periods)
+    return begin, end, sum((until - since) * slots for since, until, slots in periods) / (end - begin)
 
 
 def _merged(before: PodEvent, event: PodEvent) -> PodEvent:
     """Return the later event, with missing fields filled in from the earlier one."""
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     return PodEvent(**{name: getattr(before, name) if value is None else value for name, value in fields.items()})
+
+
+class EventFileScan:
+    """Adds the events of one file to an aggregate, chunk by chunk.
+
+    Args:
+        covered: Number of bytes that were added already.
+    """
+
+    def __init__(self, path: Path, aggregator: EventAggregator, covered: int = 0) -> None:
+        self._path, self._aggregator = path, aggregator
+        self.covered = covered
+        """Number of bytes added, up to the end of a complete line."""
+        self._unended = 0
+        """Bytes read beyond the covered ones that do not yet contain a complete line."""
+        self._descriptor = -1
+
+    def advance(self) -> bool:
+        """Reads and aggregates one chunk. Returns whether there was progress. Raises OSError."""
+        if self._descriptor < 0:
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        data = os.pread(self._descriptor, PIECE, self.covered + self._unended)
+        end = data.rfind(b"\n") + 1
+        if not end:
+            long = len(data) == PIECE  # an overlong line, or a hole left by a crash
+            self._unended += PIECE * long
+            return long
+        end += self._unended
+        if self._unended > MAX_LINE_BYTES:
+            data = data[data.index(b"\n") + 1 :]
+        elif self._unended:
+            data = os.pread(self._descriptor, end, self.covered)
+        for line in data[: data.rfind(b"\n") + 1].splitlines():
+            if (event := decode(line)) is not None:
+                self._aggregator.apply(event)
+        self.covered, self._unended = self.covered + end, 0
+        return True
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 class SummaryWriter:
@@ -156,15 +323,13 @@ class SummaryWriter:
     def __init__(self, events: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = events, clock
         self._aggregator = EventAggregator()
-        self._covered = self._written = 0
-        """Bytes of events that were aggregated, and bytes covered by the summary on disk."""
-        self._unended = 0
-        """Bytes read beyond the aggregated ones that do not yet contain a complete line."""
+        self._scan = EventFileScan(events, self._aggregator)
+        self._written = 0
+        """Bytes of events that the summary on disk covers."""
         self._size = 0
         """Size of the summary on disk, in bytes."""
         self._look_at = clock() + LOOK_S
         self._write_at = clock() + SUMMARY_INTERVAL_S
-        self._descriptor = -1
 
     def tick(self) -> None:
         """Reads appended events and replaces the summary, each only if it is due."""
@@ -172,8 +337,8 @@ class SummaryWriter:
             return
         began = time.thread_time()
         with suppress(OSError):
-            self._take_in()
-            if self._clock() >= self._write_at and self._covered - self._written >= max(TAIL, self._size // 2):
+            self._scan.advance()
+            if self._clock() >= self._write_at and self._scan.covered - self._written >= max(TAIL, self._size // 2):
                 self._write()
         self._look_at = self._clock() + max(LOOK_S, PAUSE_FACTOR * (time.thread_time() - began))
 
@@ -181,35 +346,12 @@ class SummaryWriter:
         """Writes a final summary if it saves readers much. Nothing is written afterwards."""
         with suppress(OSError):
             for _ in range(LAST_PIECES):
-                if not self._take_in():
+                if not self._scan.advance():
                     break
-            if self._covered - self._written >= LAST_TAIL:
+            if self._scan.covered - self._written >= LAST_TAIL:
                 self._write()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _take_in(self) -> bool:
-        """Read and aggregate one chunk. Returns whether there was progress."""
-        if self._descriptor < 0:
-            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        data = os.pread(self._descriptor, PIECE, self._covered + self._unended)
-        end = data.rfind(b"\n") + 1
-        if not end:
-            long = len(data) == PIECE  # an overlong line, or a hole left by a crash
-            self._unended += PIECE * long
-            return long
-        end += self._unended
-        if self._unended > MAX_LINE_BYTES:
-            data = data[data.index(b"\n") + 1 :]
-        elif self._unended:
-            data = os.pread(self._descriptor, end, self._covered)
-        for line in data[: data.rfind(b"\n") + 1].splitlines():
-            if (event := decode(line)) is not None:
-                self._aggregator.apply(event)
-        self._covered, self._unended = self._covered + end, 0
-        return True
+        self._scan.close()
 
     def _write(self) -> None:
-        self._size = files.write(self._path, self._aggregator.summary(self._covered))
-        self._written, self._write_at = self._covered, self._clock() + SUMMARY_INTERVAL_S
+        self._size = summaries.write(self._path, self._aggregator.summary(self._scan.covered))
+        self._written, self._write_at = self._scan.covered, self._clock() + SUMMARY_INTERVAL_S

@@ -9,7 +9,7 @@ import msgspec
 
 from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, PodEvent, RolloutEvent, StartEvent, WorkerEvent
 from megaflow_hpc.rundir.marks import LAST_WORDS
-from megaflow_hpc.rundir.pods.summary import Summary
+from megaflow_hpc.rundir.summaries import Summary
 
 
 class AttemptPlace(msgspec.Struct, frozen=True, gc=False):
@@ -30,8 +30,8 @@ class RunningRollouts:
     """Tracks the rollouts of a run. Events of each pod must arrive in order; the order of pods does not matter."""
 
     def __init__(self) -> None:
-        self._nodes: dict[tuple[str, int], str] = {}
-        """(pod, rank) → node."""
+        self._nodes: dict[str, dict[int, str]] = {}
+        """Pod → rank → node."""
         self._running: dict[str, AttemptPlace] = {}
         """Rollout → place where it runs."""
         self._stored_at: dict[str, float] = {}
@@ -63,7 +63,7 @@ class RunningRollouts:
                 if attempt is not None and attempt.pod == pod and event.rank in (None, attempt.rank):
                     del self._running[rollout]
             case WorkerEvent(state="ready"):
-                self._nodes[pod, event.rank] = event.node or ""
+                self._nodes.setdefault(pod, {})[event.rank] = event.node or ""
             case WorkerEvent(state="lost"):
                 self._end(pod, event.rank)
             case PodEvent() if event.state in LAST_WORDS:
@@ -80,7 +80,7 @@ class RunningRollouts:
         return list(self._running)
 
     def adopt(self, pod: str, summary: Summary) -> None:
-        """Applies a summary of a pod's first events."""
+        """Applies a summary of a pod's first events, or of its earlier starts."""
         counted = self.failures, self.retries
         self.failures, self.retries = Counter(), Counter()
         for event in summary.events:
@@ -93,10 +93,20 @@ class RunningRollouts:
             self._note_stored(ended.id, ended.t)
             if ended.began is not None:
                 rank, attempt, began_at = ended.began
-                place = AttemptPlace(ended.id, pod, rank, self._nodes.get((pod, rank), ""), attempt, began_at)
+                start = f"{pod.rpartition('.')[0]}.{ended.start}" if ended.start else pod
+                node = ended.node or self._nodes.get(pod, {}).get(rank, "")
+                place = AttemptPlace(ended.id, start, rank, node, attempt, began_at)
                 before = self.last.get(ended.id)
                 if before is None or before.began_at <= began_at:
                     self.last[ended.id] = place
+
+    def drop(self, pod: str) -> None:
+        """Drops a start of a pod that has ended and will have no further events. Its counts remain."""
+        self._end(pod)
+        self._nodes.pop(pod, None)
+        for rollout in self._begun.pop(pod, {}):
+            if rollout not in self._stored_at and (attempt := self.last.get(rollout)) and attempt.pod == pod:
+                del self.last[rollout]
 
     def _note_stored(self, rollout: str, at: float) -> None:
         self._stored_at[rollout] = max(at, self._stored_at.get(rollout, 0.0))
@@ -106,7 +116,7 @@ class RunningRollouts:
 
     def _start(self, pod: str, event: StartEvent) -> None:
         """Record a start. Events of another pod or an earlier start that ran the rollout before may be read later."""
-        node = self._nodes.get((pod, event.rank), "")
+        node = self._nodes.get(pod, {}).get(event.rank, "")
         attempt = AttemptPlace(event.id, pod, event.rank, node, event.attempt, event.t)
         self._begun.setdefault(pod, {})[event.id] = attempt
         before = self.last.get(event.id)

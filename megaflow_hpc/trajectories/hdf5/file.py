@@ -11,7 +11,7 @@ import io
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from megaflow_hpc.trajectories.hdf5.schema import (
 from megaflow_hpc.version import __version__
 
 _FILTERS = {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}
+SOFTWARE = f"megaflow-hpc {__version__}"
+"""Value of the root attribute ``software``."""
 _CHUNK_CACHE_BYTES = 8 << 20
 """HDF5 chunk cache per dataset, in bytes. Message chunks are 1 MiB each, and rows are mostly read in order."""
 
@@ -257,16 +259,26 @@ def new_file(
     Raises:
         OSError: A write failed.
     """
-    backing = BackingFile(path)
+    with _opened(BackingFile(path), "w") as (file, backing):
+        set_attribute(file, "format", FORMAT)
+        file.attrs["format_version"] = np.int32(FORMAT_VERSION)
+        set_attribute(file, "campaign", campaign)
+        set_attribute(file, "software", SOFTWARE)
+        set_attribute(file, "sources", json.dumps(sources or {}, sort_keys=True))
+        for name, text in (attributes or {}).items():
+            set_attribute(file, name, text)
+        yield file, backing
+
+
+def continued_file(path: Path) -> AbstractContextManager[tuple[h5py.File, BackingFile]]:
+    """Opens a file of :func:`new_file` to append to it, and closes it on exit. Raises like :func:`new_file`."""
+    return _opened(BackingFile(path, "r+"), "r+")
+
+
+@contextmanager
+def _opened(backing: BackingFile, mode: str) -> Iterator[tuple[h5py.File, BackingFile]]:
     try:
-        with h5py.File(backing, "w", libver=("v110", "v110")) as file:
-            set_attribute(file, "format", FORMAT)
-            file.attrs["format_version"] = np.int32(FORMAT_VERSION)
-            set_attribute(file, "campaign", campaign)
-            set_attribute(file, "software", f"megaflow-hpc {__version__}")
-            set_attribute(file, "sources", json.dumps(sources or {}, sort_keys=True))
-            for name, text in (attributes or {}).items():
-                set_attribute(file, name, text)
+        with h5py.File(backing, mode, libver=("v110", "v110")) as file:
             yield file, backing
     finally:
         backing.close()
@@ -280,18 +292,21 @@ def set_attribute(file: h5py.File, name: str, text: str) -> None:
 
 
 class BackingFile(io.FileIO):
-    """File object for ``h5py.File(backing, "w")`` that records write errors instead of raising them.
+    """File object for h5py that records write errors instead of raising them.
 
     After a failed write (no space, quota, file size limit) HDF5 can neither continue nor close its file, and it crashes
     the process at exit. So after the first error, all further writes are kept in memory, where HDF5 can read them back.
     The caller must call :meth:`check` regularly and stop on an error.
 
+    Args:
+        mode: ``x+`` for a new file, ``r+`` for an existing one.
+
     Raises:
         OSError: The file exists, or cannot be created.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "x+", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600))
+    def __init__(self, path: Path, mode: str = "x+") -> None:
+        super().__init__(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600))
         self._error: OSError | None = None
         self._kept: list[tuple[int, bytes]] = []
         """(offset, bytes) of each write since the error."""

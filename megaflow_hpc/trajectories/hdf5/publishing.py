@@ -3,6 +3,9 @@
 The temporary name identifies the writing process: ``.<name>.<host>~<boot>.<pid>-<start>.<4 hex>``. :func:`clean_up`
 removes a temporary file if its writer ran on this host and no longer exists. A temporary file from another host is
 removed once it has not changed for a day.
+
+A writer that must stop keeps its work in ``.<name>.unfinished`` (:func:`unfinished`). A later writer renames it to its
+own temporary name before it changes it, so that a file that a killed writer was changing is never continued.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.atomic import file_mode, fsync
 from megaflow_hpc.host.process import Identity, boot_id
 
@@ -22,9 +26,17 @@ FOREIGN_AGE_S = 86400.0
 """Seconds without a change after which another host's temporary file counts as abandoned."""
 
 
+class Unfinished(MegaflowError):
+    """Writing was stopped on request. What was written is kept, and the same call continues it."""
+
+    exit_status = 75  # EX_TEMPFAIL of sysexits.h
+
+
 @contextmanager
 def published(target: Path) -> Iterator[Path]:
     """Yields a temporary path, which is renamed to ``target`` on success and removed after an error.
+
+    After :class:`Unfinished` the file is kept as :func:`unfinished`.
 
     Raises:
         OSError: The file cannot be synced or renamed.
@@ -38,9 +50,19 @@ def published(target: Path) -> Iterator[Path]:
         fsync(temporary)
         os.replace(temporary, target)
         fsync(target.parent)
+    except Unfinished:
+        fsync(temporary)
+        os.replace(temporary, unfinished(target))
+        fsync(target.parent)
+        raise
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def unfinished(target: Path) -> Path:
+    """Returns the path at which a stopped writer of ``target`` keeps its work."""
+    return target.with_name(f".{target.name}.unfinished")
 
 
 def clean_up(target: Path) -> list[Path]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from megaflow_hpc.trajectories.hdf5.columns import Array
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
-from megaflow_hpc.trajectories.hdf5.file import new_file
+from megaflow_hpc.trajectories.hdf5.file import continued_file, new_file
 from megaflow_hpc.trajectories.hdf5.schema import (
     BYTE_CHUNK,
     COLUMNS,
@@ -49,11 +49,11 @@ _MIN_STRING_BYTES = 16
 
 
 class ColumnWriter:
-    """Appends to a new column of numbers or fixed-width strings.
+    """Appends to a column of numbers or fixed-width strings, which is created unless it exists.
 
     Args:
         file: A file open for writing.
-        path: Dataset name, which must not exist.
+        path: Dataset name.
         dtype: Type of the entries; ``S`` for strings.
         chunk: Entries per chunk.
         shuffle: Whether to apply HDF5's shuffle filter before deflate.
@@ -85,10 +85,19 @@ class ColumnWriter:
         self._chunk = chunk
         self._is_text = np.dtype(dtype).kind == "S"
         self.dtype = h5py.string_dtype("utf-8", _MIN_STRING_BYTES) if self._is_text else np.dtype(dtype)
-        self._dataset = file.create_dataset(path, dtype=self.dtype, **self._options)
         self._written = 0
+        """Entries in whole chunks of the dataset."""
         self._buffer: list[Array] = []
         self._buffered = 0
+        if path not in file:
+            self._dataset = file.create_dataset(path, dtype=self.dtype, **self._options)
+            return
+        self._dataset = file[path]
+        if self._is_text:
+            self.dtype = h5py.string_dtype("utf-8", self._dataset.dtype.itemsize)
+        self._buffered = len(self._dataset) % chunk  # the last chunk is written again
+        self._written = len(self._dataset) - self._buffered
+        self._buffer = [self._dataset[self._written :]] if self._buffered else []
 
     def __len__(self) -> int:
         return self._written + self._buffered
@@ -148,8 +157,9 @@ class TextColumnWriter:
     def __init__(self, file: h5py.File, path: str, chunk: int) -> None:
         self._bytes = ColumnWriter(file, path, np.uint8, BYTE_CHUNK, shuffle=False)
         self._offsets = ColumnWriter(file, text_offset(path), np.int64, chunk)
-        self._offsets.append(np.zeros(1, np.int64))
-        self._end = 0
+        if not len(self._offsets):
+            self._offsets.append(np.zeros(1, np.int64))
+        self._end = len(self._bytes)
 
     def append(self, values: Array) -> None:
         """Appends an array (n) of ``str``."""
@@ -166,7 +176,7 @@ class TextColumnWriter:
 
 
 def column_writer(file: h5py.File, column: Column) -> ColumnWriter | TextColumnWriter:
-    """Creates an empty schema column."""
+    """Opens a schema column, which is created empty unless it exists."""
     if column.dtype == TEXT:
         return TextColumnWriter(file, column.path, column.chunk)
     dtype = "S" if column.dtype == STRING else column.dtype
@@ -174,18 +184,19 @@ def column_writer(file: h5py.File, column: Column) -> ColumnWriter | TextColumnW
 
 
 def reward_writer(file: h5py.File, name: str) -> ColumnWriter:
-    """Creates an empty column for a named reward."""
+    """Opens the column of a named reward, which is created empty unless it exists."""
     return ColumnWriter(file, f"rewards/{name}", np.float32, ROW_CHUNK, fill=np.float32(np.nan))
 
 
 class TrajectoryWriter:
-    """Writes a new campaign file. A context manager that closes the file, or discards it after an error.
+    """Writes a campaign file. A context manager that closes the file, or discards it after an error.
 
     Args:
-        path: The new file, which must not exist; usually a temporary name that the caller publishes.
+        path: The file, usually a temporary name that the caller publishes. It must not exist, unless ``append``.
         campaign: Name of the campaign.
         sources: The journals and seals that the file is gathered from. Readers compare them with those of the run.
         attributes: Additional root attributes.
+        append: Continue an existing file, which a writer has closed. Its root attributes stay.
     """
 
     def __init__(
@@ -194,17 +205,26 @@ class TrajectoryWriter:
         campaign: str,
         sources: Mapping[str, Any] | None = None,
         attributes: Mapping[str, str] | None = None,
+        append: bool = False,
     ) -> None:
         self._open = ExitStack()
-        self._file, self._backing = self._open.enter_context(new_file(path, campaign, sources, attributes))
+        opened = continued_file(path) if append else new_file(path, campaign, sources, attributes)
+        self._file, self._backing = self._open.enter_context(opened)
         self._columns = {name: column_writer(self._file, column) for name, column in COLUMNS.items()}
-        self._held: dict[str, list[Any]] = {name: [0] if column.is_offset else [] for name, column in COLUMNS.items()}
+        self._held: dict[str, list[Any]] = {
+            name: [0] if column.is_offset and not append else [] for name, column in COLUMNS.items()
+        }
         """Column path → values of the rows since the last flush."""
         self._rewards: dict[str, ColumnWriter] = {}
         self._held_rewards: dict[str, dict[int, float]] = {}
         """Reward name → {row: value} since the last flush."""
-        self._file.create_group("rewards")
-        self._counts = dict.fromkeys(("n", "m", "t", "k", "q", "qb", "a", "f", "fb"), 0)
+        for name in self._file.require_group("rewards"):
+            self._rewards[name], self._held_rewards[name] = reward_writer(self._file, name), {}
+        self._counts = {
+            column.extent: len(written)
+            for name, column in COLUMNS.items()
+            if not column.is_offset and isinstance(written := self._columns[name], ColumnWriter)
+        }
         """Extent → number of items so far."""
 
     def __enter__(self) -> TrajectoryWriter:

@@ -25,6 +25,7 @@ import os
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import msgpack
@@ -32,6 +33,7 @@ import msgpack
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import behind_hole, open_regular
 from megaflow_hpc.ledger.files import passing
+from megaflow_hpc.trajectories.journal.packs import PackedJournal, open_packed
 
 try:
     from isal.isal_zlib import crc32  # several times faster
@@ -156,7 +158,7 @@ def read_frames(
             return
         position = max(HEADER_SIZE, start)
         while True:
-            size = os.fstat(file.fileno()).st_size  # checked again for each frame, because a writer may append
+            size = _size(file)  # checked again for each frame, because a writer may append
             if limit is not None:
                 size = min(size, limit)
             frame, torn = _frame_at(file, salt, position, size)
@@ -181,7 +183,7 @@ def read_frames_at(path: str | os.PathLike[str], starts: Iterable[int]) -> Itera
     """
     with _open_journal(path) as file:
         salt = _read_header(file, path)
-        size = os.fstat(file.fileno()).st_size
+        size = _size(file)
         for start in starts:
             frame = None
             if salt is not None:
@@ -257,8 +259,8 @@ def trajectory_data(record: Mapping[str, Any]) -> Mapping[str, Any]:
     return data
 
 
-def _open_journal(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a journal for reading.
+def _open_journal(path: str | os.PathLike[str]) -> BinaryIO | PackedJournal:
+    """Opens a journal for reading, wherever it is (:mod:`~megaflow_hpc.trajectories.journal.packs`).
 
     Raises:
         ConfigError: The file is missing or unreadable.
@@ -269,10 +271,16 @@ def _open_journal(path: str | os.PathLike[str]) -> BinaryIO:
     except OSError as error:
         if passing(error):
             raise
+        if isinstance(error, FileNotFoundError) and (packed := open_packed(Path(path))) is not None:
+            return packed
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a journal") from error
 
 
-def _read_header(file: BinaryIO, path: str | os.PathLike[str]) -> bytes | None:
+def _size(file: BinaryIO | PackedJournal) -> int:
+    return file.size if isinstance(file, PackedJournal) else os.fstat(file.fileno()).st_size
+
+
+def _read_header(file: BinaryIO | PackedJournal, path: str | os.PathLike[str]) -> bytes | None:
     """Reads the header and returns its salt, or ``None`` if the file is empty because its creation never finished.
 
     Raises:
@@ -293,7 +301,7 @@ def _read_header(file: BinaryIO, path: str | os.PathLike[str]) -> bytes | None:
     return bytes(salt)
 
 
-def _frame_at(file: BinaryIO, salt: bytes, position: int, size: int) -> tuple[Frame | None, bool]:
+def _frame_at(file: BinaryIO | PackedJournal, salt: bytes, position: int, size: int) -> tuple[Frame | None, bool]:
     """Returns the valid frame at ``position``, or ``None`` and whether the frame is cut off at ``size``."""
     file.seek(position)
     head = file.read(FRAME_SIZE)
@@ -312,7 +320,7 @@ def _frame_at(file: BinaryIO, salt: bytes, position: int, size: int) -> tuple[Fr
     return Frame(position, end, time_ns, payload), False
 
 
-def _next_frame(file: BinaryIO, salt: bytes, position: int, size: int) -> Frame | None:
+def _next_frame(file: BinaryIO | PackedJournal, salt: bytes, position: int, size: int) -> Frame | None:
     """Returns the first valid frame at or after ``position``."""
     while position + FRAME_SIZE <= size:
         file.seek(position)
@@ -326,6 +334,6 @@ def _next_frame(file: BinaryIO, salt: bytes, position: int, size: int) -> Frame 
         if len(window) < len(MARKER):
             return None
         position += len(window) - len(MARKER) + 1
-        if not window.strip(b"\0"):
+        if not (window.strip(b"\0") or isinstance(file, PackedJournal)):
             position = behind_hole(file, position)
     return None

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.frames import HEADER_SIZE
+from megaflow_hpc.trajectories.journal.packs import size_of
 from megaflow_hpc.trajectories.journal.winners import SUFFIX, base_of, headings, parts
 
 RENEW_BYTES = 8 << 20
@@ -93,7 +94,7 @@ class StoredRollouts:
         files = parts(self._path(owner))
         journal = _Journal(_size(files), 0)
         if files:
-            journal.length = min(HEADER_SIZE, files[0].stat().st_size)
+            journal.length = min(HEADER_SIZE, size_of(files[0]))
         for path in files:
             base = base_of(path)
             renewed = 0
@@ -114,4 +115,4 @@ class StoredRollouts:
 
 
 def _size(files: list[Path]) -> tuple[int, int]:
-    return len(files), files[-1].stat().st_size if files else 0
+    return len(files), size_of(files[-1]) if files else 0

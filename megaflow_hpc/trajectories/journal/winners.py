@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from typing import Any
 
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal import packs
 from megaflow_hpc.trajectories.journal.checks import checked, heading_in, heading_of, salvaged
 from megaflow_hpc.trajectories.journal.frames import (
     HEADER_SIZE,
@@ -103,13 +105,14 @@ class Index:
         path = self.root / entry.journal
         return self._decode(entry, read_frame(path, entry.start))
 
-    def trajectories(self) -> Iterator[Trajectory]:
-        """Yields the trajectory of each winner, in commit order. Raises the errors of :meth:`load`.
+    def trajectories(self, first: int = 0) -> Iterator[Trajectory]:
+        """Yields the trajectory of each winner from number ``first`` on, in commit order. Raises the errors of
+        :meth:`load`.
 
         Records are read in batches of about :data:`BATCH_BYTES`, so that each journal is opened once per batch and read
         sequentially.
         """
-        for batch in _batches(self.winners):
+        for batch in _batches(self.winners[first:]):
             frames = self._read(batch)
             for entry in batch:
                 yield self._decode(entry, frames.pop(entry))
@@ -159,10 +162,14 @@ def _batches(winners: list[RecordEntry]) -> Iterator[list[RecordEntry]]:
 
 
 def journals(run: RunDir) -> list[Path]:
-    """Returns the journal files of a run, sorted by name."""
-    if not run.journal.is_dir():
-        return []
-    return sorted(path for path in run.journal.glob(f"*{SUFFIX}") if not path.name.startswith("."))
+    """Returns the journals of a run, sorted by name. Those in packs have a path at which there is no file."""
+    return [run.journal / name for name in packs.sizes(run.journal)]
+
+
+def sizes_of(run: RunDir) -> dict[str, int]:
+    """Returns the size of each journal in bytes, by name. Raises OSError."""
+    sizes = packs.sizes(run.journal)
+    return {name: packs.size_of(run.journal / name) if size is None else size for name, size in sizes.items()}
 
 
 def seals_of(run: RunDir) -> Seals:
@@ -175,7 +182,7 @@ def fingerprint(run: RunDir, seals: Seals) -> dict[str, Any]:
     seals."""
     sealed = json.dumps(sorted([*key, *value] for key, value in seals.items()))
     return {
-        "journals": {path.name: path.stat().st_size for path in journals(run)},
+        "journals": sizes_of(run),
         "seals": zlib.crc32(sealed.encode()),
     }
 
@@ -226,7 +233,9 @@ def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) 
         end = frame.end
         if heading is not None and counts(seals, heading.block, heading.epoch, path.name, base + end):
             size = frame.end - frame.start
-            valid.append(RecordEntry(*heading[:4], frame.time_ns, path.name, frame.start, size))
+            status = sys.intern(heading.status)  # one text for millions of entries
+            order = heading.epoch, heading.attempt, frame.time_ns
+            valid.append(RecordEntry(heading.id, status, *order, path.name, frame.start, size))
     return valid, end
 
 
@@ -295,7 +304,7 @@ def parts(path: Path) -> list[Path]:
     """Returns the files of the journal whose part 0 is ``path``, in order. Empty if the journal is missing."""
     files: list[Path] = []
     part = path
-    while part.exists():
+    while part.exists() or (not files and packs.is_packed(part)):
         files.append(part)
         part = path.with_name(f"{path.name.removesuffix(SUFFIX)}+{len(files):04d}{SUFFIX}")
     return files

@@ -1,8 +1,9 @@
 """The journal: an append-only file whose records survive SIGKILL, power loss and full disks.
 
-Each pod start creates one journal, ``journal/<pod>.<start>.journal``. The file is created with ``O_EXCL`` and never
-reopened for writing, so no record is ever appended after a crashed writer's torn tail. A record is *acknowledged* once
-:meth:`JournalWriter.commit` has returned. Committing many records together (group commit) costs one fsync.
+Each pod start that stores something creates one journal, ``journal/<pod>.<start>.journal``, with its first records. The
+file is created with ``O_EXCL`` and never reopened for writing, so no record is ever appended after a crashed writer's
+torn tail. A record is *acknowledged* once :meth:`JournalWriter.commit` has returned. Committing many records together
+(group commit) costs one fsync.
 :mod:`megaflow_hpc.trajectories.journal.frames` describes the format.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode
 from megaflow_hpc.trajectories.journal.frames import HEADER_SIZE, MAX_RECORD, frame_head, header, pack_record
+from megaflow_hpc.trajectories.journal.packs import seal
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,9 @@ class _State(enum.Enum):
 
 
 class JournalWriter:
-    """Creates a journal and appends to it. Not thread-safe, and for one process only.
+    """Appends to a new journal. Not thread-safe, and for one process only.
+
+    The file is created when the first records are written, so that a start that stores nothing leaves no file.
 
     Args:
         path: The new journal. The file must not exist; its directory must.
@@ -46,14 +50,19 @@ class JournalWriter:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        if self.path.exists():
+            raise _exists(self.path)
+        if not os.access(self.path.parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"{self.path}: cannot be created (directory missing or access denied); check the run")
         self._salt = os.urandom(8)
-        self._file = _create(self.path, header(self._salt))
+        self._file: int | None = None
+        """Descriptor of the file, or ``None`` before it is created."""
         self._state = _State.OPEN
-        self._buffer = bytearray()
-        """Appended frames that are not yet written to the file."""
-        self._written = HEADER_SIZE
+        self._buffer = bytearray(header(self._salt))
+        """Header and appended frames that are not yet written to the file."""
+        self._written = 0
         """Bytes written to the file."""
-        self._durable = HEADER_SIZE
+        self._durable = 0
         """Bytes made durable by an fsync."""
 
     @property
@@ -63,7 +72,7 @@ class JournalWriter:
 
     @property
     def committed(self) -> int:
-        """Offset up to which all records are durable."""
+        """Offset up to which all records are durable. 0 if there is no record yet."""
         return self._durable
 
     def append(self, record: bytes | Mapping[str, Any]) -> int:
@@ -73,7 +82,7 @@ class JournalWriter:
             The end offset of the record, comparable with ``committed`` and with a seal.
 
         Raises:
-            ConfigError: The record is larger than ``MAX_RECORD``.
+            ConfigError: The record is larger than ``MAX_RECORD``, or another process has created the file.
             OSError: The write failed. The record stays in memory; see :meth:`commit`.
         """
         self._check_open()
@@ -93,17 +102,20 @@ class JournalWriter:
         """Makes all appended records durable and returns the length of the journal.
 
         Raises:
+            ConfigError: Another process has created the file.
             OSError: No new records are acknowledged. If the disk is full, the records stay in memory and ``commit`` may
                 be retried. If the fsync fails, every later call raises and the pod needs a new journal.
         """
         self._check_open()
         self._write()
-        if self._durable < self._written:
+        if self._file is not None and self._durable < self._written:
             try:
                 os.fsync(self._file)
             except OSError:
                 self._state = _State.FAILED
                 raise
+            if not self._durable:
+                _fsync_directory(self.path.parent)
             self._durable = self._written
         return self._durable
 
@@ -115,7 +127,10 @@ class JournalWriter:
             if self._state is _State.OPEN:
                 self.commit()
         finally:
-            os.close(self._file)
+            if self._file is not None:
+                if self._state is _State.OPEN and self._durable == self.length:
+                    seal(self._file)
+                os.close(self._file)
             self._state = _State.CLOSED
 
     def __enter__(self) -> JournalWriter:
@@ -131,9 +146,12 @@ class JournalWriter:
             raise OSError(f"{self.path}: an earlier fsync failed; continue with a new journal")
 
     def _write(self) -> None:
-        """Writes the buffer to the file. If that fails, the buffer is kept."""
-        if not self._buffer:
+        """Writes the buffer to the file, and creates the file for the first record. If that fails, the buffer is
+        kept."""
+        if self.length == HEADER_SIZE or not self._buffer:
             return
+        if self._file is None:
+            self._file = _create(self.path)
         try:
             _write_at(self._file, bytes(self._buffer), self._written)
         except OSError:
@@ -144,26 +162,25 @@ class JournalWriter:
         self._buffer = bytearray()
 
 
-def _create(path: Path, head: bytes) -> int:
-    """Durably creates a file that contains ``head``, and returns its descriptor."""
+def _create(path: Path) -> int:
+    """Creates an empty file and returns its descriptor."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        raise ConfigError(f"{path}: exists already; each start of a pod needs a journal of its own") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be created ({error.strerror}); check the run directory") from error
+        raise _exists(path) from None
     try:
         mode = file_mode(path.parent)
         if mode != 0o600:
             os.fchmod(file, mode)
-        _write_at(file, head, 0)
-        os.fsync(file)
-        _fsync_directory(path.parent)
     except BaseException:
         os.close(file)
         path.unlink(missing_ok=True)
         raise
     return file
+
+
+def _exists(path: Path) -> ConfigError:
+    return ConfigError(f"{path}: exists already; each start of a pod needs a journal of its own")
 
 
 def _write_at(file: int, data: bytes, offset: int) -> None:

@@ -24,7 +24,8 @@ from megaflow_hpc.trajectories.hdf5.file import attribute, attribute_text, new_f
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
 from megaflow_hpc.trajectories.hdf5.writer import column_writer, reward_writer
-from megaflow_hpc.trajectories.journal.winners import fingerprint, journals, seals_of
+from megaflow_hpc.trajectories.journal import packs
+from megaflow_hpc.trajectories.journal.winners import fingerprint, seals_of
 from megaflow_hpc.trajectories.maintenance.validate import verify
 
 _WINDOW = 1 << 20
@@ -152,7 +153,7 @@ def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
                 f"{run.trajectories}: /{check.path} {check.state}; "
                 f"the journals stay, make the file anew with: megaflow-hpc gather {run} --rebuild"
             )
-    files = journals(run)
+    files = [path for path in run.journal.iterdir() if path.suffix in (packs.JOURNAL, packs.PACK)]
     size = sum(path.stat().st_size for path in files)
     if not dry_run:
         for path in files:

@@ -3,14 +3,17 @@
 A gather first reads the headings of all records and decides which ones win. It then appends the winners in commit
 order, with one batch of records in memory at a time.
 
-The file is published by rename, so readers see either the old or the new file. If a gather is killed, run it again. It
-may run while the campaign is running.
+The file is published by rename, so readers see either the old or the new file. If a gather is asked to stop, it keeps
+the rows written so far, and the next one continues, unless the journals have changed. If it is killed, the next one
+begins again. It may run while the campaign is running.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +21,36 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, root_attributes
-from megaflow_hpc.trajectories.hdf5.file import recorded_sources
-from megaflow_hpc.trajectories.hdf5.publishing import published
+from megaflow_hpc.trajectories.hdf5.columns import offset_faults
+from megaflow_hpc.trajectories.hdf5.encoding import escape
+from megaflow_hpc.trajectories.hdf5.file import SOFTWARE, attribute, attribute_text, open_file, recorded_sources
+from megaflow_hpc.trajectories.hdf5.publishing import Unfinished, published, unfinished
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
-from megaflow_hpc.trajectories.journal.winners import Seals, fingerprint, index, seals_of
+from megaflow_hpc.trajectories.journal.winners import Index, Seals, fingerprint, index, seals_of
+from megaflow_hpc.trajectories.maintenance.index_file import read_index, write_index
 
 logger = logging.getLogger(__name__)
 
+KEEP_INDEX_S = 5.0
+"""An index that took longer than this many seconds is kept."""
+_IDS = 1 << 16
+"""Ids compared at a time, to bound memory."""
 
-def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, rebuild: bool = False) -> Path:
+
+def gather(
+    run: RunDir | str | os.PathLike[str],
+    seals: Seals | None = None,
+    *,
+    rebuild: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> Path:
     """Writes ``RUN/trajectories.h5`` unless it is up to date with the journals.
 
     Args:
         run: The run directory.
         seals: (block, epoch) → (``<pod>.<start>``, valid bytes). Default: the ledger's seals.
         rebuild: Write the file even if it is up to date.
+        stop: Called after each row. Returns whether to stop and to keep what was written.
 
     Returns:
         The path of the file.
@@ -40,6 +58,7 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
     Raises:
         ConfigError: A journal is foreign or has a newer version, or journals that the existing file was gathered from
             are missing.
+        Unfinished: ``stop`` returned true. The next call continues.
         OSError: There is no space left, or the directory is read-only. The existing file is unchanged.
     """
     run = run if isinstance(run, RunDir) else RunDir(run)
@@ -47,13 +66,85 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
     now = fingerprint(run, seals)  # taken first, so records appended in the meantime make the file stale
     before = recorded_sources(run.trajectories)
     if before is not None and _is_up_to_date(run, before, now, rebuild):
+        for kept in (unfinished(run.trajectories), _kept_index(run)):
+            if kept.exists():  # not on a file system that is mounted read-only
+                kept.unlink(missing_ok=True)
         return run.trajectories
-    winners = index(run, seals)
+    winners = _index(run, seals, now)
+    total = len(winners.winners)
     with published(run.trajectories) as temporary:
-        with TrajectoryWriter(temporary, campaign_name(run), now, root_attributes(run)) as writer:
-            for trajectory in winners.trajectories():
+        done = _take_up(unfinished(run.trajectories), temporary, now, winners)
+        with TrajectoryWriter(temporary, campaign_name(run), now, root_attributes(run), append=done > 0) as writer:
+            for trajectory in winners.trajectories(done):
                 writer.append(trajectory)
+                if stop():
+                    break
+        if len(writer) < total:
+            raise Unfinished(
+                f"{run}: stopped after {len(writer)} of {total} rollouts; continue with: megaflow-hpc gather {run}"
+            )
+    _kept_index(run).unlink(missing_ok=True)
     return run.trajectories
+
+
+def _index(run: RunDir, seals: Seals, now: dict[str, Any]) -> Index:
+    """Decides which records win. If that takes long, the result is kept until the file is published, so that a gather
+    that was stopped need not read all journals again."""
+    path = _kept_index(run)
+    try:
+        if (kept := read_index(path, run.journal, now)) is not None:
+            return kept
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        logger.warning("%s: %s; reading the journals again", path, error)
+    began = time.monotonic()
+    winners = index(run, seals)
+    if time.monotonic() - began >= KEEP_INDEX_S:
+        try:
+            with published(path) as temporary:
+                write_index(temporary, winners, now)
+        except (OSError, UnicodeEncodeError) as error:  # the disk is full, or an id has lone surrogates
+            logger.warning("%s: %s; a gather that is stopped will read the journals again", path, error)
+    return winners
+
+
+def _kept_index(run: RunDir) -> Path:
+    return run.trajectories.with_name(f".{run.trajectories.name}.index")
+
+
+def _take_up(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) -> int:
+    """Renames what a stopped gather has kept to ``temporary``, and returns its number of rows. Removes it and returns 0
+    if it does not fit the journals."""
+    if not kept.exists():
+        return 0
+    rows = _rows_that_fit(kept, now, winners)
+    try:
+        if rows:
+            os.rename(kept, temporary)
+        else:
+            kept.unlink()
+    except FileNotFoundError:  # another gather was faster
+        return 0
+    return rows
+
+
+def _rows_that_fit(kept: Path, now: dict[str, Any], winners: Index) -> int:
+    """Returns the number of rows of a kept file. 0 if it is damaged or was made from other records or by another
+    version."""
+    try:
+        with open_file(kept) as file:
+            if attribute(file, "sources") != now or attribute_text(file, "software") != SOFTWARE:
+                return 0
+            ids = file["trajectories/id"]
+            for first in range(0, len(ids), _IDS):
+                expected = [escape(entry.id).encode() for entry in winners.winners[first : first + _IDS]]
+                if ids[first : first + _IDS].tolist() != expected[: len(ids) - first]:
+                    return 0
+            return len(ids) if next(iter(offset_faults(file)), None) is None else 0
+    except (ConfigError, OSError, LookupError, ValueError) as error:
+        logger.warning("%s: %s; gathering begins again", kept, error)
+        return 0
 
 
 def gathered(path: str | os.PathLike[str]) -> Path:

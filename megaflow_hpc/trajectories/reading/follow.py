@@ -1,8 +1,9 @@
 """Follows a campaign: yields the rollouts of all pods as they become durable, and can resume in a later process.
 
 Each poll reads only the bytes appended to the journals since the last poll. It costs one listing of ``RUN/journal``,
-one stat per journal, and reading the new bytes. A rollout is yielded at its first valid record. If that record failed
-or was cancelled and a later attempt succeeds, the rollout is yielded a second time, and never again.
+one stat per journal that is not in a pack, and reading the new bytes. A rollout is yielded at its first valid record.
+If that record failed or was cancelled and a later attempt succeeds, the rollout is yielded a second time, and never
+again.
 
 A follower's *cursor* contains everything that a follower in a later process needs to continue: the bytes read of each
 journal, and the ids yielded without success. The cursor omits the ids of successes, because the ledger only lets
@@ -35,6 +36,7 @@ from megaflow_hpc.trajectories.journal.winners import (
     in_commit_order,
     journals,
     seals_of,
+    sizes_of,
 )
 from megaflow_hpc.trajectories.reading.journal_source import JournalSource
 from megaflow_hpc.trajectories.reading.row import Row
@@ -103,7 +105,7 @@ class Follower:
         Raises:
             OSError: As for :meth:`poll`.
         """
-        sizes = {path: path.stat().st_size for path in journals(self._run)}
+        sizes = {self._run.journal / name: size for name, size in sizes_of(self._run).items()}
         grown = {path: size for path, size in sizes.items() if self._is_new(path.name, size)}
         if not grown:
             return []

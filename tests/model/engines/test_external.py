@@ -23,6 +23,7 @@ from megaflow_hpc.model.engines import adapters
 from megaflow_hpc.model.gateway.canonical import conversation_digest
 from megaflow_hpc.model.gateway.replay import calls_artifact, calls_of
 from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.monitor import engines
 from megaflow_hpc.trajectory import Trajectory
 from tests.support.serving import Servers, call, conversation, in_loop, listening
 
@@ -141,6 +142,39 @@ async def test_what_no_later_start_would_mend_ends_at_once_with_its_cause(server
         assert len(endpoint.asked(place.split("/")[1])) == (1 if place == "/forbids" else 3)
         assert re.search(said, failed["cause"]), failed["cause"]
         assert KEY not in failed["cause"]
+
+
+async def until_shown(servers: Servers, state: str) -> dict[str, Any]:
+    """Return the server's entry in a status, once it has this state."""
+    deadline = time.monotonic() + 60
+    while True:
+        found = engines.servers(servers.run, False)
+        if [entry["state"] for entry in found] == [state]:
+            return found[0]
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.1)
+
+
+@in_loop
+async def test_an_endpoint_that_is_down_is_shown_with_its_cause(servers: Servers) -> None:
+    endpoint, application = Rented(), web.Application()
+    application.router.add_route("*", "/{path:.*}", endpoint.answer)
+    async with rented() as (_, url):
+        pass  # nobody listens there now
+    start(servers, f"{url}/v1")
+    down = await until_shown(servers, "down")
+    assert re.search(rf"{url}/v1/models: .*Connect call failed", down["cause"]), down
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", int(url.rpartition(":")[2])).start()
+    assert "cause" not in await until_shown(servers, "serving")
+    async with servers.gateway(wait_s=60) as gateway:
+        model = await gateway.open("t/default/0", "default")
+        await runner.cleanup()
+        calling = asyncio.create_task(call(model, {"messages": conversation("hello"), "temperature": 0}))
+        down = await until_shown(servers, "down")
+        assert down["cause"].startswith(f"{url}/v1/chat/completions does not answer: ClientConnect"), down
+        calling.cancel()
 
 
 def test_an_endpoint_needs_no_gpu_and_says_what_its_address_lacks(tmp_path: Path) -> None:

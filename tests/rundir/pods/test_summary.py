@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.master.histories import Histories
+from megaflow_hpc.rundir import summaries
 from megaflow_hpc.rundir.events import (
     AttemptEvent,
     EndpointsEvent,
@@ -26,7 +26,6 @@ from megaflow_hpc.rundir.events import (
     encode,
 )
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.pods import summary
 from megaflow_hpc.rundir.pods.aggregator import (
     MAX_LINE_BYTES,
     PIECE,
@@ -35,23 +34,15 @@ from megaflow_hpc.rundir.pods.aggregator import (
     EventAggregator,
     SummaryWriter,
 )
-from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.types import VERIFIED
 from tests.support.histories import History
 from tests.support.ledgers import Clock
+from tests.support.statuses import make, said
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     return make(tmp_path / "run")
-
-
-def make(path: Path) -> RunDir:
-    run = RunDir(path)
-    run.create()
-    Ledger(run).create()
-    write_run(run, RunRecord(campaign={"name": "x"}, total=10_000))
-    return run
 
 
 def condense(events: Path, covered: int) -> bytes:
@@ -61,27 +52,8 @@ def condense(events: Path, covered: int) -> bytes:
         event = decode(line)
         assert event is not None
         aggregator.apply(event)
-    summary.write(events, aggregator.summary(covered))
-    return summary.path_of(events).read_bytes()
-
-
-def said(run: RunDir, listed: bool = False) -> dict[str, Any]:
-    """Return the status of a first poll without the values that depend on its time."""
-    monitor = Monitor(run)
-    if listed:
-        monitor.list_rollouts()
-    status = monitor.status()
-    told = {key: value for key, value in status.items() if key not in ("rate_per_s", "eta_s")}
-    told["pods"] = [{key: value for key, value in pod.items() if key != "silent_s"} for pod in status["pods"]]
-    told["first_failures"] = sorted(told["first_failures"], key=lambda cause: str(cause["kind"]))
-    places = monitor.running.longest([pod["pod"] for pod in status["pods"]])
-    badly = [event for event in monitor.rollouts.values() if event.status in ("failed", "cancelled")]
-    return {
-        **told,
-        "places": places,
-        "at_work": sorted(monitor.at_work()),
-        "badly": sorted((event.id, event.status, event.kind, event.t, event.turns) for event in badly),
-    }
+    summaries.write(events, aggregator.summary(covered))
+    return summaries.path_of(events).read_bytes()
 
 
 def left_behind(run: RunDir) -> dict[str, Any]:
@@ -127,7 +99,7 @@ def test_a_status_is_the_same_with_summaries_wherever_they_end(run: RunDir, seed
             ]
         )
         if draw.random() < 0.7:
-            summary.path_of(events).write_bytes(damaged)
+            summaries.path_of(events).write_bytes(damaged)
     assert said(run) == without
 
 
@@ -138,7 +110,7 @@ def test_a_summary_of_more_than_there_is_is_not_used(run: RunDir) -> None:
     condense(events, events.stat().st_size)
     events.write_bytes(b"".join(lines[:-20]))  # a node lost power before its last events were on the disk
     with_it = said(run)
-    summary.path_of(events).unlink()
+    summaries.path_of(events).unlink()
     assert with_it == said(run)
 
 
@@ -146,7 +118,7 @@ def test_texts_that_are_none_are_summarised(run: RunDir) -> None:
     events = run.event_file("a", "0")
     events.write_bytes(encode(RolloutEvent(t=1.0, id="t/p/0", status="failed", kind="agent", error="\udc80 \ud83d")))
     condense(events, events.stat().st_size)
-    assert summary.read(events) is not None
+    assert summaries.read(events) is not None
     assert [cause["error"] for cause in said(run)["first_failures"]] == ["\\udc80 \\ud83d"]
 
 
@@ -169,7 +141,7 @@ def test_a_pod_renames_a_summary_now_and_then_and_a_first_look_reads_it_in_place
                 )
                 file.flush()
                 keeper.tick()
-                there = summary.path_of(path)
+                there = summaries.path_of(path)
                 if there.exists() and there.stat().st_ino != inode:
                     inode, writes = there.stat().st_ino, writes + 1
         keeper.finish()
@@ -225,7 +197,7 @@ def test_a_pod_that_is_killed_at_any_instant_leaves_what_reads_right(run: RunDir
             pod.stdout.readline()
             time.sleep(draw.random() / 5)
             pod.send_signal(signal.SIGKILL)
-        used += summary.read(path) is not None
+        used += summaries.read(path) is not None
     with_them = said(run)
     assert used == 4
     for path in run.events.glob("*.summary"):
@@ -264,9 +236,9 @@ def test_a_line_longer_than_a_piece_stops_no_summary(run: RunDir, size: int) -> 
     for long in (encode(told), b"\0" * size + encode(ends[0])):
         path.write_bytes(encode(ends[1]) + long + b"".join(encode(event) for event in ends[2:]))
         SummaryWriter(path).finish()
-        found = summary.read(path)
+        found = summaries.read(path)
         assert found is not None
         assert found.covers > path.stat().st_size - PIECE
         with_it = said(run)
-        summary.path_of(path).unlink()
+        summaries.path_of(path).unlink()
         assert with_it == said(run)

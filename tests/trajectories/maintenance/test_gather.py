@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 
 from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, validate
-from megaflow_hpc.trajectories.hdf5.publishing import clean_up
+from megaflow_hpc.trajectories.hdf5 import writer
+from megaflow_hpc.trajectories.hdf5.publishing import Unfinished, clean_up, unfinished
+from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal import winners
 from megaflow_hpc.trajectories.journal.frames import pack_record
+from megaflow_hpc.trajectories.maintenance import index_file
 from megaflow_hpc.trajectories.maintenance.validate import verify
 from tests.support.journals import digests, record, write_between, write_parts
 from tests.support.samples import run_dir, trajectory
 
 ROWS = 120
+of_gather = sys.modules[gather.__module__]
 
 
 @pytest.fixture
@@ -65,6 +69,115 @@ def test_a_reward_that_only_some_rows_have_is_missing_in_the_others(run):
     with open_trajectories(gather(run)) as store:
         assert store.column("rewards/other")[-1] == 0.25
         assert np.isnan(store.column("rewards/other")[:-1]).all()
+
+
+def stopped_after(run, rows: int) -> None:
+    """Gathers so many further rows and stops."""
+    left = iter(range(1, rows))
+    with pytest.raises(Unfinished, match=r"of \d+ rollouts; continue with: megaflow-hpc gather"):
+        gather(run, stop=lambda: next(left, None) is None)
+
+
+def hidden(run) -> list[str]:
+    return sorted(path.name for path in run.path.iterdir() if path.name.startswith("."))
+
+
+@pytest.mark.parametrize("pauses", [[1], [40, 1, 30], [119], [7] * 17])
+def test_a_gather_that_was_stopped_continues_and_the_file_is_the_same(run, monkeypatch, pauses):
+    with JournalWriter(run.journal_file("other", "0")) as journal:  # a late reward and a longer node name
+        late = trajectory(ROWS, rewards={"other": 0.25}, node="n" * 70, error="x" * 5000, status="failed")
+        journal.append(record(50, 0, late))
+    monkeypatch.setattr(writer, "_FLUSH_ROWS", 16)
+    monkeypatch.setattr(writer, "_BATCH_BYTES", 2000)
+    whole = digests(gather(run))
+    run.trajectories.unlink()
+    for pause in pauses:
+        stopped_after(run, pause)
+        assert hidden(run) == [".trajectories.h5.unfinished"]
+        assert not run.trajectories.exists()
+    read = []
+    monkeypatch.setattr(TrajectoryWriter, "append", _noting(TrajectoryWriter.append, read))
+    path = gather(run)
+    assert len(read) == ROWS + 1 - sum(pauses), "only the rest is gathered"
+    assert digests(path) == whole
+    assert validate(path) == []
+    assert [check for check in verify(path) if check.state != "ok"] == []
+    assert hidden(run) == []
+
+
+def _noting(append, into: list[str]):
+    def noted(self, one):
+        into.append(one.id)
+        append(self, one)
+
+    return noted
+
+
+def test_an_index_that_took_long_is_kept_until_the_file_is_published(run, monkeypatch):
+    with JournalWriter(run.journal_file("other", "0")) as journal:  # a rollout that has lost before it won
+        journal.append(record(50, 0, trajectory(5, status="failed")))
+        journal.append(record(50, 1, trajectory(ROWS, status="failed")))
+        journal.append(record(50, 2, trajectory(ROWS)))
+    whole = digests(gather(run))
+    run.trajectories.unlink()
+    monkeypatch.setattr(of_gather, "KEEP_INDEX_S", 0.0)
+    monkeypatch.setattr(index_file, "_ENTRIES", 7)
+    stopped_after(run, 3)
+    assert hidden(run) == [".trajectories.h5.index", ".trajectories.h5.unfinished"]
+    expected = winners.index(run, {})
+    monkeypatch.setattr(of_gather, "index", lambda *_: pytest.fail("the journals are read again"))
+    now = winners.fingerprint(run, {})
+    assert index_file.read_index(run.path / ".trajectories.h5.index", run.journal, now) == expected
+    assert digests(gather(run)) == whole
+    assert hidden(run) == []
+
+
+@pytest.mark.parametrize("change", ["torn", "flipped", "other journals"])
+def test_a_kept_index_that_is_damaged_or_old_is_made_anew(run, monkeypatch, change):
+    monkeypatch.setattr(of_gather, "KEEP_INDEX_S", 0.0)
+    stopped_after(run, 3)
+    kept = run.path / ".trajectories.h5.index"
+    data = bytearray(kept.read_bytes())
+    if change == "torn":
+        del data[-10:]
+    elif change == "flipped":
+        data[-10] ^= 1
+    else:
+        with JournalWriter(run.journal_file("more", "0")) as journal:
+            journal.append(record(9, 0, trajectory(-1)))
+    kept.write_bytes(data)
+    assert len(ids(gather(run))) == ROWS + (change == "other journals")
+    assert hidden(run) == []
+
+
+@pytest.mark.parametrize("change", ["a journal grew", "a seal", "damaged", "another version", "killed"])
+def test_what_a_stopped_gather_kept_is_not_used_if_it_does_not_fit(run, monkeypatch, change):
+    stopped_after(run, 50)
+    kept, seals = unfinished(run.trajectories), {}
+    if change == "a journal grew":
+        with JournalWriter(run.journal_file("more", "0")) as journal:
+            journal.append(record(9, 0, trajectory(-1)))
+    elif change == "a seal":
+        seals = {(0, 0): ("pod-0.0", 10_000)}
+    elif change == "damaged":
+        data = bytearray(kept.read_bytes())
+        data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+        kept.write_bytes(data)
+    elif change == "another version":
+        monkeypatch.setattr("megaflow_hpc.trajectories.maintenance.gather.SOFTWARE", "megaflow-hpc 99")
+    else:
+        code = f"""
+import os, sys
+from megaflow_hpc.trajectories import gather
+gather({str(run.path)!r}, stop=lambda: os.kill(os.getpid(), 9))
+"""
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+        assert not kept.exists(), "a file that a killed gather was changing is never continued"
+    fresh = run_dir(run.path.parent / "fresh")
+    for path in run.journal.iterdir():
+        (fresh.journal / path.name).write_bytes(path.read_bytes())
+    assert digests(gather(run, seals)) == digests(gather(fresh, seals))
+    assert hidden(run) == []
 
 
 def test_what_earlier_versions_left_next_to_the_journals_is_ignored(run):

@@ -19,6 +19,7 @@ from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.rundir.marks import FINISHED
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, validate
+from megaflow_hpc.trajectories.journal.packs import FAN, pack_journals
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 from megaflow_hpc.trajectories.maintenance.compact import compact, drop_journals
 from megaflow_hpc.trajectories.maintenance.validate import verify
@@ -100,6 +101,9 @@ def test_compact_in_place_keeps_the_run_readable_and_current(run):
 def test_journals_go_only_when_the_finished_file_holds_them(tmp_path):
     run = run_dir(tmp_path / "run")
     write_parts(run, "a", range(60))
+    for start in range(FAN):  # these are in a pack as well
+        commit(run, "7_1", (9, 0, trajectory(60 + start)), start=str(start))
+    pack_journals(run.journal, "7_1", "99")
     with pytest.raises(ConfigError, match="not finished"):
         drop_journals(run)
     run.ledger.mkdir(parents=True, exist_ok=True)
@@ -118,7 +122,7 @@ def test_journals_go_only_when_the_finished_file_holds_them(tmp_path):
     assert list(run.journal.iterdir()) == []
     assert gather(run) == path
     with open_trajectories(run.path) as store:
-        assert len(store) == 60
+        assert len(store) == 60 + FAN
 
 
 SECRET = (

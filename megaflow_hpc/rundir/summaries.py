@@ -1,10 +1,14 @@
-"""``RUN/events/<pod>.<start>.summary``: a summary of the first bytes of an event file, so that readers can skip them.
+"""Summaries of event files: ``RUN/events/<pod>.<start>.summary`` and ``<pod>.<start>.condensed``.
 
 Event files grow with every rollout, so reading a day-old run would mean gigabytes. Each pod therefore periodically
 replaces a summary of its own file. A summary contains the number of bytes that it covers, the events that still matter
 (of the pod, its workers and unfinished rollouts), counts of the other events, and 8 bytes for each successful rollout.
 Readers continue after the covered bytes. A summary is only an optimisation. If it is missing, damaged, of another
 version or covers more bytes than the file has, all events are read.
+
+``<pod>.<start>.condensed`` replaces the event files of this start of a pod and of all earlier ones, which are then
+removed (:mod:`megaflow_hpc.rundir.pods.condensing`). So a pod has a few files however often it started. Of several such
+files of a pod, the one with the highest start counts, and event files of starts that it covers are ignored.
 
 ::
 
@@ -19,7 +23,7 @@ import sys
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -39,6 +43,8 @@ from megaflow_hpc.rundir.events import (
 
 VERSION = 1
 SUFFIX = ".summary"
+CONDENSED = ".condensed"
+EVENTS = ".jsonl"
 DIGEST = 8
 """Bytes per digest of a rollout id. With ten million ids, one in 400,000 campaigns has a collision."""
 RECENT_S = 300.0
@@ -59,6 +65,10 @@ class EndedBadly(msgspec.Struct, array_like=True, gc=False):
     inexact: Count
     began: tuple[Count, Count, Time] | None
     """(rank, attempt number, start time) of the last attempt, if known."""
+    start: str = ""
+    """Start of the pod that ran this attempt, if a summary covers several; otherwise empty."""
+    node: str = ""
+    """Node of this attempt, in the same case."""
 
     def to_event(self) -> RolloutEvent:
         """Restores the event, with the fields that were kept."""
@@ -99,7 +109,27 @@ class Summary(Event, tag="summary"):
     """Policy → number of turns of successful rollouts that contain constrained tokens."""
     busy_at: Time = 0.0
     """Time at which the pod last started or ended a rollout."""
+    stored: Count = 0
+    """Number of stored rollouts, including those that were stored again later."""
     version: int = VERSION
+
+
+class Condensed(Summary, tag="condensed", kw_only=True):
+    """Aggregate of several starts of a pod. Its :attr:`events` are failed attempts of rollouts that did not succeed."""
+
+    starts: Count
+    """Number of starts that left events."""
+    after: int
+    """Last start that the file which this one replaced covered, or -1."""
+    sizes: dict[str, Count]
+    """Start → bytes of its event file, for the starts after :attr:`after`."""
+    slots: list[tuple[Time, Time, Number]]
+    """(begin, end, mean number of slots) of successive periods."""
+    seen: bool = False
+    """True if the reader has already read everything that this replaces. Set by the reader."""
+
+
+T = TypeVar("T", bound=Summary)
 
 
 def digest(rollout: str) -> bytes:
@@ -155,33 +185,49 @@ def path_of(events: Path) -> Path:
     return events.with_suffix(SUFFIX)
 
 
+def start_number(start: str) -> int:
+    """Returns the number of a pod's start. -1 if it has none; such starts are never condensed."""
+    return int(start) if start.isascii() and start.isdecimal() and len(start) < 18 else -1
+
+
 def write(events: Path, summary: Summary) -> int:
     """Replaces the summary of an event file and returns its size in bytes. Raises OSError."""
+    return write_record(path_of(events), summary)
+
+
+def write_record(path: Path, summary: Summary) -> int:
+    """Writes a summary to ``path`` and returns its size in bytes. Raises OSError."""
     try:
         body = _encoder.encode(summary)
     except UnicodeEncodeError:  # lone surrogates, from program output that is not valid text
         body = _encoder.encode(_as_text(msgspec.to_builtins(summary, builtin_types=(bytes,))))
-    write_atomic(path_of(events), zlib.crc32(body).to_bytes(4, "little") + body)
+    write_atomic(path, zlib.crc32(body).to_bytes(4, "little") + body)
     return len(body)
 
 
 def read(events: Path) -> Summary | None:
     """Returns the summary of an event file. ``None`` if there is no usable one."""
     try:
-        data = read_regular(path_of(events))
-        if zlib.crc32(memoryview(data)[4:]) != int.from_bytes(data[:4], "little"):
-            return None
-        summary = _decoder.decode(memoryview(data)[4:])
-        whole = summary.version == VERSION and not len(summary.digests) % DIGEST
-        return summary if whole and events.stat().st_size >= summary.covers else None
-    except (OSError, ValueError, RecursionError):
+        summary = _read_record(path_of(events), _decoder)
+        return summary if summary is not None and events.stat().st_size >= summary.covers else None
+    except OSError:
         return None
 
 
-def begin(events: Path) -> tuple[int, list[Summary]]:
-    """Returns the summary of an event file's first bytes and how many they are; see :class:`~.events.EventReader`."""
-    summary = read(events)
-    return (summary.covers, [summary]) if summary is not None else (0, [])
+def read_condensed(path: Path) -> Condensed | None:
+    """Returns a condensed file's content. ``None`` if it is damaged. Raises OSError."""
+    return _read_record(path, _condensed_decoder)
+
+
+def _read_record(path: Path, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
+    data = read_regular(path)
+    if zlib.crc32(memoryview(data)[4:]) != int.from_bytes(data[:4], "little"):
+        return None
+    try:
+        summary = decoder.decode(memoryview(data)[4:])
+    except (ValueError, RecursionError):
+        return None
+    return summary if summary.version == VERSION and not len(summary.digests) % DIGEST else None
 
 
 def _as_text(value: Any) -> Any:
@@ -194,3 +240,4 @@ def _as_text(value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Summary)
+_condensed_decoder = msgspec.msgpack.Decoder(Condensed)

@@ -1,0 +1,110 @@
+"""Facts of pod starts whose leases were removed: sums for limits and reports. Pure: no file is touched here.
+
+A start takes over the sums of the element's earlier starts into its own lease, under the key ``earlier``. For pods
+that ended for good, the coordinator adds them to the record ``ledger/ended/<n>``. A new version of the record is linked
+under the next number, so of two coordinators only one can add to the same version. The latest number counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megaflow_hpc.ledger.calls import Names, Read, Steps
+from megaflow_hpc.ledger.names import ENDED, newest_starts
+from megaflow_hpc.rundir.budget import measured
+from megaflow_hpc.rundir.record import JOB_ID
+
+Facts = dict[str, Any]
+"""``starts``: their number, ``core_s``, ``began_at`` of the first in Unix seconds, ``stored`` rollouts, ``journals``:
+the number of starts that stored any, ``arrays``: ids of their Slurm jobs. Empty before the first start."""
+MAX_LOOKS = 10
+"""Number of attempts to read the record. Each fails only if a coordinator has just replaced it."""
+
+
+def facts_of(lease: Mapping[str, Any]) -> Facts:
+    """Returns the facts of one start, without earlier ones."""
+    stored, job = _count(lease.get("stored")), lease.get("job_id")
+    return {
+        "starts": 1,
+        "core_s": measured(lease.get("core_s")) or 0.0,
+        "began_at": measured(lease.get("began_at")),
+        "stored": stored,
+        "journals": int(stored > 0),
+        "arrays": [re.sub("_[^@]*", "", job)] if isinstance(job, str) and JOB_ID.fullmatch(job) else [],
+    }
+
+
+def add_facts(several: Iterable[Mapping[str, Any]]) -> Facts:
+    """Adds up facts. Values of a wrong type count as missing."""
+    total: Facts = {}
+    for facts in several:
+        if not facts:
+            continue
+        began = [at for at in (total.get("began_at"), measured(facts.get("began_at"))) if at]
+        arrays = [each for each in _texts(facts.get("arrays")) if JOB_ID.fullmatch(each)]
+        total = {
+            **{key: total.get(key, 0) + _count(facts.get(key)) for key in ("starts", "stored", "journals")},
+            "core_s": total.get("core_s", 0.0) + (measured(facts.get("core_s")) or 0.0),
+            "began_at": min(began, default=None),
+            "arrays": sorted({*total.get("arrays", ()), *arrays}),
+        }
+    return total
+
+
+def facts_of_starts(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
+    """Adds up the facts of some starts of one array element, and of the earlier starts that their leases state."""
+    several: list[Mapping[str, Any]] = []
+    for name in sorted(leases, key=lambda name: (len(name), name), reverse=True):  # the latest start first
+        several.append(facts_of(leases[name]))
+        if "earlier" in leases[name]:  # states all earlier starts
+            several.append(_earlier(leases[name]))
+            break
+    return add_facts(several)
+
+
+def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any]) -> dict[str, Facts]:
+    """Returns the facts of every start that the run ever had, as a mapping for
+    :meth:`~megaflow_hpc.rundir.budget.CampaignBudget.exceeded`.
+
+    Args:
+        leases: ``<pod>.<start>`` → content of its lease.
+        record: The latest record of ended pods.
+    """
+    counted = set(record.get("names", ()))
+    found: dict[str, Facts] = {"": add_facts([record])} if record else {}
+    for name in newest_starts(leases) - counted:
+        found[name] = facts_of(leases[name])
+        if earlier := _earlier(leases[name]):
+            found[f"{name} earlier"] = add_facts([earlier])
+    return found
+
+
+def read_record() -> Steps[tuple[int, dict[str, Any]]]:
+    """Returns the number and the content of the latest record of ended pods. (0, {}) before the first."""
+    number = 0
+    for _ in range(MAX_LOOKS):
+        number = max((int(name) for name in (yield Names(ENDED)) if name.isdigit()), default=0)
+        if not number:
+            return 0, {}
+        try:
+            content = yield Read(f"{ENDED}/{number}")
+        except ValueError:  # written by hand, since a link is complete
+            content = {}
+        if content is not None:
+            return number, {**content, "names": _texts(content.get("names"))}
+    raise FileNotFoundError(f"{ENDED}/{number}: is listed and cannot be read")
+
+
+def _earlier(lease: Mapping[str, Any]) -> Mapping[str, Any]:
+    earlier = lease.get("earlier")
+    return earlier if isinstance(earlier, Mapping) else {}
+
+
+def _texts(value: object) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and 0 <= value < 1 << 53 else 0

@@ -1,0 +1,139 @@
+"""Removes files of the ledger that nothing needs any more, so that their number does not grow with time. Pure.
+
+The coordinator prunes. It removes a file only if the file was not needed at every look for :attr:`Times.lease_s`. By
+then no cache shows the state in which the file was needed, and the fence of a pod that acts on such a state is closed.
+A file that is not needed now is never needed again:
+
+==================================== ========================================================================
+file                                 is not needed once
+==================================== ========================================================================
+``leases/<pod>.<start>``             a later start of the element has a lease; or the pod has ended or is gone,
+                                     holds no block, and its facts are in the record of ended pods
+``gone/<pod>.<start>``               the pod has no lease and holds no block
+``claims/<block>.<epoch>``           a later claim of the block repeats its seals, and the pod of the epoch before
+                                     has ended or no lease, so it cannot claim this name. Epoch 0 and the latest stay
+``released/<block>.<epoch>``         the block has a later claim
+``hungry/<pod>.<start>.<n>.<slots>`` the pod has no lease, has ended or is gone
+``partial/<pod>.<start>.json``       every block that the pod ever held is done
+``ended/<n>``                        there is a later record
+==================================== ========================================================================
+
+A pod whose lease was removed may still be alive. It finds out at its next renewal, and commits nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from megaflow_hpc.ledger.calls import Clock, Link, Names, Remove, Steps
+from megaflow_hpc.ledger.hand_offs import NotYet
+from megaflow_hpc.ledger.names import (
+    CLAIMS,
+    DONE,
+    ENDED,
+    GONE,
+    LEASES,
+    PARTIAL,
+    RELEASED,
+    REQUESTS,
+    claim_path,
+    done_blocks,
+    latest,
+    newest_starts,
+    pairs,
+)
+from megaflow_hpc.ledger.past import add_facts, facts_of_starts, read_record
+from megaflow_hpc.ledger.rules import LedgerRules
+
+PRUNE_S = 60.0
+"""Seconds between two looks for files to remove."""
+MAX_NAMES = 1000
+"""Maximum number of pods that one look adds to the record of ended pods."""
+
+
+class Pruning:
+    """Removes files that are not needed, for the coordinator. Looks of one object are steps and must not overlap."""
+
+    def __init__(self, rules: LedgerRules) -> None:
+        self._rules = rules
+        self._since: dict[str, float] = {}
+        """Path → this machine's clock at the first of the looks in a row at which the file was not needed."""
+
+    def look(self) -> Steps[None]:
+        """Looks for files that are not needed, and removes those that have not been for long enough.
+
+        Relies on the leases that the last survey has read.
+        """
+        with suppress(NotYet):  # a cache hides who holds a block; a later look will see it
+            yield from self._look()
+
+    def _look(self) -> Steps[None]:
+        began: float = yield Clock()
+        number, record = yield from read_record()  # before the leases, so a lease that it misses was not removed yet
+        gone = set((yield Names(GONE)))
+        leases = yield Names(LEASES)
+        requests = yield Names(REQUESTS)
+        partial = yield Names(PARTIAL)
+        # The claims come last: a pod that has ended or is gone makes no more.
+        done = done_blocks((yield Names(DONE)))
+        claims = pairs((yield Names(CLAIMS)))
+        released = pairs((yield Names(RELEASED)))
+        newest = latest(f"{block}.{epoch}" for block, epoch in claims)
+        holders, wanted = yield from self._owners(newest, done, released)
+        current = newest_starts(leases)
+        known = {name: lease.content for name, lease in self._rules.leases.items() if lease.content}
+        over = {name for name in current if name in known and (name in gone or known[name].get("ended"))}
+        recorded = set(record.get("names", ()))
+        paths = [f"{LEASES}/{name}" for name in leases if name not in current or name in (over & recorded) - holders]
+        paths += [f"{GONE}/{name}" for name in gone if name not in leases and name not in holders]
+        alive = {name for name in leases if not known.get(name, {}).get("ended")}
+        for block, epoch in sorted(claims):
+            if 0 < epoch < newest[block]:
+                owners = yield from self._rules.owners(block, newest[block])
+                if len(owners) >= newest[block] and owners[epoch - 1] not in alive:
+                    paths.append(claim_path(block, epoch))
+        paths += [f"{RELEASED}/{block:06d}.{epoch}" for block, epoch in released if epoch < newest.get(block, 0)]
+        active = current - over - gone
+        paths += [f"{REQUESTS}/{name}" for name in requests if name.rsplit(".", 2)[0] not in active]
+        paths += [
+            f"{PARTIAL}/{name}"
+            for name in partial
+            if name.endswith(".json") and name.removesuffix(".json") not in wanted | active
+        ]
+        paths += [f"{ENDED}/{older}" for older in (yield Names(ENDED)) if older.isdigit() and int(older) < number]
+        absent = [name for name in recorded if name not in leases]
+        unneeded = [*paths, *absent]
+        self._since = {path: self._since.get(path, began) for path in unneeded}
+        due = {path for path in unneeded if began - self._since[path] > self._rules.times.lease_s}
+        new = sorted(over - recorded - holders)[:MAX_NAMES]
+        if new or due & set(absent):
+            names = [name for name in [*recorded, *new] if name not in due or name in leases]
+            yield from self._record(number + 1, record, {name: known[name] for name in new}, names)
+        for path in sorted(due - set(absent)):
+            yield Remove(path)
+            del self._since[path]
+
+    def _owners(
+        self, newest: Mapping[int, int], done: Mapping[int, int], released: set[tuple[int, int]]
+    ) -> Steps[tuple[set[str], set[str]]]:
+        """Returns the pods that hold a block that is neither done nor released, and every pod that ever held a block
+        that is not done. Raises NotYet."""
+        holders: set[str] = set()
+        ever: set[str] = set()
+        for block, epoch in newest.items():
+            if block not in done:
+                owners = yield from self._rules.owners(block, epoch)
+                ever.update(owners)
+                if (block, epoch) not in released:
+                    holders.add(owners[-1])
+        return holders, ever
+
+    def _record(
+        self, number: int, record: Mapping[str, Any], leases: Mapping[str, Mapping[str, Any]], names: list[str]
+    ) -> Steps[None]:
+        """Adds pods to the record of ended pods. Their leases are removed only if a later look finds them in it."""
+        facts = [facts_of_starts({name: lease}) for name, lease in leases.items()]
+        content = {**add_facts([record, *facts]), "names": sorted(names)}
+        yield Link(f"{ENDED}/{number}", content, f"{self._rules.identity.name}.ended.{number}.{len(leases)}")

@@ -1,0 +1,374 @@
+"""Packs: many small journals of one pod in one file, so that the number of files does not grow with every start.
+
+::
+
+    journal/<pod>.<start>.journal         a journal
+    journal/<pod>.<start>.<level>.pack    copies of earlier starts' journals, made by that start
+
+    pack     magic "MFHPCPCK" | journals, byte for byte | table | footer
+    table    msgpack {journal: [offset, size]}
+    footer   u64 offset of the table | u32 its length | u32 its CRC-32 | magic
+
+A journal keeps its name and its offsets in a pack. So seals, cursors and the places of records stay valid, and readers
+need not know where a journal is.
+
+*What is packed.* Only sealed journals: their writer has closed them (:func:`seal`) and will never write again.
+
+*Nothing is lost or doubled.* A pack is complete and durable before it gets its name, and never changes. A later start
+compares the copies with the originals, and only then removes these. So for hours both are present, and a reader with an
+old listing finds either. Names decide, so a journal that is present twice counts once.
+
+*Bounds.* A start writes at most one pack of :data:`PACK_BYTES`. Packs that stay small are packed again, one level up.
+So a byte is copied once for each level, and a pod has about :data:`FAN` small files of each level.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.host.atomic import file_mode, fsync
+from megaflow_hpc.host.files import open_regular
+
+logger = logging.getLogger(__name__)
+
+JOURNAL, PACK = ".journal", ".pack"
+FAN = 16
+"""Number of small files of one level that are packed together."""
+PACK_BYTES = 32 << 20
+"""Size at which a pack is full. Journals and packs of half that size are not packed."""
+LISTING_AGE_S = 10.0
+"""Seconds for which a listing of the directory is used to find the pack of a journal."""
+_COPY_BYTES = 1 << 20
+_MAX_TABLE = 64 << 20
+
+_MAGIC = b"MFHPCPCK"
+_FOOTER = struct.Struct("<QII8s")
+_Table = dict[str, tuple[int, int]]
+
+
+class Packed(NamedTuple):
+    """Location of a journal in a pack."""
+
+    pack: str
+    offset: int
+    size: int
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class PackedJournal:
+    """One journal of a pack, opened for reading: as much of a binary file as readers of journals use."""
+
+    def __init__(self, file: BinaryIO, packed: Packed) -> None:
+        self._file, self._packed, self._position = file, packed, 0
+
+    @property
+    def size(self) -> int:
+        return self._packed.size
+
+    def seek(self, position: int) -> None:
+        self._position = position
+
+    def read(self, size: int) -> bytes:
+        size = max(0, min(size, self._packed.size - self._position))
+        self._file.seek(self._packed.offset + self._position)
+        data = self._file.read(size)
+        self._position += len(data)
+        return data
+
+    def __enter__(self) -> PackedJournal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+class _Catalog:
+    """The packs of one directory, each of which is read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tables: dict[str, _Table] = {}
+        self._listed_at = -float("inf")
+        self.journals: dict[str, Packed] = {}
+
+    def update(self, names: Iterable[str]) -> None:
+        """Reads new packs, given a listing of the directory.
+
+        Raises:
+            ConfigError: A pack is damaged.
+        """
+        self._listed_at = time.monotonic()
+        packs = {name for name in names if name.endswith(PACK) and not name.startswith(".")}
+        if packs == self._tables.keys():
+            return
+        tables = {name: self._tables[name] for name in packs & self._tables.keys()}
+        for name in sorted(packs - self._tables.keys()):
+            with suppress(FileNotFoundError):  # it was packed again meanwhile
+                tables[name] = read_table(self._folder / name)
+        self._tables = tables
+        self.journals = {
+            journal: Packed(name, *place) for name, table in sorted(tables.items()) for journal, place in table.items()
+        }
+
+    def find(self, journal: str) -> Packed | None:
+        """Returns the location of a packed journal. Lists the directory if it is unknown and the listing is old."""
+        if journal not in self.journals and time.monotonic() - self._listed_at >= LISTING_AGE_S:
+            with suppress(FileNotFoundError):
+                self.update(os.listdir(self._folder))
+        return self.journals.get(journal)
+
+    def forget(self) -> None:
+        """Makes the next :meth:`find` list the directory."""
+        self._listed_at, self._tables, self.journals = -float("inf"), {}, {}
+
+
+_catalogs: dict[str, _Catalog] = {}
+
+
+def _catalog(folder: Path) -> _Catalog:
+    return _catalogs.setdefault(os.fspath(folder), _Catalog(folder))
+
+
+def sizes(folder: Path) -> dict[str, int | None]:
+    """Returns the journals of a directory, from one listing. The value is the size of a packed journal, which never
+    changes, and ``None`` for a file.
+
+    Raises:
+        ConfigError: A pack is damaged.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    catalog = _catalog(folder)
+    catalog.update(names)
+    files = {name for name in names if name.endswith(JOURNAL) and not name.startswith(".")}
+    found: dict[str, int | None] = {name: packed.size for name, packed in catalog.journals.items()}
+    found.update(dict.fromkeys(files))
+    return dict(sorted(found.items()))
+
+
+def size_of(path: Path) -> int:
+    """Returns the size of a journal in bytes.
+
+    Raises:
+        FileNotFoundError: There is no such journal.
+    """
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        packed = _catalog(path.parent).find(path.name)
+        if packed is None:
+            raise
+        return packed.size
+
+
+def is_packed(path: Path) -> bool:
+    """Returns whether a journal is in a pack."""
+    return _catalog(path.parent).find(path.name) is not None
+
+
+def open_packed(path: Path) -> PackedJournal | None:
+    """Opens a journal that is in a pack. Returns ``None`` if it is in none. Raises OSError."""
+    catalog = _catalog(path.parent)
+    for _ in range(3):
+        packed = catalog.find(path.name)
+        if packed is None:
+            return None
+        try:
+            return PackedJournal(open_regular(path.parent / packed.pack), packed)
+        except FileNotFoundError:  # it was packed again meanwhile
+            catalog.forget()
+    return None
+
+
+def read_table(pack: Path) -> _Table:
+    """Returns the journals of a pack, each with its offset and size.
+
+    Raises:
+        ConfigError: The pack is damaged.
+    """
+    with open_regular(pack) as file:
+        try:
+            end = file.seek(-_FOOTER.size, os.SEEK_END)
+            offset, length, crc, magic = _FOOTER.unpack(file.read(_FOOTER.size))
+            if magic != _MAGIC or offset + length != end or length > _MAX_TABLE:
+                raise ValueError("no footer")
+            file.seek(offset)
+            data = file.read(length)
+            if zlib.crc32(data) != crc:
+                raise ValueError("checksum of its table")
+            table = msgspec.msgpack.decode(data, type=_Table)
+            for journal, (first, size) in table.items():
+                if "/" in journal or not journal.endswith(JOURNAL) or not 0 <= first <= first + size <= offset:
+                    raise ValueError(f"entry {journal!r}: {first}, {size}")
+            return table
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{pack}: damaged ({error}); it holds journals: restore the file") from error
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+def seal(file: int) -> None:
+    """Marks an open journal as one that is never written again, by the sticky bit, which has no meaning for files."""
+    with suppress(OSError):  # a file system without it: the journal is never packed
+        os.fchmod(file, stat.S_IMODE(os.fstat(file).st_mode) | stat.S_ISVTX)
+
+
+def pack_journals(folder: Path, pod: str, start: str) -> None:
+    """Packs the small journals of a pod's earlier starts, and removes what earlier starts have packed.
+
+    Call it once, some minutes after the start began: what earlier starts packed has then been visible for that long.
+    Errors are logged: packing is an optimisation.
+
+    Args:
+        folder: Directory of the journals.
+        pod, start: The calling start.
+    """
+    if not start.isdigit():
+        return
+    try:
+        packing = _Packing(folder, pod, int(start))
+        packing.clean_up()
+        packing.pack()
+    except (OSError, MegaflowError) as error:
+        logger.warning("%s: journals of %s are not packed: %s", folder, pod, error)
+
+
+class _Packing:
+    """The files of one pod in the directory of journals."""
+
+    def __init__(self, folder: Path, pod: str, start: int) -> None:
+        self._folder, self._pod, self._start = folder, pod, start
+        names = os.listdir(folder)
+        for name in names:
+            if name.startswith(f".{pod}.") and name.endswith(PACK):
+                (folder / name).unlink(missing_ok=True)  # left by a killed start
+        self._journals = {name for name in names if self._start_of(name, JOURNAL) is not None}
+        self._packs: dict[str, _Table] = {}
+        for name in names:
+            without_level = name.removesuffix(PACK).rpartition(".")[0]
+            if name.endswith(PACK) and self._start_of(without_level + PACK, PACK) is not None:
+                self._packs[name] = read_table(folder / name)
+
+    def _start_of(self, name: str, suffix: str) -> int | None:
+        """Returns the start in ``<pod>.<start><suffix>`` if it is an earlier start of this pod."""
+        pod, _, start = name.removesuffix(suffix).rpartition(".")
+        is_ours = name.endswith(suffix) and pod == self._pod and start.isdigit() and int(start) < self._start
+        return int(start) if is_ours else None
+
+    def _level(self, pack: str) -> int:
+        return int(pack.removesuffix(PACK).rpartition(".")[2])
+
+    def clean_up(self) -> None:
+        """Removes each file of which all is in a pack of an earlier start, after comparing every byte."""
+        for name in sorted(self._journals):
+            path = self._folder / name
+            for pack, table in self._packs.items():
+                if name in table and _equal(path, 0, path.stat().st_size, self._folder / pack, *table[name]):
+                    path.unlink()
+                    self._journals.discard(name)
+                    break
+        for pack in sorted(self._packs, key=self._level):
+            higher = [(other, table) for other, table in self._packs.items() if self._level(other) > self._level(pack)]
+            if all(self._is_in(pack, journal, place, higher) for journal, place in self._packs[pack].items()):
+                (self._folder / pack).unlink()
+                del self._packs[pack]
+
+    def _is_in(self, pack: str, journal: str, place: tuple[int, int], others: Iterable[tuple[str, _Table]]) -> bool:
+        return any(
+            journal in table and _equal(self._folder / pack, *place, self._folder / other, *table[journal])
+            for other, table in others
+        )
+
+    def pack(self) -> None:
+        """Writes one pack if there are enough small files of a level."""
+        packed = {journal for table in self._packs.values() for journal in table}
+        sealed = {
+            name: {name: (0, status.st_size)}
+            for name in self._journals - packed
+            if (status := (self._folder / name).stat()).st_mode & stat.S_ISVTX
+        }
+        if self._pack(0, sealed):
+            return
+        for level in sorted({self._level(pack) for pack in self._packs}):
+            tables = {name: table for name, table in self._packs.items() if self._level(name) == level}
+            above = {j for name, table in self._packs.items() if self._level(name) > level for j in table}
+            if self._pack(level, {name: table for name, table in tables.items() if not table.keys() <= above}):
+                return
+
+    def _pack(self, level: int, files: Mapping[str, _Table]) -> bool:
+        """Packs small files together, the oldest ones first. Returns False if they are too few."""
+        sizes = {name: sum(size for _, size in table.values()) for name, table in files.items()}
+        small = sorted((name for name in files if sizes[name] <= PACK_BYTES // 2), key=_age)
+        taken: list[str] = []
+        for name in small:
+            if len(taken) > 1 and sum(sizes[each] for each in taken) + sizes[name] > PACK_BYTES:
+                break
+            taken.append(name)
+        if len(small) < FAN and len(taken) == len(small):
+            return False
+        self._write(level + 1, {name: files[name] for name in taken})
+        return True
+
+    def _write(self, level: int, files: Mapping[str, _Table]) -> None:
+        name = f"{self._pod}.{self._start}.{level}{PACK}"
+        temporary = self._folder / f".{name}"
+        table: _Table = {}
+        with open(temporary, "xb") as out:
+            os.fchmod(out.fileno(), file_mode(self._folder))
+            out.write(_MAGIC)
+            for source, journals in files.items():
+                for journal, (offset, size) in journals.items():
+                    table[journal] = out.tell(), size
+                    for piece in _pieces(self._folder / source, offset, size):
+                        out.write(piece)
+            data = msgspec.msgpack.encode(table)
+            out.write(data + _FOOTER.pack(out.tell(), len(data), zlib.crc32(data), _MAGIC))
+            out.flush()
+            os.fsync(out.fileno())
+        os.link(temporary, self._folder / name)  # never replaces a pack
+        temporary.unlink()
+        fsync(self._folder)
+
+
+def _age(name: str) -> tuple[int, str]:
+    start = name.removesuffix(JOURNAL).rpartition(".")[2]
+    if name.endswith(PACK):
+        start = name.removesuffix(PACK).rpartition(".")[0].rpartition(".")[2]
+    return int(start), name
+
+
+def _pieces(path: Path, offset: int, size: int) -> Iterator[bytes]:
+    """Yields exactly ``size`` bytes of a file. Raises OSError if there are fewer."""
+    with open_regular(path) as file:
+        file.seek(offset)
+        while size:
+            piece = file.read(min(size, _COPY_BYTES))
+            if not piece:
+                raise OSError(f"{path}: shorter than expected")
+            size -= len(piece)
+            yield piece
+
+
+def _equal(path: Path, offset: int, size: int, other: Path, other_offset: int, other_size: int) -> bool:
+    """Returns whether two parts of files are the same bytes."""
+    if size != other_size:
+        return False
+    pairs = zip(_pieces(path, offset, size), _pieces(other, other_offset, size), strict=True)
+    return all(ours == theirs for ours, theirs in pairs)

@@ -1,0 +1,102 @@
+"""A campaign on each variant of the lab (launchers/lab sites), one after the other in one directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign
+from tests.support.campaigns import Make, rows
+from tests.support.labs import Lab, own_lab, pods
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.slow,
+    pytest.mark.skipif(os.getuid() == 0, reason="a lab belongs to an ordinary user"),
+    pytest.mark.skipif(os.environ.get("MEGAFLOW_SITE") == "1", reason="the site's own Slurm is used, no lab"),
+]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What Slurm says of a variant, and what is special about the campaign that runs there."""
+
+    ask: str
+    """A command that Slurm answers."""
+    answer: str
+    slurm: str = pods(count=1)
+    model: str = ""
+    where: dict[str, str] | None = None
+    """Role of a job → its partition."""
+
+
+SERVERS = "{{engine: scripted, script: answers.yaml, gpus: {}}}"
+VARIANTS = {
+    "plain": Variant("scontrol show config", "WaitTime                = 0 sec"),
+    "waittime": Variant("scontrol show config", "WaitTime                = 15 sec"),
+    "norequeue": Variant("scontrol show config", "JobRequeue              = 0"),
+    "grace": Variant("scontrol show partition preempt", "GraceTime=40", pods("preempt", count=1)),
+    "lua": Variant("scontrol show config", "JobSubmitPlugins        = lua", pods(count=1) + "  account: lab\n"),
+    "hidden": Variant(
+        "scontrol show partition gpu",
+        "Hidden=YES",
+        pods(count=1).replace("partition: cpu, ", "") + "  servers: {extra: {constraint: gpu}, time: 10, mem_gb: 1}\n",
+        SERVERS.format(0),
+        {"pods": "cpu", "servers": "gpu", "gather": "cpu"},
+    ),
+    "exclusive": Variant("scontrol show partition cpu", "OverSubscribe=EXCLUSIVE"),
+    "gputypes": Variant(
+        "scontrol show node gpu2",
+        "Gres=gpu:a100:4",
+        pods(count=1) + "  servers: {partition: gpu, time: 10, mem_gb: 1}\n",
+        SERVERS.format(1),
+    ),
+    "ratelimit": Variant("scontrol show config", "rl_enable"),
+    "psslurm": Variant("srun --mpi=none --mem=100 sh -c 'cat /proc/$PPID/comm'", "psid"),
+    "array": Variant("scontrol show config", "MaxArraySize            = 5", pods(count=6, ranks=1)),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the labs: the next one takes over the accounting database of the last."""
+    return tmp_path_factory.mktemp("sites")
+
+
+def test_every_variant_is_tried(tmp_path: Path) -> None:
+    assert json.loads(Lab(tmp_path).call("sites", "--json").stdout).keys() == VARIANTS.keys()
+    done = Lab(tmp_path).call("start", "--site", "psslrum")
+    assert (done.returncode, "did you mean psslurm?" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_campaign_runs_on_a_lab_with_a_trait_of_real_sites(name: str, place: Path, make_campaign: Make) -> None:
+    variant = VARIANTS[name]
+    done = Lab(place).call("start", "--site", name)
+    if done.returncode:
+        assert "needs Slurm" in done.stderr, done.stderr
+        pytest.skip(done.stderr.strip())
+    with own_lab(place) as lab:
+        assert variant.answer in lab.slurm(*shlex.split(variant.ask))
+        assert "stop it first" in lab.call("start", "--site", "lua" if name != "lua" else "plain").stderr
+        policies = ("default",) if variant.model else ("oracle", "nop")
+        if variant.model:
+            campaign = make_campaign(2, f"{variant.slurm}model: {variant.model}\n", agent="oracle", answers=["done"])
+        else:
+            campaign = make_campaign(2, variant.slurm)
+        run = Campaign.from_yaml(campaign).submit()
+        assert run.wait(timeout_s=120)["state"] == "finished"
+        rewards = {"default": 1, "oracle": 1, "nop": 0}
+        assert rows(run.path) == {
+            f"task{n}/{policy}/0": ("completed", rewards[policy]) for n in range(2) for policy in policies
+        }
+        for role, partition in (variant.where or {}).items():
+            ids = ",".join(run.job_ids(role))
+            said = subprocess.check_output(["sacct", "-nXP", "-j", ids, "-o", "partition"], text=True).split()
+            assert set(said) == {partition}, role
