@@ -104,7 +104,7 @@ class Refused:
     """``pod``, ``server`` or ``trainer``."""
     log: str
     words: str
-    """What Slurm said."""
+    """Slurm's answer, in one line."""
 
 
 class CancelledMark(msgspec.Struct):

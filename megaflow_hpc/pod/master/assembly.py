@@ -103,7 +103,7 @@ def _note_signal(pod: Pod) -> None:
         pod.signalled_at = min(pod.signalled_at, time.monotonic())
 
     signal.signal(signal.SIGTERM, note)
-    signal.siginterrupt(signal.SIGTERM, False)  # MPI's system calls go on
+    signal.siginterrupt(signal.SIGTERM, False)  # so that the system calls of MPI are restarted
 
 
 def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal: JournalWriter) -> Pod:
