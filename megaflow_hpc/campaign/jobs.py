@@ -159,7 +159,7 @@ class Jobs(LiveJobs):
             return []
         room = self._config.slurm.pods.total - len(self.live_pods() or ())
         going: list[str] = []
-        for one in sorted(refused, key=lambda one: one.at):
+        for one in sorted(refused, key=lambda one: (one.at, one.job)):
             if one.job in live or (one.role == "pod" and room <= 0):  # others may have replaced the pod
                 continue
             self._asked_again.add(one)
@@ -308,6 +308,7 @@ class Jobs(LiveJobs):
         if time.monotonic() - self._topped < ASK_SLURM_S:
             return
         self._topped = time.monotonic()
+        self.bring_back()
         queued = [record.elements or 1 for record in self.arrays.records() if record.role == "pods"]
         wanted = self._short or self._config.slurm.pods.total
         if not queued or sum(queued) >= wanted:  # no arrays: submitted by hand, or a local run

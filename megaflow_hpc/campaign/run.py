@@ -204,7 +204,6 @@ class Run:
         autoscaler = Autoscaler(self.dir, self.record, self.slurm_jobs, holder, self.monitor)
 
         def tend() -> None:
-            self.slurm_jobs.bring_back()
             self.slurm_jobs.top_up()
             autoscaler.tick()
 

@@ -5,7 +5,7 @@ what its test expects. A *strike* counts as inside rollouts when such work was s
 at the instant of the kill. Afterwards every planned rollout must be in ``trajectories.h5``, rebuilt from the journals,
 exactly once, and nothing of the run may be left: no process, no mount, no file outside its directory. The seed also
 draws the way of submission: from Python, by hand with ``--export=NONE``, or from inside an allocation; and
-whether the site has a WaitTime. In every tenth seed slurmctld stays away for ten minutes if it goes away.
+whether the site has a WaitTime. In every tenth seed slurmctld is away for ten minutes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ INSIDE = 0.8
 DEADLINE_S = 1200.0
 """A campaign that is not done by then is cancelled, and what it lacks is counted as lost."""
 LONG_AWAY = 10
-"""In each seed that this number divides, slurmctld stays away for :data:`LONG_AWAY_S`."""
+"""In each seed that this number divides, slurmctld goes away for :data:`LONG_AWAY_S`."""
 LONG_AWAY_S = 600.0
+AWAY = "slurmctld away"
 WAIT_S = 15
 """WaitTime of the site in every second seed: after the first task has ended, srun would kill the others."""
 LEAVE_S = 200.0
@@ -151,6 +152,9 @@ def trial(
     variables = {"CHAOS": mark, "TMPDIR": str(scratch), "MEGAFLOW_SCRATCH": str(scratch)}
     os.environ.update(variables)
     plan = draw.sample(kinds, min(strikes, len(kinds)))
+    away_s = AWAY_S if seed % LONG_AWAY else LONG_AWAY_S
+    if away_s == LONG_AWAY_S and plan and AWAY not in plan:
+        plan[-1] = AWAY
     verdict = Verdict(seed, draw.choice(WAYS), draw.choice((0, WAIT_S)))
     set_wait_time(lab, verdict.wait_s)
     since, began = time.time(), time.monotonic()
@@ -159,7 +163,6 @@ def trial(
         write_campaign(folder, image, tasks, mark, ranks=draw.choice((2, 4)), variables=jobs_variables), verdict.way
     )
     note(f"seed {seed}: submitted {verdict.way}, WaitTime {verdict.wait_s}")
-    away_s = AWAY_S if seed % LONG_AWAY else LONG_AWAY_S
     faults = Faults(lab, run, draw, away_s)
     try:
         for kind in plan:
