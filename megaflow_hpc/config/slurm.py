@@ -20,6 +20,8 @@ MIN_LEAD_S = 40
 LEAST_GB = 0.001
 """Minimum memory: Slurm counts in MB, and treats 0 as all memory of a node."""
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
+_SRUN_OPTION = re.compile(r"-[\w.,:=/@%+-]+\Z", re.ASCII)
+"""Options that a shell passes on unquoted."""
 _REMEDY = "write minutes (30), HH:MM:SS or D-HH:MM:SS"
 
 
@@ -193,8 +195,8 @@ class SlurmConfig(Section):
     @classmethod
     def _options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for option in value:
-            if not option.startswith("-"):
-                raise ValueError(f"{option!r} is not an option of srun; write each as --name=value")
+            if not _SRUN_OPTION.match(option):
+                raise ValueError(f"{option!r} is not an option of srun; write each as --name=value, without blanks")
             if option.partition("=")[0] in OWN_SRUN_OPTIONS:
                 raise ValueError(f"{option!r}: the jobs set {option.partition('=')[0]} themselves")
         return value

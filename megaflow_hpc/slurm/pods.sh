@@ -52,9 +52,9 @@ for MEGAFLOW_MPI in $MEGAFLOW_MPI; do
     seen="$seen $MEGAFLOW_MPI"
     # One srun per pod. A lost rank does not end the others, whatever the site's WaitTime. srun does not inherit
     # --cpus-per-task. --export=ALL: the ranks need the variables above, whatever --export the job was submitted with.
-    # shellcheck disable=SC2154 # env.sh sets it
+    # shellcheck disable=SC2086 # env.sh sets words without blanks
     srun --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --wait=0 --label \
-        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${megaflow_srun[@]+"${megaflow_srun[@]}"} \
+        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${megaflow_srun:-} \
         "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN" @ENGINES@ &
     step=$!
     while :; do

@@ -81,9 +81,9 @@ serve() {
     local server='' stop=no vain=0 began ended=1
     while [ "$stop" = no ]; do
         began=$SECONDS
-        # shellcheck disable=SC2154 # env.sh sets it
+        # shellcheck disable=SC2086 # env.sh sets words without blanks
         srun --overlap --export=ALL --mpi=none --nodes=1 --ntasks=1 --wait=0 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
-            ${megaflow_srun[@]+"${megaflow_srun[@]}"} bash -c "$task" server "$MEGAFLOW_PYTHON" \
+            ${megaflow_srun:-} bash -c "$task" server "$MEGAFLOW_PYTHON" \
             -m megaflow_hpc.model.server "$RUN" --policy "$policy" &
         server=$!
         while :; do
@@ -134,8 +134,9 @@ if [ "$((nodes * processes))" -gt 1 ]; then
 fi
 command+=(-m megaflow_hpc.training.trainer "$RUN" --policy "$policy")
 
+# shellcheck disable=SC2086 # as above
 srun --export=ALL --mpi=none --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=0 \
-    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${megaflow_srun[@]+"${megaflow_srun[@]}"} \
+    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${megaflow_srun:-} \
     bash -c "$task" trainer "${command[@]}" &
 step=$!
 [ ! -e "$private/served" ] || kill -USR1 "$step"

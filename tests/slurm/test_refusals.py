@@ -44,7 +44,7 @@ class Site:
             f"MEGAFLOW_PYTHON={python}",
             "MEGAFLOW_MPI=none",
             "MEGAFLOW_REQUEUES=3",
-            "megaflow_srun=(--site 'a b')",
+            "megaflow_srun='--site=a --other'",
         ]
         (self.run.path / "env.sh").write_text("\n".join(lines))
         self.command("srun", SRUN)
@@ -193,7 +193,7 @@ def test_every_srun_waits_for_all_tasks_and_has_the_sites_options(here: Site) ->
     here.play()
     (words,) = here.said("srun")
     assert "--wait=0" in words
-    assert " --site a b " in words
+    assert " --site=a --other " in words
     for path in (ROOT / "megaflow_hpc" / "slurm").glob("*.sh"):
         for call in path.read_text().replace("\\\n", " ").splitlines():
             if call.strip().startswith("srun "):
@@ -210,6 +210,8 @@ def test_lead_time_and_srun_options_come_from_the_campaign_file() -> None:
     for wrong, why in (
         ({"lead_s": 39}, "a whole number of at least 40"),
         ({"srun": ["job_vni"]}, "not an option of srun"),
+        ({"srun": ["--network=a b"]}, "without blanks"),
+        ({"srun": ["--x=$(id)"]}, "not an option of srun"),
         ({"srun": ["--mpi=pmix"]}, "the jobs set --mpi themselves"),
     ):
         with pytest.raises(ConfigError, match=why):
