@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,8 +170,8 @@ def test_a_preempted_pod_uses_its_grace_time_and_gives_its_blocks_back(lab: Lab,
     run, pod = started(make_campaign, 6, section("grace", slots=2), "sleep 12; echo 42 > answer")
     before = stored(run)
     time.sleep(3)  # the next rollouts run
-    urgent = ["sbatch", "-p", "cpu", "-N4", "--exclusive", "-o", "/dev/null", "--mem=0", "--wrap", "sleep 3"]
-    subprocess.run(urgent, check=True, capture_output=True)
+    node = lab.slurm("squeue", "-h", "-j", pod, "-o", "%N")
+    lab.slurm("sbatch", "-p", "cpu", "-w", node, "--exclusive", "-o", "/dev/null", "--mem=0", "--wrap", "sleep 3")
     began = time.monotonic()
     until(lambda: "preempts the allocation" in str(run.status()["pods"]), "the pod knows", 30)
     until(lambda: run.status()["pods"][0]["state"] == "drained", "the pod has drained", 60)
