@@ -97,6 +97,7 @@ class Campaign:
             for key, job in job_requests.each_job(draft.config, RunDir("/RUN"), groups)
             if job.role == "pods"
         }
+        self.notices += job_requests.requeue_warnings(draft.config, groups, self.where)
         self.notices += warnings(draft, self.where, walltimes_s)
 
     def site_mistakes(self, draft: Draft, watch: PlanWatch) -> list[str]:

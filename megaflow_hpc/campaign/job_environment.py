@@ -50,6 +50,7 @@ def environment_script(config: CampaignConfig, mpi: str) -> str:
         *site_environment(config.slurm.setup),
         f'export MEGAFLOW_MPI="${{MEGAFLOW_MPI:-{mpi}}}"',
         f'export MEGAFLOW_REQUEUES="${{MEGAFLOW_REQUEUES:-{config.slurm.requeues}}}"',
+        f"megaflow_srun={shlex.quote(' '.join(config.slurm.srun))}",
         "export PYTHONUNBUFFERED=1",
     ]
     if config.training:

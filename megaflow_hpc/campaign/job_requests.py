@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config.slurm import lead_s
 from megaflow_hpc.errors import Mistakes, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
@@ -21,7 +22,7 @@ from megaflow_hpc.slurm.arrays import (
     server_jobs,
     trainer_jobs,
 )
-from megaflow_hpc.slurm.fits import refusals, timed
+from megaflow_hpc.slurm.fits import not_requeued, refusals, timed, walltime_s
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], rollouts: int = 0) -> list[script.Job]:
@@ -104,6 +105,11 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
     refused = [
         f"{where(line.split()[0].rstrip(':'))}: {line}" for key, _, options in jobs for line in refusals(key, options)
     ]
+    refused += [
+        f"{where(f'{key}.time')}: {line}"
+        for key, role, options in jobs
+        for line in _too_short(config, key, role, options)
+    ]
     if refused:
         raise Mistakes(refused)
     for key, role, options in jobs:
@@ -116,6 +122,30 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
                 f"{where(key)}: one {what} asks for {cap.resource}={wanted[cap.resource]}, and {cap}: it would never "
                 "start; ask for less, or name another account or QOS"
             )
+
+
+def _too_short(config: CampaignConfig, key: str, role: str, options: Mapping[str, Any]) -> Iterator[str]:
+    leads = {"pods": lead_s(config.slurm), "servers": script.WARN_S, "trainer": script.TRAINER_WARN_S}
+    time_s, lead = walltime_s(options), leads.get(role, 0)
+    if time_s is not None and time_s <= lead:
+        what = "slurm.lead_s" if role == "pods" else "the time that it gets to end"
+        yield f"{key}.time: {time_s:.0f} s, and {what} is {lead} s: the job would end as it starts; ask for more time"
+
+
+def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
+    """Returns a warning for each kind of job that Slurm will not requeue.
+
+    Raises:
+        SiteError: The controller does not respond.
+    """
+    lines = {}
+    for key, job in each_job(config, RunDir("/RUN"), groups):
+        if job.role != "gather" and (why := not_requeued(named(job.options))):
+            lines[job.role] = (
+                f"{where(key)}: {key}: {why}: a job that meets its walltime, or loses its node, is not started again; "
+                "what is left then needs: megaflow-hpc resume RUN"
+            )
+    return list(lines.values())
 
 
 def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[str]:

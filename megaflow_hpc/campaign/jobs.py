@@ -6,6 +6,7 @@ Jobs that are already running need neither slurmctld nor this process.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.marks import Refused
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.slurm import accounting, limits, site
 from megaflow_hpc.slurm.accounting import JobState
@@ -50,13 +51,14 @@ class Jobs(LiveJobs):
 
     def __init__(self, run: RunDir, config: CampaignConfig, planned: RunRecord, ledger: Ledger) -> None:
         super().__init__(run, config, planned, ledger)
-        self._marks = Marks(run)
         self._groups, self._servers = planned.server_groups, planned.servers
         self._planned_rollouts = planned.total
         self.notices: list[str] = []
         """Messages for the user about the last start."""
         self._short = 0
         self._topped = time.monotonic()
+        self._asked_again: set[Refused] = set()
+        """Refusals after which :meth:`bring_back` has asked once more."""
 
     # --- start ---
 
@@ -157,10 +159,58 @@ class Jobs(LiveJobs):
     # --- act ---
 
     def revive(self) -> None:
-        """Restarts jobs while pods are running: jobs that Slurm holds, and trainers that have ended."""
+        """Restarts jobs while pods are running: jobs that Slurm holds or did not requeue, and trainers that have
+        ended."""
         self.release_unlaunched()
+        self.bring_back()
+        self._marks.forget_refused()
         if self._config.training:
             self.restart_trainers()
+
+    def bring_back(self) -> list[str]:
+        """Requeues jobs that have ended because Slurm refused to requeue them. Slurm forgets an ended job after
+        MinJobAge, which is 5 minutes by default.
+
+        Returns:
+            Ids of the requeued jobs.
+        """
+        refused = set(self._marks.refused()) - self._asked_again
+        live = self.live(0) if refused else None
+        if live is None or self._marks.over:
+            return []
+        room = self._config.slurm.pods.total - len(self.live_pods() or ())
+        going: list[str] = []
+        for one in sorted(refused, key=lambda one: (one.at, one.job)):
+            if one.job in live or (one.role == "pod" and room <= 0):  # others may have replaced the pod
+                continue
+            self._asked_again.add(one)
+            with contextlib.suppress(SiteError):
+                site.ask("scontrol", *site.on(cluster_of(one.job)), "requeue", number(one.job))
+                going.append(one.job)
+                room -= one.role == "pod"
+        if going:
+            self._marks.forget_refused(going)
+            self.invalidate()
+        return going
+
+    def gather_later(self, servers: Sequence[str]) -> bool:
+        """Called by the gather job. If pods will come back, queues another gather job that waits for them.
+
+        Returns:
+            True if such a job was queued, so that this one has nothing to do.
+        """
+        if self._marks.over or os.environ.get("SLURM_JOB_ID") not in self.arrays.ids("gather"):
+            return False
+        self.bring_back()
+        if not [pod for pod in self.live_pods(0) or () if not cluster_of(pod.id)]:
+            return False
+        try:
+            self._queue_gather(servers)
+        except SiteError as error:
+            self.notices.append(f"no later gather job: {error}; this one waits for the pods")
+            self.until_pods_left()
+            return False
+        return True
 
     def restart_trainers(self) -> None:
         """Submits a trainer for each policy that has none queued or running."""
@@ -279,6 +329,7 @@ class Jobs(LiveJobs):
         if time.monotonic() - self._topped < ASK_SLURM_S:
             return
         self._topped = time.monotonic()
+        self.bring_back()
         queued = [record.elements or 1 for record in self.arrays.records() if record.role == "pods"]
         wanted = self._short or self._config.slurm.pods.total
         if not queued or sum(queued) >= wanted:  # no arrays: submitted by hand, or a local run

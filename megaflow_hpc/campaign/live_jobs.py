@@ -19,6 +19,7 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader import SCALER, Leader
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.rundir.training import TrainingView
 from megaflow_hpc.slurm import accounting, reasons, site
@@ -29,6 +30,8 @@ from megaflow_hpc.slurm.ids import array_of, number
 ASK_SLURM_S = 30.0
 """Seconds between queries. Each query is one ``squeue`` for all jobs."""
 
+DISABLED = "presently disabled"
+"""Part of Slurm's refusal to requeue a job that has Requeue=0."""
 SOON_S = 8.0
 """Shorter interval, used until Slurm has considered new jobs and reports why they are pending."""
 
@@ -43,6 +46,7 @@ class LiveJobs:
     def __init__(self, run: RunDir, config: CampaignConfig, planned: RunRecord, ledger: Ledger) -> None:
         self._run, self._config, self._ledger = run, config, ledger
         self.arrays = Arrays(run)
+        self._marks = Marks(run)
         self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
 
     def ids(self, role: str | None = None) -> list[str]:
@@ -134,6 +138,30 @@ class LiveJobs:
             f"the trainer of {', '.join(running)} runs, and no pod runs or is queued that could sample for it; start "
             f"some with: megaflow-hpc resume {self._run}"
         ]
+
+    def refused(self, max_age_s: float = ASK_SLURM_S) -> list[str]:
+        """Returns a warning for each reason for which Slurm did not requeue jobs, with the remedy."""
+        causes: dict[tuple[str, str, bool], list[str]] = {}
+        refused = self._marks.refused()
+        live = self.live(max_age_s) if refused else None
+        pods = len(self.live_pods(max_age_s) or ())
+        for one in refused:
+            here = live is not None and one.job in live
+            if here or one.role != "pod" or pods < self._config.slurm.pods.total:  # otherwise it was replaced
+                causes.setdefault((one.role, one.words, here), []).append(one.job)
+        lines = []
+        for (role, words, here), jobs in causes.items():
+            who = f"{role} {jobs[0]}" if len(jobs) == 1 else f"{len(jobs)} {role}s (among them {jobs[0]})"
+            if here:
+                lines.append(f"Slurm has not requeued {who} yet: {words!r}; the request is repeated")
+                continue
+            why = "it was submitted with Requeue=0, by slurm.extra or by the site; " if DISABLED in words else ""
+            more = f"scale {self._run} --pods {self._config.slurm.pods.total}" if role == "pod" and pods else ""
+            remedy = more or f"resume {self._run}"
+            lines.append(
+                f"{who} ended, and Slurm did not requeue it: {words!r}; {why}continue with: megaflow-hpc {remedy}"
+            )
+        return lines
 
     def servers(self, max_age_s: float = ASK_SLURM_S) -> dict[int, JobState] | None:
         """Returns the engine servers that Slurm still has, by index. ``None`` if unknown."""

@@ -119,6 +119,7 @@ class Run:
         if ended or status["state"] == "stopped":
             status["warnings"] += lost_journals(self.dir, self.ledger)
         if not ended:
+            status["warnings"] += self.slurm_jobs.refused(self._slurm_age_s)
             status["warnings"] += self.slurm_jobs.starving(status.get("training", {}), self._slurm_age_s)
         if self.record.pools and not ended:
             status["warnings"] += pool_warnings(self.dir)
@@ -277,7 +278,10 @@ class Run:
             self.local.stop()
         self.gather()
         self._recount()
-        status = self._seen(0) | {"warnings": self.monitor.warnings([])}
+        status = self._seen(0)
+        status["warnings"] = self.monitor.warnings([])
+        if status["state"] not in ("finished", "cancelled"):
+            status["warnings"] += self.slurm_jobs.refused()
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
 
     def stored_rollouts(self) -> dict[str, RolloutEvent]:
@@ -445,5 +449,6 @@ class Run:
         if chosen == "slurm" and (left := self.job_ids()):
             scancel(left)  # engines of an earlier start, which will be replaced
             self.slurm_jobs.until_gone()
+        self._marks.forget_refused()
         self.start(chosen, ranks)
         return True

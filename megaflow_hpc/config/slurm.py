@@ -11,12 +11,24 @@ from megaflow_hpc.config.sections import Section
 
 TRAINER_REQUEUES = 20
 """Number of consecutive requeues without a committed step after which a trainer is abandoned."""
+LEAD_S = 60
+"""Default of ``lead_s``."""
 CPUS_PER_RANK = 2
 """Default of ``cpus_per_rank``."""
+MIN_LEAD_S = 40
+"""Minimum of ``lead_s``. After a drain, the workers need most of it to stop."""
 LEAST_GB = 0.001
 """Minimum memory: Slurm counts in MB, and treats 0 as all memory of a node."""
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
+_SRUN_OPTION = re.compile(r"-[\w.,:=/@%+-]+\Z", re.ASCII)
+"""Options that a shell passes on unquoted."""
 _REMEDY = "write minutes (30), HH:MM:SS or D-HH:MM:SS"
+
+
+OWN_SRUN_OPTIONS = frozenset(
+    {"--mpi", "--export", "--ntasks", "-n", "--nodes", "-N", "--wait", "-W", "--kill-on-bad-exit"}
+)
+"""Options that ``slurm.srun`` may not repeat, because srun would take the last of two values."""
 
 
 def _walltime(value: Any) -> Any:
@@ -153,6 +165,12 @@ class SlurmConfig(Section):
     requeues: int = Field(3, ge=0)
     """Consecutive starts without progress after which an array element is no longer requeued. Raise it on unreliable
     nodes. Default: 3."""
+    lead_s: int = Field(LEAD_S, ge=MIN_LEAD_S)
+    """Seconds before the end of the walltime at which a pod starts to drain. Running rollouts get all of it but the
+    last 35 s. Raise it if slurmctld takes long to answer many jobs that end together. Default: 60."""
+    srun: tuple[str, ...] = ()
+    """Additional options for every ``srun`` in a job: of pods, of trainers and of engines over several nodes. For
+    example ``[--network=job_vni]``."""
     pods: PodsConfig = PodsConfig()
     """Pods, which run agents and sandboxes."""
     servers: ServersConfig = ServersConfig()
@@ -174,6 +192,16 @@ class SlurmConfig(Section):
                 raise ValueError(f"extra: {name!r}: pods at another cluster are slurm.pods.pools: [{{cluster: NAME}}]")
         return self
 
+    @field_validator("srun")
+    @classmethod
+    def _options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for option in value:
+            if not _SRUN_OPTION.match(option):
+                raise ValueError(f"{option!r} is not an option of srun; write each as --name=value, without blanks")
+            if option.partition("=")[0] in OWN_SRUN_OPTIONS:
+                raise ValueError(f"{option!r}: the jobs set {option.partition('=')[0]} themselves")
+        return value
+
     @field_validator("gather", mode="before")
     @classmethod
     def _gather(cls, value: Any) -> Any:
@@ -191,3 +219,8 @@ class SlurmConfig(Section):
     @classmethod
     def _lines(cls, value: Any) -> Any:
         return value.splitlines() if isinstance(value, str) else value
+
+
+def lead_s(slurm: SlurmConfig) -> int:
+    """Returns the seconds before the end of the walltime at which Slurm signals a pod, and the pod drains."""
+    return slurm.lead_s

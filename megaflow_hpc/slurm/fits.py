@@ -101,6 +101,19 @@ def walltime_s(options: Mapping[str, Any]) -> float | None:
     return min(_defaults_s(options), default=None) if requested is None else seconds(requested)
 
 
+def not_requeued(options: Mapping[str, Any]) -> str:
+    """Returns why Slurm will not requeue a job with these options. Empty if it will.
+
+    Raises:
+        SiteError: The controller does not respond.
+    """
+    if options.get("no-requeue") not in (None, False):
+        return "no-requeue is among its options"
+    if options.get("requeue") in (None, False) and site.configuration().get("JobRequeue") == "0":
+        return "the site requeues only jobs that ask for it (JobRequeue=0), and requeue is switched off in its options"
+    return ""
+
+
 def _defaults_s(options: Mapping[str, Any]) -> list[float]:
     """Returns the known default walltimes of the job's partitions."""
     defaults = site.default_times()

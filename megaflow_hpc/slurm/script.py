@@ -2,7 +2,8 @@
 
 ``--dry-run`` prints exactly the text that would be submitted. The scripts in ``sbatch/`` are the output of this
 function without a campaign, so manual and automatic submission run the same lines. The bodies are ``pods.sh``,
-``servers.sh``, ``trainer.sh`` and ``gather.sh`` in this directory. Each of them starts with ``own.sh``.
+``servers.sh``, ``trainer.sh`` and ``gather.sh`` in this directory. Each of them starts with ``own.sh``, and all but the
+last include ``requeue.sh``.
 """
 
 from __future__ import annotations
@@ -14,19 +15,26 @@ from importlib import resources
 from typing import Any, Literal
 
 from megaflow_hpc.config import CampaignConfig, PodPoolConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, LEAD_S, PodsConfig, lead_s
 from megaflow_hpc.rundir.layout import RunDir
 
 Role = Literal["pods", "servers", "trainer", "gather"]
 
 WARN_S = 60
-"""Seconds before the end of the walltime at which the batch shell receives SIGUSR2 and the pod drains."""
+"""Seconds before the end of the walltime at which an engine server receives SIGUSR2 and drains."""
 GATHER_WARN_S = 120
 """Seconds before the end of the walltime at which the gather job receives SIGUSR2, closes its file and is requeued. At
 most a quarter of the walltime."""
 TRAINER_WARN_S = 300
 """Seconds before the end of the walltime at which a trainer receives SIGUSR2, finishes its step and writes a
 checkpoint. ``trainer.sh`` kills a step that is still running 30 s before the end."""
+
+
+REQUEUES_BY_HAND = """\
+case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) requeues=yes ;; *) requeues=no ;; esac
+[ "${SLURM_TASK_PID:-}" != $$ ] || requeues=yes"""
+"""Finds out whether a script of ``sbatch/`` is its job's batch script. Scripts that the package submits always are.
+They do not look, because a batch script's parent is not slurmstepd everywhere: ParaStation has psslurm instead."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ def script(job: Job) -> str:
     cluster = "" if job.run else "${MEGAFLOW_CLUSTER:+@$MEGAFLOW_CLUSTER}"
     if job.cluster:
         cluster = f"@{job.cluster}"
+    body = body.replace("@REQUEUE@\n", texts.joinpath("requeue.sh").read_text(encoding="utf-8"))
+    body = body.replace("@REQUEUES@", "requeues=yes" if job.run else REQUEUES_BY_HAND)
     body = body.replace("@CLUSTER@", cluster)
     run_argument = '${1:?the run directory that "megaflow-hpc plan" printed}'
     body = body.replace("@RUN@", shlex.quote(job.run) if job.run else run_argument)
@@ -95,7 +105,7 @@ def _engine_part(server: int) -> str:
     """Returns the part of the step that starts one engine server, as a rank of the same MPI world."""
     return (
         f' \\\n    : --het-group={server + 1} --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill '
-        f'--label --cpus-per-task="${{SLURM_CPUS_PER_TASK_HET_GROUP_{server + 1}:-1}}" '
+        f'--wait=0 --label --cpus-per-task="${{SLURM_CPUS_PER_TASK_HET_GROUP_{server + 1}:-1}}" '
         f'env MEGAFLOW_SERVER={server} "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN"'
     )
 
@@ -164,7 +174,7 @@ def pod_job(
         "cpus-per-task": pods.cpus_per_rank or CPUS_PER_RANK,
         "mem": _megabytes(pods.mem_gb),
         "time": _walltime(pods.time),
-        "signal": f"B:USR2@{WARN_S}",
+        "signal": f"B:USR2@{lead_s(config.slurm)}",
         "requeue": True,
         "dependency": dependency,
         **config.slurm.extra,
@@ -287,6 +297,7 @@ def by_hand(role: Role) -> str:
     argument."""
     common = {"job-name": "megaflow", "open-mode": "append", "signal": f"B:USR2@{WARN_S}", "requeue": True}
     if role == "pods":
+        common["signal"] = f"B:USR2@{LEAD_S}"
         header = [
             "A pod array: each element is one MPI world whose rank 0 schedules rollouts and whose other ranks run them",
             "in Apptainer sandboxes. Elements may start late, be preempted, requeued or added while the campaign runs.",

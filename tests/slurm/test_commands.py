@@ -299,6 +299,12 @@ def test_the_mpi_plugin_is_the_first_that_fits_of_those_offered(prints: Print) -
     assert site.mpi_attempts() == "pmix cray_shasta"
 
 
+def test_parastations_own_type_of_pmix_comes_before_slurms(prints: Print, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "mpi_library", lambda: "Open MPI v5.0.11")
+    prints("srun", said="MPI plugin types are...\n\tnone\n\tpspmi\n\tpspmix\n\tpmix\n")
+    assert site.mpi_attempts() == "pspmix pmix"
+
+
 @pytest.mark.parametrize(
     ("library", "first"),
     [
@@ -309,7 +315,8 @@ def test_the_mpi_plugin_is_the_first_that_fits_of_those_offered(prints: Print) -
     ],
 )
 def test_each_mpi_gets_the_plugin_that_it_speaks_first(library: str, first: str) -> None:
-    assert mpi.mpi_order(library)[0] == first
+    everywhere = [plugin for plugin in mpi.mpi_order(library) if plugin != "pspmix"]  # but at ParaStation's sites
+    assert everywhere[0] == first
     assert set(mpi.mpi_order(library)) == {*mpi.PMI2, *mpi.PMIX}
 
 

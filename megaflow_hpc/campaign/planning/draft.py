@@ -85,7 +85,7 @@ class Draft:
     @property
     def servers(self) -> list[ServerRecord]:
         """Policy and model of each element of the engine array, by index."""
-        return list_servers(self.policies, sleeping(self.config))
+        return list_servers(self.policies, sleeping(self.config), self.config.slurm.srun)
 
     @property
     def server_groups(self) -> list[ServerGroup]:
@@ -267,11 +267,14 @@ def whole_groups(config: CampaignConfig) -> bool:
     return bool(scheduling.spare or scheduling.signal_after)
 
 
-def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None = None) -> list[ServerRecord]:
+def list_servers(
+    policies: dict[str, Policy], sleeping: Mapping[str, int] | None = None, srun: Sequence[str] = ()
+) -> list[ServerRecord]:
     """Returns the engine array, with each policy's maximum number of servers, sorted by resources.
 
     Args:
         sleeping: Sleep level by policy, for policies whose server runs in the trainer's job. These servers come last.
+        srun: Additional options for srun, with which engines over several nodes start.
     """
     servers = [
         ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)
@@ -282,6 +285,8 @@ def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None
         for number in range(model.servers.max)
     ]
     for server in servers:
+        if srun and server.model["nodes"] > 1:
+            server.model["srun"] = list(srun)
         if level := (sleeping or {}).get(server.policy):
             server.model["sleep_level"], server.held = level, False
     return sorted(servers, key=_shape)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import Policy
+from megaflow_hpc.config.slurm import lead_s
 from megaflow_hpc.ledger.blocks import split
-from megaflow_hpc.slurm.script import WARN_S
 from megaflow_hpc.types import Task
 
 
@@ -48,7 +48,8 @@ def _cut_off(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]
         if walltime_s is None or math.isinf(walltime_s) or walltime_s in seen:
             continue
         seen.add(walltime_s)  # warn once about pools with equal walltimes
-        left_s = walltime_s - WARN_S
+        lead = lead_s(draft.config.slurm)
+        left_s = walltime_s - lead
         long = [task for task in _own(draft) if longest_s(task, draft.policies.values()) > left_s]
         if not long:
             continue
@@ -56,7 +57,7 @@ def _cut_off(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]
         lines.append(
             f"{where(f'{key}.time')}: rollouts of {len(long)} of {len(_own(draft))} tasks may take up to "
             f"{worst:.0f} s (time-outs of agent and tests), and a pod runs them for {max(0, left_s):.0f} s, its "
-            f"walltime less {WARN_S} s: one that is cut off begins again, and fails after two; raise {key}.time, or "
+            f"walltime less {lead} s: one that is cut off begins again, and fails after two; raise {key}.time, or "
             "lower agent.timeout_s"
         )
     return lines

@@ -199,6 +199,10 @@ def _gather(arguments: argparse.Namespace) -> int:
         if arguments.wait:
             note(f"waiting for the pods of {run.path}")
             run.slurm_jobs.until_pods_left()
+        if run.slurm_jobs.gather_later(arguments.end_servers):
+            note("pods will come back: another gather job waits for them")
+            return 0
+        say_notices(run.slurm_jobs)
         with under_way(f"gathering {run.path}"):
             # End the servers first: gathering may take long, and engines receive no more requests.
             ended = run.slurm_jobs.end_servers(arguments.end_servers) if arguments.end_servers else []

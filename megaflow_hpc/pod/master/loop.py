@@ -16,7 +16,7 @@ from megaflow_hpc.host.wire import Message
 from megaflow_hpc.pod.comm import Backoff
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
 from megaflow_hpc.pod.master.dispatch import Dispatch
-from megaflow_hpc.pod.master.drain import STUCK_S, Drain, DrainPhase, End, Situation, end_of
+from megaflow_hpc.pod.master.drain import STUCK_S, Drain, End, Situation, end_of
 from megaflow_hpc.pod.master.endpoints import Endpoints, Engines
 from megaflow_hpc.pod.master.live_status import LiveStatuses
 from megaflow_hpc.pod.master.pod import Pod
@@ -309,7 +309,7 @@ class Master:
             pod.events.write(PodEvent(state=state, stored=self._results.stored))
             self._io.finish(POLL_INTERVAL_S)
             return state  # release nothing: the pod that takes over seals the durable results
-        self._results.cut_short(preempted=self._drain.phase is DrainPhase.HURRYING)
+        self._results.cut_short(self._drain.preempted)
         if any(history.partial for history in self._results.histories.values()):
             self._report_progress()
         self._io.finish(STUCK_S, release=True, histories=self._results.histories)
