@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.errors import Mistakes, SiteError
+from megaflow_hpc.config.slurm import CPUS_PER_RANK
+from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerGroup
-from megaflow_hpc.slurm import limits, resources, script
+from megaflow_hpc.slurm import limits, resources, script, site
 from megaflow_hpc.slurm.arrays import (
     cpus_per_gpu,
     gather_job,
@@ -20,7 +21,7 @@ from megaflow_hpc.slurm.arrays import (
     server_jobs,
     trainer_jobs,
 )
-from megaflow_hpc.slurm.fits import refusals, timed
+from megaflow_hpc.slurm.fits import charged, doubts, ranks_that_fill, refusals, takes_whole_nodes, timed
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[script.Job]:
@@ -65,8 +66,8 @@ def beside(
     amounts = []
     others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
     for job in others:
-        both = set(allowed.caps) & set(limits.resource_caps(named(job.options)))
-        amounts += [resources.shared(resources.asked(job.options), both)] * (job.elements or 1)
+        both = set(allowed.caps) & set(limits.resource_caps(job.named))
+        amounts += [resources.shared(charged(job.named), both)] * (job.elements or 1)
     return amounts
 
 
@@ -81,6 +82,50 @@ def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup])
     yield from ((key, job) for key, job in jobs if not job.cluster)  # limits of other clusters cannot be queried here
 
 
+def with_ranks(config: CampaignConfig, where: Any) -> CampaignConfig:
+    """Replaces ``ranks_per_node: fill`` by the number of ranks that use all CPUs of a node.
+
+    Raises:
+        ConfigError: The size of a node is unknown.
+        SiteError: The controller does not respond.
+    """
+    pods = config.slurm.pods
+    if pods.ranks_per_node != "fill":
+        return config
+    key = "slurm.pods.ranks_per_node"
+    try:
+        jobs = [script.pod_job(config, RunDir("/RUN"), 1, pool=pool) for pool in (None, *pods.pools)]
+        ranks = ranks_that_fill(jobs, pods.cpus_per_rank or CPUS_PER_RANK)
+    except ConfigError as error:
+        raise ConfigError(f"{where(key)}: slurm.pods.{error}") from None
+    return config.with_ranks(ranks)
+
+
+def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
+    """Checks that the site has what the jobs request and would start them. Returns warnings.
+
+    With ``slurm.check: false`` all findings are warnings.
+
+    Args:
+        where: Returns ``file:line`` of a dotted key.
+
+    Raises:
+        ConfigError: A partition is missing, or lacks requested resources. Each message names key and limit.
+        SiteError: A job would never start. The message names the limit.
+    """
+    findings = []
+    for one in (lambda: site.check_site(config, where), lambda: check_resources(config, groups, where)):
+        try:
+            one()
+        except (ConfigError, SiteError) as error:
+            if config.slurm.check:
+                raise
+            findings += error.found if isinstance(error, Mistakes) else [str(error)]
+    jobs = [(key, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
+    findings += [_placed(line, where) for key, options in jobs for line in doubts(key, options)]
+    return findings + _unused_cpus(config, where)
+
+
 def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
     """Checks that partitions and limits allow each kind of job to start.
 
@@ -89,22 +134,51 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
         SiteError: A job would never start. The message names the limit.
     """
     caps: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
-    jobs = [(key, job.role, named(job.options)) for key, job in each_job(config, RunDir("/RUN"), groups)]
-    refused = [
-        f"{where(line.split()[0].rstrip(':'))}: {line}" for key, _, options in jobs for line in refusals(key, options)
-    ]
+    jobs = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
+    refused = [_placed(line, where) for key, _, options in jobs for line in refusals(key, options)]
     if refused:
         raise Mistakes(refused)
     for key, role, options in jobs:
         names = tuple(str(options.get(name)) for name in ("account", "qos", "partition"))
         caps[names] = caps[names] if names in caps else limits.resource_caps(options)
-        wanted = resources.asked(options)
-        if cap := resources.impossible(caps[names], wanted):
+        # The QOS of the default partition limits nothing if the site chooses another partition.
+        of_default = () if options.get("partition") else {f"QOS {name}" for name in site.partition_qos("")}
+        firm = [cap for cap in caps[names] if cap.of not in of_default]
+        wanted = charged(options)
+        if cap := resources.impossible(firm, wanted):
             what = {"servers": "engine server", "trainer": "trainer", "gather": "gather job"}.get(role, "pod")
             raise SiteError(
                 f"{where(key)}: one {what} asks for {cap.resource}={wanted[cap.resource]}, and {cap}: it would never "
                 "start; ask for less, or name another account or QOS"
             )
+
+
+def _placed(line: str, where: Any) -> str:
+    """Returns a finding with the location of the key that it begins with."""
+    return f"{where(line.split()[0].rstrip(':'))}: {line}"
+
+
+def _unused_cpus(config: CampaignConfig, where: Any) -> list[str]:
+    """Warns about pods that leave CPUs of their nodes idle although no other job can use them."""
+    lines = []
+    for key, job in each_job(config, RunDir("/RUN"), ()):
+        if job.role != "pods":
+            continue
+        options = job.named
+        used, paid = resources.asked(options)["cpu"], charged(options)["cpu"]
+        names = str(options.get("partition") or "the default partition")
+        remedy = "write slurm.pods.ranks_per_node: fill"
+        if takes_whole_nodes(options) and used < paid:
+            lines.append(
+                f"{where(f'{key}.partition')}: {key}: a pod uses {used} of the {paid} CPUs that it is charged for, "
+                f"because {names} allocates whole nodes; {remedy}"
+            )
+        elif set(names.split(",")) & site.one_user_nodes():
+            lines.append(
+                f"{where(f'{key}.partition')}: {key}: nodes of {names} run jobs of one user at a time; if your pods "
+                f"do not fill them, their other CPUs are idle: {remedy}"
+            )
+    return lines
 
 
 def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[str]:
@@ -134,7 +208,9 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
 
 def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:
     cpus = min((cpus for group in groups if (cpus := cpus_per_gpu(config, run, group))), default=None)
-    return timed(script.together_job(config, run, [group.gpus for group in groups for _ in range(group.count)], cpus))
+    servers = [group for group in groups for _ in range(group.count)]
+    gpus, types = [server.gpus for server in servers], [server.gpu_type for server in servers]
+    return timed(script.together_job(config, run, gpus, cpus, types))
 
 
 def pod_options(config: CampaignConfig) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def _slurm() -> Iterator[Finding]:
         yield Finding("slurm", "FAIL", str(error), remedy)
         return
     try:
-        partitions, absent = site.partitions(), health.absent_nodes()
+        partitions, absent = site.partitions(hidden=False), health.absent_nodes()
     except SiteError as error:
         remedy = "is slurmctld up (scontrol ping), and SLURM_CONF right? without Slurm use --launcher local"
         yield Finding("controller", "FAIL", str(error), remedy)

@@ -1,6 +1,7 @@
 # Runs the trainer of one policy. Each start continues from the last commit. The job ends when the training ends.
 RUN=@RUN@
 policy=@POLICY@
+role=trainer # env.sh runs the setup of this section
 @OWN@
 set -u
 

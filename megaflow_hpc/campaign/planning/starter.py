@@ -63,7 +63,7 @@ class Starter:
         starter.agent = importlib.util.find_spec("minisweagent") is not None
         if site.has_slurm():
             try:
-                starter.partitions = [partition for partition in site.partitions().values() if partition.up]
+                starter.partitions = [partition for partition in site.partitions(hidden=False).values() if partition.up]
                 starter.slurm = True
             except SiteError as error:
                 starter.notices.append(f"{error}; written without partitions and accounts")
