@@ -25,15 +25,15 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import (
     clean_environment,
+    explained,
     find_apptainer,
-    last_line,
     version,
 )
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import boot_id, node_name
 
-FORMAT = 4
+FORMAT = 5
 PROBE_S = 20.0
 """Seconds within which a container of the probe must finish."""
 
@@ -288,4 +288,4 @@ def _failure_of(argv: Sequence[str], temporary: str | None = None) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return "" if done.returncode == 0 else last_line(done.stderr + done.stdout)
+    return "" if done.returncode == 0 else explained(done.stderr + done.stdout)
