@@ -101,10 +101,11 @@ _OF_NAMESPACES = ("namespace", "uid_map", "setgroups", "unshare")
 def explained(output: str, settings: str = "/proc/sys") -> str:
     """Returns :func:`last_line` of a failed program's output, with the known cause and its remedy if there is one."""
     line, text = last_line(output), output.lower()
-    if "exec format error" in text:
+    if "exec format error" in text or "image targets '" in text:
         machine = os.uname().machine
         return (
-            f"{line}; a program in the image is for another architecture: this node is {machine}; make its images here"
+            f"{line}; a campaign's images are for one architecture, and this node is {machine}; name partitions of "
+            "theirs for pods, or plan on such a node, with an image store of its own"
         )
     if any(word in text for word in _OF_NAMESPACES) and (cause := _restriction(text, settings)):
         profile = "Apptainer's AppArmor profile" if "AppArmor" in cause else "user namespaces"

@@ -12,7 +12,7 @@ MAX_CACHED_S = 60
 
 
 @dataclass(frozen=True)
-class Mount:
+class MountInfo:
     """One line of ``/proc/self/mountinfo``; see proc_pid_mountinfo(5)."""
 
     point: str = ""
@@ -28,7 +28,7 @@ class Mount:
         )
 
 
-def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> Mount:
+def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> MountInfo:
     """Returns the mount that contains ``path``. Empty if it is unknown.
 
     Args:
@@ -39,8 +39,8 @@ def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> Moun
         try:
             mountinfo = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
         except OSError:
-            return Mount()
-    found = Mount()
+            return MountInfo()
+    found = MountInfo()
     for line in mountinfo.splitlines():
         before, separator, after = line.partition(" - ")
         fields, rest = before.split(), after.split()
@@ -48,10 +48,10 @@ def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> Moun
             continue
         point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         is_inside = real == point or real.startswith(point.rstrip("/") + "/")
-        # Of two mounts at the same path, the later one hides the earlier.
+        # If two mounts have the same path, the later one hides the earlier one.
         if is_inside and len(point) >= len(found.point):
             options = [*fields[5].split(","), *(rest[2].split(",") if len(rest) > 2 else [])]
-            found = Mount(point, rest[0], tuple(options))
+            found = MountInfo(point, rest[0], tuple(options))
     return found
 
 

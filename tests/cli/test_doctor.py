@@ -68,7 +68,7 @@ def test_the_file_system_of_runs_is_tried(
     [(level, found, _)] = findings("run directory", capsys)
     assert (level, found.endswith(": hard links work")) == ("ok", True)
     options = ("rw", "nocto", "acregmax=600")
-    monkeypatch.setattr(mounts, "mount_of", lambda path: mounts.Mount("/home", "nfs4", options))
+    monkeypatch.setattr(mounts, "mount_of", lambda path: mounts.MountInfo("/home", "nfs4", options))
     _, nocto, cached = findings("run directory", capsys)
     assert nocto[:2] == ("warn", "/home is mounted with nocto")
     assert cached[:2] == ("warn", "/home caches attributes for up to 600 s, so pods see one another's files late")
