@@ -123,7 +123,7 @@ def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> 
             findings += error.found if isinstance(error, Mistakes) else [str(error)]
     jobs = [(key, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
     findings += [_placed(line, where) for key, options in jobs for line in doubts(key, options)]
-    return findings + _unused_cpus(config, where)
+    return findings + _unused(config, groups, where)
 
 
 def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
@@ -158,27 +158,32 @@ def _placed(line: str, where: Any) -> str:
     return f"{where(line.split()[0].rstrip(':'))}: {line}"
 
 
-def _unused_cpus(config: CampaignConfig, where: Any) -> list[str]:
-    """Warns about pods that leave CPUs of their nodes idle although no other job can use them."""
+def _unused(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
+    """Warns about jobs that leave CPUs or GPUs of their nodes idle although no other job can use them."""
     lines = []
-    for key, job in each_job(config, RunDir("/RUN"), ()):
-        if job.role != "pods":
+    remedies = {
+        "pods": ("a pod", "cpu", "CPUs", "write slurm.pods.ranks_per_node: fill"),
+        "servers": ("a server", "gres/gpu", "GPUs", "raise gpus of the model"),
+        "trainer": ("a trainer", "gres/gpu", "GPUs", "raise slurm.trainer.gpus"),
+    }
+    for key, job in each_job(config, RunDir("/RUN"), groups):
+        if job.role not in remedies:
             continue
+        who, resource, unit, remedy = remedies[job.role]
         options = job.named
-        used, paid = resources.asked(options)["cpu"], charged(options)["cpu"]
+        used, paid = resources.asked(options).get(resource, 0), charged(options).get(resource, 0)
         names = str(options.get("partition") or "the default partition")
-        remedy = "write slurm.pods.ranks_per_node: fill"
-        if takes_whole_nodes(options) and used < paid:
+        if used < paid and takes_whole_nodes(options):
             lines.append(
-                f"{where(f'{key}.partition')}: {key}: a pod uses {used} of the {paid} CPUs that it is charged for, "
+                f"{where(f'{key}.partition')}: {key}: {who} uses {used} of the {paid} {unit} that it is charged for, "
                 f"because {names} allocates whole nodes; {remedy}"
             )
-        elif set(names.split(",")) & site.one_user_nodes():
+        elif job.role == "pods" and set(names.split(",")) & site.one_user_nodes():
             lines.append(
                 f"{where(f'{key}.partition')}: {key}: nodes of {names} run jobs of one user at a time; if your pods "
                 f"do not fill them, their other CPUs are idle: {remedy}"
             )
-    return lines
+    return list(dict.fromkeys(lines))
 
 
 def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[str]:

@@ -252,8 +252,10 @@ def partition_qos(names: str) -> set[str]:
 
 
 def whole_nodes() -> set[str]:
-    """Returns the partitions that allocate whole nodes to each job (``OverSubscribe=EXCLUSIVE``)."""
-    return {name for name, shared in _each_partition("OverSubscribe") if shared == "EXCLUSIVE"}
+    """Returns the partitions that allocate whole nodes to each job: those with ``OverSubscribe=EXCLUSIVE``, or all if
+    Slurm selects nodes only (``select/linear``)."""
+    linear = configuration().get("SelectType", "") == "select/linear"
+    return {name for name, shared in _each_partition("OverSubscribe") if linear or shared == "EXCLUSIVE"}
 
 
 def one_user_nodes() -> set[str]:

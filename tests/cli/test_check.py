@@ -17,6 +17,7 @@ import pytest
 
 from megaflow_hpc import config
 from megaflow_hpc.campaign.planning import draft, model_paths
+from megaflow_hpc.campaign.planning.starter import Starter
 from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.environments.images.build_progress import BuildProgress
 from megaflow_hpc.slurm import site
@@ -253,6 +254,10 @@ def test_ranks_fill_a_node_and_whole_nodes_are_counted(campaign: Path, slurm: Pa
         f"warning: {campaign}:5: slurm.pods: a pod uses 4 of the 64 CPUs that it is charged for, because cpu "
         "allocates whole nodes; write slurm.pods.ranks_per_node: fill\n"
     ) in megaflow("check", campaign).stderr
+    assert (
+        "    ranks_per_node: fill  # of 2 CPUs each, because jobs get whole nodes\n"
+        in Starter.of(campaign.parent).text()
+    )
     campaign.write_text(
         f"{right}slurm: {{pods: {{partition: cpu, time: 60, ranks_per_node: fill, cpus_per_rank: 4}}}}\n"
     )
@@ -266,6 +271,26 @@ def test_ranks_fill_a_node_and_whole_nodes_are_counted(campaign: Path, slurm: Pa
         f"{campaign}:5: slurm.pods.ranks_per_node: fill: the size of a node is unknown; name the partition, or the "
         "ranks\n"
     ) in megaflow("check", campaign).stderr
+
+
+def test_gpus_that_a_server_leaves_idle_are_warned_of(campaign: Path, slurm: Path, megaflow: Megaflow) -> None:
+    """Where Slurm selects whole nodes only, every partition allocates them."""
+    write_program(slurm / "sacctmgr", "exit 1")
+    rows = EXCLUSIVE.replace("=EXCLUSIVE", "=NO") + "PartitionName=gpu OverSubscribe=NO ExclusiveUser=NO\n"
+    settings = f"{CONFIGURATION}SelectType = select/linear\n"
+    write_program(
+        slurm / "scontrol",
+        f"case $* in *partition) printf %s {shlex.quote(rows)};; *) printf %s {shlex.quote(settings)};; esac",
+    )
+    right = campaign.read_text().replace("[oracle, nop]", "oracle")
+    pods = "pods: {partition: cpu, ranks_per_node: fill}, servers: {partition: gpu, time: 60}"
+    campaign.write_text(f"{right}model: {{path: {campaign.parent}, gpus: 2}}\nslurm: {{{pods}}}\n")
+    done = megaflow("check", campaign)
+    assert (done.returncode, done.stderr) == (
+        0,
+        f"warning: {campaign}:6: slurm.servers: a server uses 2 of the 4 GPUs that it is charged for, because gpu "
+        "allocates whole nodes; raise gpus of the model\n",
+    )
 
 
 def test_gpus_of_a_type_are_refused_where_there_are_none(campaign: Path, slurm: Path, megaflow: Megaflow) -> None:

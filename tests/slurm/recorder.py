@@ -94,7 +94,7 @@ ASKED = re.compile(
 SITE = re.compile(r"sinfo|scontrol show config|scontrol -a -o show partition|sacctmgr|srun")
 """Queries about the site and not about jobs."""
 CONFIGURATION = re.compile(
-    r"AccountingStorage(Enforce|Host|Port|Type)|ClusterName|MaxArraySize|JobDefaults|SLURM_VERSION"
+    r"AccountingStorage(Enforce|Host|Port|Type)|ClusterName|MaxArraySize|JobDefaults|SelectType|SLURM_VERSION"
 )
 """Lines kept of ``scontrol show config``."""
 
