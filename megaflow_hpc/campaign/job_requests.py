@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, LIFTED
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
@@ -120,7 +120,8 @@ def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> 
         except (ConfigError, SiteError) as error:
             if config.slurm.check:
                 raise
-            findings += error.found if isinstance(error, Mistakes) else [str(error)]
+            lines = error.found if isinstance(error, Mistakes) else [str(error)]
+            findings += [line + LIFTED for line in lines]
     jobs = [(key, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
     findings += [_placed(line, where) for key, options in jobs for line in doubts(key, options)]
     return findings + _unused(config, groups, where)

@@ -13,6 +13,8 @@ TRAINER_REQUEUES = 20
 """Number of consecutive requeues without a committed step after which a trainer is abandoned."""
 CPUS_PER_RANK = 2
 """Default of ``cpus_per_rank``."""
+LIFTED = " (no error because of slurm.check: false)"
+"""Added to findings about the site that would be errors without ``slurm.check: false``."""
 DEFAULT_RANKS = 2
 """Default of ``ranks_per_node``."""
 LEAST_GB = 0.001

@@ -17,6 +17,7 @@ from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.config.sections import TaskSource
+from megaflow_hpc.config.slurm import LIFTED
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.rundir.record import ServerGroup, ServerRecord
 from megaflow_hpc.types import Rollout, Task
@@ -126,7 +127,11 @@ def read(
             draft.policies[name] = absolute(policy, base, where, name, bool(config.models))
     if config.training:
         _read_training(draft, config, base, where)
-    (draft.mistakes if config.slurm.check else draft.warnings).extend(check_models(draft.policies, draft.config, where))
+    unloadable = check_models(draft.policies, draft.config, where)
+    if config.slurm.check:
+        draft.mistakes += unloadable
+    else:
+        draft.warnings += [line + LIFTED for line in unloadable]
     if config.is_pool:
         draft.config = config.model_copy(update={"pool": config.pool or EnginePoolConfig()})
         return draft
@@ -238,7 +243,7 @@ def try_sandboxes(draft: Draft, watch: PlanWatch) -> None:
         except SiteError as error:
             if draft.config.slurm.check:
                 raise
-            draft.warnings.append(str(error))
+            draft.warnings.append(str(error) + LIFTED)
 
 
 def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
