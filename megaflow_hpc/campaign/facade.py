@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,13 @@ from megaflow_hpc import config as config_module
 from megaflow_hpc.campaign import job_requests
 from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.local import Launcher, resolve_launcher
-from megaflow_hpc.campaign.planning.draft import Draft, PlanWatch, Silent, read, try_sandboxes
+from megaflow_hpc.campaign.planning.draft import Draft, PlanWatch, Silent, read, try_sandboxes, within_caps
 from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate
 from megaflow_hpc.campaign.planning.preflight import warnings
 from megaflow_hpc.campaign.run import Run
+from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.campaign import Loaded
+from megaflow_hpc.config.slurm import CPUS_PER_RANK
 from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes, SiteError
 from megaflow_hpc.rundir.layout import RunDir, new_run_name
 from megaflow_hpc.slurm import fits, script, site
@@ -81,19 +84,22 @@ class Campaign:
         """
         slurm, run = resolve_launcher(launcher) == "slurm", self._run_dir(run_dir)
         plan_module.check_new(run)
-        check = self._check_site if slurm else None
-        made = plan_module.make(self.config, self.base, self.where, self._text, only, watch=watch, site=check)
+        check, config = (self._check_site, self.config) if slurm else (None, _filled_here(self.config))
+        made = plan_module.make(config, self.base, self.where, self._text, only, watch=watch, site=check)
+        self.notices += made.warnings
         mpi = site.mpi_attempts() if slurm else "pmi2 pmix"
         self._made = plan_module.write(made, run, mpi, watch, self._profile)
         return Run(run)
 
     def _check_site(self, draft: Draft) -> None:
-        """Checks that Slurm has the requested resources and would start the jobs."""
-        site.check_site(draft.config, self.where)
+        """Checks that Slurm has the requested resources and would start the jobs. Resolves ``ranks_per_node: fill``."""
+        filled = job_requests.with_ranks(draft.config, self.where)
+        if filled is not draft.config:  # the caps on model calls depend on the number of ranks
+            draft.config = within_caps(filled, len(draft.servers), self.where)
         groups = draft.server_groups
-        job_requests.check_resources(draft.config, groups, self.where)
+        self.notices += job_requests.check(draft.config, groups, self.where)
         walltimes_s = {
-            key: fits.walltime_s(job_requests.named(job.options))
+            key: fits.walltime_s(job.named)
             for key, job in job_requests.each_job(draft.config, RunDir("/RUN"), groups)
             if job.role == "pods"
         }
@@ -212,8 +218,16 @@ def check(path: str | Path, site_too: bool = True, watch: PlanWatch | None = Non
     findings.file, findings.tasks, findings.rollouts = draft.mistakes, len(draft.tasks), len(draft.rollouts)
     if site_too:
         findings.site = campaign.site_mistakes(draft, watch or Silent())
-    findings.warnings = campaign.notices
+    findings.warnings = [*draft.warnings, *campaign.notices]
     return findings
+
+
+def _filled_here(config: CampaignConfig) -> CampaignConfig:
+    """Resolves ``ranks_per_node: fill`` for a pod on this machine."""
+    pods = config.slurm.pods
+    if pods.ranks_per_node != "fill":
+        return config
+    return config.with_ranks(max(1, len(os.sched_getaffinity(0)) // (pods.cpus_per_rank or CPUS_PER_RANK)))
 
 
 def _part(part: str) -> str | int:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import lead_s
-from megaflow_hpc.errors import Mistakes, SiteError
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, LIFTED, lead_s
+from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerGroup
-from megaflow_hpc.slurm import limits, resources, script
+from megaflow_hpc.slurm import limits, resources, script, site
 from megaflow_hpc.slurm.arrays import (
     JOURNAL_BYTES,
     cpus_per_gpu,
@@ -22,7 +22,16 @@ from megaflow_hpc.slurm.arrays import (
     server_jobs,
     trainer_jobs,
 )
-from megaflow_hpc.slurm.fits import not_requeued, refusals, timed, walltime_s
+from megaflow_hpc.slurm.fits import (
+    charged,
+    doubts,
+    not_requeued,
+    ranks_that_fill,
+    refusals,
+    takes_whole_nodes,
+    timed,
+    walltime_s,
+)
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], rollouts: int = 0) -> list[script.Job]:
@@ -77,8 +86,8 @@ def beside(
     amounts = []
     others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
     for job in others:
-        both = set(allowed.caps) & set(limits.resource_caps(named(job.options)))
-        amounts += [resources.shared(resources.asked(job.options), both)] * (job.elements or 1)
+        both = set(allowed.caps) & set(limits.resource_caps(job.named))
+        amounts += [resources.shared(charged(job.named), both)] * (job.elements or 1)
     return amounts
 
 
@@ -93,6 +102,58 @@ def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup])
     yield from ((key, job) for key, job in jobs if not job.cluster)  # limits of other clusters cannot be queried here
 
 
+def with_ranks(config: CampaignConfig, where: Any) -> CampaignConfig:
+    """Replaces ``ranks_per_node: fill`` by the number of ranks that use all CPUs of a node.
+
+    Raises:
+        ConfigError: The size of a node is unknown.
+        SiteError: The controller does not respond.
+    """
+    pods = config.slurm.pods
+    if pods.ranks_per_node != "fill":
+        return config
+    key = "slurm.pods.ranks_per_node"
+    try:
+        jobs = [script.pod_job(config, RunDir("/RUN"), 1, pool=pool) for pool in (None, *pods.pools)]
+        ranks = ranks_that_fill(jobs, pods.cpus_per_rank or CPUS_PER_RANK)
+    except ConfigError as error:
+        raise ConfigError(f"{where(key)}: slurm.pods.{error}") from None
+    return config.with_ranks(ranks)
+
+
+def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
+    """Checks that the site has what the jobs request and would start them. Returns warnings.
+
+    With ``slurm.check: false`` all findings are warnings.
+
+    Args:
+        where: Returns ``file:line`` of a dotted key.
+
+    Raises:
+        ConfigError: A partition is missing or lacks requested resources, or a walltime is shorter than the time
+            that a job gets to end. Each message names key and limit.
+        SiteError: A job would never start. The message names the limit.
+    """
+    wanted = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
+    if short := [
+        f"{where(f'{key}.time')}: {line}"
+        for key, role, options in wanted
+        for line in _too_short(config, key, role, options)
+    ]:
+        raise Mistakes(short)
+    findings = []
+    for one in (lambda: site.check_site(config, where), lambda: check_resources(config, groups, where)):
+        try:
+            one()
+        except (ConfigError, SiteError) as error:
+            if config.slurm.check:
+                raise
+            lines = error.found if isinstance(error, Mistakes) else [str(error)]
+            findings += [line + LIFTED for line in lines]
+    findings += [_placed(line, where) for key, _, options in wanted for line in doubts(key, options)]
+    return findings + _unused(config, groups, where)
+
+
 def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
     """Checks that partitions and limits allow each kind of job to start.
 
@@ -101,22 +162,18 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
         SiteError: A job would never start. The message names the limit.
     """
     caps: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
-    jobs = [(key, job.role, named(job.options)) for key, job in each_job(config, RunDir("/RUN"), groups)]
-    refused = [
-        f"{where(line.split()[0].rstrip(':'))}: {line}" for key, _, options in jobs for line in refusals(key, options)
-    ]
-    refused += [
-        f"{where(f'{key}.time')}: {line}"
-        for key, role, options in jobs
-        for line in _too_short(config, key, role, options)
-    ]
+    jobs = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
+    refused = [_placed(line, where) for key, _, options in jobs for line in refusals(key, options)]
     if refused:
         raise Mistakes(refused)
     for key, role, options in jobs:
         names = tuple(str(options.get(name)) for name in ("account", "qos", "partition"))
         caps[names] = caps[names] if names in caps else limits.resource_caps(options)
-        wanted = resources.asked(options)
-        if cap := resources.impossible(caps[names], wanted):
+        # The QOS of the default partition limits nothing if the site chooses another partition.
+        of_default = () if options.get("partition") else {f"QOS {name}" for name in site.partition_qos("")}
+        firm = [cap for cap in caps[names] if cap.of not in of_default]
+        wanted = charged(options)
+        if cap := resources.impossible(firm, wanted):
             what = {"servers": "engine server", "trainer": "trainer", "gather": "gather job"}.get(role, "pod")
             raise SiteError(
                 f"{where(key)}: one {what} asks for {cap.resource}={wanted[cap.resource]}, and {cap}: it would never "
@@ -140,12 +197,45 @@ def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], wher
     """
     lines = {}
     for key, job in each_job(config, RunDir("/RUN"), groups):
-        if job.role != "gather" and (why := not_requeued(named(job.options))):
+        if job.role != "gather" and (why := not_requeued(job.named)):
             lines[job.role] = (
                 f"{where(key)}: {key}: {why}: a job that meets its walltime, or loses its node, is not started again; "
                 "what is left then needs: megaflow-hpc resume RUN"
             )
     return list(lines.values())
+
+
+def _placed(line: str, where: Any) -> str:
+    """Returns a finding with the location of the key that it begins with."""
+    return f"{where(line.split()[0].rstrip(':'))}: {line}"
+
+
+def _unused(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
+    """Warns about jobs that leave CPUs or GPUs of their nodes idle although no other job can use them."""
+    lines = []
+    remedies = {
+        "pods": ("a pod", "cpu", "CPUs", "write slurm.pods.ranks_per_node: fill"),
+        "servers": ("a server", "gres/gpu", "GPUs", "raise gpus of the model"),
+        "trainer": ("a trainer", "gres/gpu", "GPUs", "raise slurm.trainer.gpus"),
+    }
+    for key, job in each_job(config, RunDir("/RUN"), groups):
+        if job.role not in remedies:
+            continue
+        who, resource, unit, remedy = remedies[job.role]
+        options = job.named
+        used, paid = resources.asked(options).get(resource, 0), charged(options).get(resource, 0)
+        names = str(options.get("partition") or "the default partition")
+        if used < paid and takes_whole_nodes(options):
+            lines.append(
+                f"{where(f'{key}.partition')}: {key}: {who} uses {used} of the {paid} {unit} that it is charged for, "
+                f"because {names} allocates whole nodes; {remedy}"
+            )
+        elif job.role == "pods" and set(names.split(",")) & site.one_user_nodes():
+            lines.append(
+                f"{where(f'{key}.partition')}: {key}: nodes of {names} run jobs of one user at a time; if your pods "
+                f"do not fill them, their other CPUs are idle: {remedy}"
+            )
+    return list(dict.fromkeys(lines))
 
 
 def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[str]:
@@ -175,7 +265,9 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
 
 def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:
     cpus = min((cpus for group in groups if (cpus := cpus_per_gpu(config, run, group))), default=None)
-    return timed(script.together_job(config, run, [group.gpus for group in groups for _ in range(group.count)], cpus))
+    servers = [group for group in groups for _ in range(group.count)]
+    gpus, types = [server.gpus for server in servers], [server.gpu_type for server in servers]
+    return timed(script.together_job(config, run, gpus, cpus, types))
 
 
 def pod_options(config: CampaignConfig) -> dict[str, Any]:

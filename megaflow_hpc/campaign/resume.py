@@ -16,7 +16,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.overrides import Changes, override
 from megaflow_hpc.rundir.record import RunRecord
-from megaflow_hpc.slurm import accounting, site
+from megaflow_hpc.slurm import accounting
 from megaflow_hpc.slurm.ids import array_of, scancel
 
 LEAVE_S = 15.0
@@ -46,8 +46,7 @@ def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, j
         )
 
     def check(changed: CampaignConfig) -> None:
-        site.check_site(changed, lambda key: f"{run}: {key}")
-        job_requests.check_resources(changed, planned.server_groups, lambda key: f"{run}: {key}")
+        job_requests.check(changed, planned.server_groups, lambda key: f"{run}: {key}")
 
     config = override(run, planned.config, requests, check)
     if pods:

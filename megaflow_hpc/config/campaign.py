@@ -143,6 +143,11 @@ class CampaignConfig(Section):
         """Who may read the run directory. An engine pool shares only its servers, so its directory stays private."""
         return "user" if self.is_pool else self.share
 
+    def with_ranks(self, ranks: int) -> CampaignConfig:
+        """Returns the campaign with ``ranks`` MPI ranks on each node of a pod."""
+        pods = self.slurm.pods.model_copy(update={"ranks_per_node": ranks})
+        return self.model_copy(update={"slurm": self.slurm.model_copy(update={"pods": pods})})
+
     def policies(self) -> dict[str, Policy]:
         """Returns the policies that run tasks, by name."""
         if self.models:

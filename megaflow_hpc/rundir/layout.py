@@ -37,6 +37,7 @@ from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode, make_directory
+from megaflow_hpc.host.mounts import refusal_of_links
 from megaflow_hpc.host.private import make_parents, who_may_replace
 from megaflow_hpc.host.process import user_name
 
@@ -78,11 +79,13 @@ class RunDir:
         """Creates the directory and its subdirectories. With ``share="group"`` its group may read them.
 
         Raises:
-            ConfigError: Another user may write to a parent directory.
+            ConfigError: Another user may write to a parent directory, or the file system has no hard links.
         """
         make_parents(self.path)
         self.check_place()
         self.path.mkdir(mode=0o700, exist_ok=True)
+        if why := refusal_of_links(self.path):
+            raise ConfigError(f"run directory {self.path}: {why} (run_dir, or --run-dir)")
         self.endpoints.mkdir(mode=0o700, exist_ok=True)
         if share == "group":
             self.path.chmod(0o2750)

@@ -65,6 +65,7 @@ ORDERLY = LAST_WORDS[:3]
 """Last words of a pod that ended normally."""
 
 CERTAIN = (
+    "MEGAFLOW_PYTHON=",
     "oom_kill",
     "DUE TO ",
     "pod: ",

@@ -59,8 +59,15 @@ class Job:
     """Options of engine servers that share a pod's allocation and MPI world (a heterogeneous job)."""
     cluster: str = ""
     """Name of the other Slurm cluster to submit to. Empty for our own."""
+    pool: int | None = None
+    """Index of the pods' pool in ``slurm.pods.pools``. ``None`` for ``slurm.pods`` itself."""
     policy: str = ""
     """Policy that a trainer trains. If empty, the script takes it from its command line."""
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The sbatch options, under sbatch's own names."""
+        return {option_name(name): value for name, value in self.options.items()}
 
     @property
     def indices(self) -> str:
@@ -91,6 +98,8 @@ def script(job: Job) -> str:
     body = body.replace("@CLUSTER@", cluster)
     run_argument = '${1:?the run directory that "megaflow-hpc plan" printed}'
     body = body.replace("@RUN@", shlex.quote(job.run) if job.run else run_argument)
+    pool_argument = "" if job.run else "${2:+.$2}"  # the number of a pool may follow the run directory
+    body = body.replace("@POOL@", pool_argument if job.pool is None else f".{job.pool}")
     body = body.replace("@POLICY@", shlex.quote(job.policy) if job.policy else "${2:-default}")
     body = body.replace(" @INDEX@", f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "")
     if job.engines:  # one part of the step for each component of the job
@@ -125,7 +134,7 @@ def command(job: Job, path: str) -> str:
     """Returns the sbatch command for submitting ``path`` by hand with this job's options."""
     options = {**({} if job.elements is None else {"array": job.indices}), **job.options}
     words = [option(name, value) for name, value in options.items() if value is not None and value is not False]
-    policy = [shlex.quote(job.policy)] if job.policy else []
+    policy = [shlex.quote(job.policy)] if job.policy else [] if job.pool is None else [str(job.pool)]
     return " ".join(["sbatch", *words, path, shlex.quote(job.run or "$RUN"), *policy])
 
 
@@ -135,6 +144,11 @@ def _walltime(value: str | int | None) -> str | None:
 
 def _megabytes(gb: float | None) -> str | None:
     return None if gb is None else f"{round(gb * 1000)}M"
+
+
+def _gpus(count: int, gpu_type: str | None) -> str | None:
+    """Returns a request for GPUs of each node in the format of ``--gres``."""
+    return f"gpu:{gpu_type}:{count}" if gpu_type and count else f"gpu:{count}" if count else None
 
 
 def _common(config: CampaignConfig, run: RunDir, role: str) -> dict[str, Any]:
@@ -170,7 +184,7 @@ def pod_job(
         **_common(config, run, "pod"),
         "partition": pods.partition,
         "nodes": pods.nodes,
-        "ntasks-per-node": pods.ranks_per_node,
+        "ntasks-per-node": pods.ranks,
         "cpus-per-task": pods.cpus_per_rank or CPUS_PER_RANK,
         "mem": _megabytes(pods.mem_gb),
         "time": _walltime(pods.time),
@@ -185,7 +199,9 @@ def pod_job(
     cluster = (pool and pool.cluster) or ""
     if cluster:
         options |= {"clusters": cluster, "dependency": None}  # a job cannot depend on jobs of another cluster
-    return Job("pods", options, count or (pool or pods).count, run=str(run), throttle=throttle, cluster=cluster)
+    index = next((number for number, other in enumerate(pods.pools) if other is pool), None)
+    elements = count or (pool or pods).count
+    return Job("pods", options, elements, run=str(run), throttle=throttle, cluster=cluster, pool=index)
 
 
 def server_job(
@@ -198,6 +214,7 @@ def server_job(
     held: bool = False,
     nodes: int = 1,
     cpus_per_gpu: int | None = None,
+    gpu_type: str = "",
 ) -> Job:
     """Returns an engine array. Each element is one engine server, identified by its index in ``run.json``.
 
@@ -208,6 +225,7 @@ def server_job(
         held: Submit the jobs held, until they are released (``scontrol release``).
         nodes: Nodes per server.
         cpus_per_gpu: CPUs per GPU unless the campaign sets them. Default: Slurm's default.
+        gpu_type: Slurm's name for the type of the GPUs. Default: any type.
     """
     servers = config.slurm.servers
     each = servers.cpus_per_gpu or cpus_per_gpu
@@ -217,7 +235,7 @@ def server_job(
         "nodes": nodes,
         "ntasks": nodes,
         "ntasks-per-node": 1 if nodes > 1 else None,
-        "gres": f"gpu:{gpus}" if gpus else None,
+        "gres": _gpus(gpus, gpu_type),
         "cpus-per-task": each and each * max(1, gpus),
         "mem": _megabytes(servers.mem_gb),
         "time": _walltime(servers.time),
@@ -231,16 +249,26 @@ def server_job(
     return Job("servers", options, elements, first - base, base, run=str(run))
 
 
-def together_job(config: CampaignConfig, run: RunDir, gpus: Sequence[int], cpus_per_gpu: int | None = None) -> Job:
+def together_job(
+    config: CampaignConfig,
+    run: RunDir,
+    gpus: Sequence[int],
+    cpus_per_gpu: int | None = None,
+    gpu_types: Sequence[str] = (),
+) -> Job:
     """Returns a pod and its engine servers as one heterogeneous job, with one allocation and one MPI world.
 
     Args:
         gpus: Number of GPUs of each server.
         cpus_per_gpu: As in :func:`server_job`.
+        gpu_types: Type of the GPUs of each server. Default: any type for all of them.
     """
     pod = pod_job(config, run, 1)
     kept = ("partition", "nodes", "ntasks", "gres", "cpus-per-task", "mem")
-    servers = [server_job(config, run, 1, count, cpus_per_gpu=cpus_per_gpu).options for count in gpus]
+    servers = [
+        server_job(config, run, 1, count, cpus_per_gpu=cpus_per_gpu, gpu_type=kind).options
+        for count, kind in zip(gpus, gpu_types or [""] * len(gpus), strict=True)
+    ]
     beyond = {**config.slurm.extra, **config.slurm.servers.extra}
     engines = [{n: v for n, v in options.items() if n in kept or n in beyond} for options in servers]
     return replace(pod, options={**pod.options, "output": str(run.logs / "pod-%j.log")}, elements=None, engines=engines)
@@ -260,7 +288,7 @@ def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: 
         "partition": trainer.partition or servers.partition,
         "nodes": trainer.nodes,
         "ntasks-per-node": 1,
-        "gres": f"gpu:{trainer.gpus}" if trainer.gpus else None,
+        "gres": _gpus(trainer.gpus, trainer.gpu_type),
         "cpus-per-task": each and each * max(1, trainer.gpus),
         "mem": _megabytes(trainer.mem_gb),
         "time": _walltime(trainer.time),
@@ -280,7 +308,7 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Se
         "output": str(run.logs / "gather-%j.log"),
         "partition": pods.partition,
         "ntasks": 1,
-        "cpus-per-task": min(8, pods.ranks_per_node * (pods.cpus_per_rank or CPUS_PER_RANK)),
+        "cpus-per-task": min(8, pods.ranks * (pods.cpus_per_rank or CPUS_PER_RANK)),
         "signal": f"B:USR2@{GATHER_WARN_S}",
         "requeue": True,
         "dependency": dependency,
@@ -305,7 +333,7 @@ def by_hand(role: Role) -> str:
             "  RUN=$(megaflow-hpc plan campaign.yaml)",
             '  sbatch --array=0-7 sbatch/sandbox_pods.sbatch "$RUN"',
         ]
-        shape = {"nodes": 1, "ntasks-per-node": PodsConfig().ranks_per_node, "cpus-per-task": CPUS_PER_RANK}
+        shape = {"nodes": 1, "ntasks-per-node": PodsConfig().ranks, "cpus-per-task": CPUS_PER_RANK}
     elif role == "trainer":
         header = [
             'The trainer of one policy ("default", unless another is named): one process per GPU on each node. Every',

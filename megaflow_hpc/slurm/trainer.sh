@@ -1,6 +1,7 @@
 # Runs the trainer of one policy. Each start continues from the last commit. The job ends when the training ends.
 RUN=@RUN@
 policy=@POLICY@
+role=trainer # env.sh runs the setup of this section
 @OWN@
 set -u
 @REQUEUE@
@@ -53,7 +54,8 @@ held_pods scontrol release
 
 # The interpreter may be an engine's, which has torch but not this package.
 if [ "$("$MEGAFLOW_TRAINER_PYTHON" -c 'import sys; print(sys.version_info >= (3, 11))' 2>&1)" != True ]; then
-    echo "MEGAFLOW_TRAINER_PYTHON=$MEGAFLOW_TRAINER_PYTHON: expected Python 3.11 or later" >&2
+    echo "MEGAFLOW_TRAINER_PYTHON=$MEGAFLOW_TRAINER_PYTHON: expected Python 3.11 or later that runs on $(uname -m);" \
+        "export another one in slurm.trainer.setup" >&2
     exit 2
 fi
 

@@ -85,15 +85,16 @@ WORK = "/work"
 """Stands for the directory in which a test works."""
 COMMANDS = ("sacct", "sacctmgr", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 ASKED = re.compile(
-    r"squeue .*-o '?(%i\|%T|%i\|%k|QOS )|sinfo .*-o '?%R\||scontrol (-M \S+ )?(show config|-o show (partition|job))|"
+    r"squeue .*-o '?(%i\|%T|%i\|%k|QOS )|sinfo .*-o '?%R\||"
+    r"scontrol (-M \S+ )?(show config|(-a )?-o show (partition|job))|"
     r"scontrol release|sacctmgr -nP show |sacct -n -X (-P -j .*NodeList|-S)|sacct -n -P -D|srun --mpi=list|"
     r"sbatch (SCRIPT|--version)|scancel (-M \S+ )?--quiet"
 )
 """The product's own queries, and not what tests ask besides."""
-SITE = re.compile(r"sinfo|scontrol show config|scontrol -o show partition|sacctmgr|srun")
+SITE = re.compile(r"sinfo|scontrol show config|scontrol -a -o show partition|sacctmgr|srun")
 """Queries about the site and not about jobs."""
 CONFIGURATION = re.compile(
-    r"AccountingStorage(Enforce|Host|Port|Type)|ClusterName|MaxArraySize|JobDefaults|SLURM_VERSION"
+    r"AccountingStorage(Enforce|Host|Port|Type)|ClusterName|MaxArraySize|JobDefaults|SelectType|SLURM_VERSION"
 )
 """Lines kept of ``scontrol show config``."""
 

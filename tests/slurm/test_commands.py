@@ -215,9 +215,28 @@ old|old|down|1|4|8000|(null)|1:00:00
 def test_partitions_are_read_from_sinfo(prints: Print) -> None:
     prints("sinfo", SINFO)
     found = site.partitions()
-    assert (found["cpu"].nodes, found["cpu"].default, found["cpu"].gpus) == (4, True, False)
-    assert (found["gpu"].cpus, found["gpu"].memory_mb, found["gpu"].gpus) == (64, 512000, True)
+    assert (found["cpu"].nodes, found["cpu"].default, found["cpu"].gpus) == (4, True, 0)
+    assert (found["gpu"].cpus, found["gpu"].memory_mb, found["gpu"].gpus) == (64, 512000, 4)
     assert not found["old"].up
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("(null)", {}),
+        ("gpu:8", {"": 8}),
+        ("gpu", {"": 1}),
+        ("gpu:3090:8", {"3090": 8}),
+        ("gpu:a100:4(S:0-1)", {"a100": 4}),
+        ("gpu:a100:4(S:0,2),shard:8(S:0-1)", {"a100": 4}),
+        ("gpu:h100_1g.10gb:7", {"h100_1g.10gb": 7}),
+        ("gpu:v100:2,gpu:a100:4(S:0-1),gpu:a100:2", {"v100": 2, "a100": 6}),
+        ("gpu:tesla:no_consume:2", {"tesla": 2}),
+        ("mps:gpu:200,nvme:1", {}),
+    ],
+)
+def test_gpus_of_a_node_are_counted_by_type(gres: str, gpus: dict[str, int]) -> None:
+    assert site.gpus_in(gres) == gpus
 
 
 MIXED = "mixed|mixed|up|1|32|64000|gpu:tesla:2(S:0),shard:8|1:00:00\nmixed|mixed|up|1|12|64000|gpu:4|1:00:00\n"

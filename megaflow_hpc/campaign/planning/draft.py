@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megaflow_hpc.campaign.planning.agents import check_agents
-from megaflow_hpc.campaign.planning.gpu_sharing import check_sharing, sleeping
+from megaflow_hpc.campaign.planning.gpu_sharing import check_gpu_types, check_sharing, sleeping
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.config.sections import TaskSource
+from megaflow_hpc.config.slurm import LIFTED
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.rundir.record import ServerGroup, ServerRecord
 from megaflow_hpc.types import Rollout, Task
@@ -79,6 +80,8 @@ class Draft:
     """The campaign file's text as written by the user."""
     mistakes: list[str] = field(default_factory=list)
     """Mistakes in the file, each with its location."""
+    warnings: list[str] = field(default_factory=list)
+    """Findings about this machine that do not prevent planning, because of ``slurm.check: false``."""
     refusal: SiteError | None = None
     """Reason why images are unavailable here. Reported after the mistakes."""
 
@@ -124,13 +127,17 @@ def read(
             draft.policies[name] = absolute(policy, base, where, name, bool(config.models))
     if config.training:
         _read_training(draft, config, base, where)
-    draft.mistakes += check_models(draft.policies, draft.config, where)
+    unloadable = check_models(draft.policies, draft.config, where)
+    if config.slurm.check:
+        draft.mistakes += unloadable
+    else:
+        draft.warnings += [line + LIFTED for line in unloadable]
     if config.is_pool:
         draft.config = config.model_copy(update={"pool": config.pool or EnginePoolConfig()})
         return draft
     with draft.noting():
         draft.own_code = check_agents(draft.policies, config.environment.network, base, where)
-    for check in (check_together, check_sharing):
+    for check in (check_together, check_sharing, check_gpu_types):
         with draft.noting():
             check(config, where)
     with draft.noting():
@@ -219,7 +226,10 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
 
 
 def try_sandboxes(draft: Draft, watch: PlanWatch) -> None:
-    """Raises :class:`SiteError` if images, or sandboxes with the required networks, are unavailable here."""
+    """Raises :class:`SiteError` if images, or sandboxes with the required networks, are unavailable here.
+
+    With ``slurm.check: false`` missing sandboxes are only a warning, because the nodes of the jobs may differ.
+    """
     from megaflow_hpc.environments.sandbox.probe import require
     from megaflow_hpc.environments.sandbox.scratch import default_scratch
 
@@ -228,7 +238,12 @@ def try_sandboxes(draft: Draft, watch: PlanWatch) -> None:
     networks = {draft.config.environment.network_of(task) for task in draft.tasks}
     if networks:
         watch.step("trying a sandbox")
-        require(networks, default_scratch())
+        try:
+            require(networks, default_scratch())
+        except SiteError as error:
+            if draft.config.slurm.check:
+                raise
+            draft.warnings.append(str(error) + LIFTED)
 
 
 def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
@@ -299,17 +314,18 @@ def group_servers(servers: Sequence[ServerRecord]) -> list[ServerGroup]:
     for index, server in enumerate(servers):
         if server.model.get("sleep_level"):
             continue
-        shape = (server.model["gpus"], server.held, server.model["nodes"])
+        shape = (server.model["gpus"], server.held, server.model["nodes"], server.model["gpu_type"] or "")
         last = groups[-1] if groups else None
-        if last and (last.gpus, last.held, last.nodes) == shape:
+        if last and (last.gpus, last.held, last.nodes, last.gpu_type) == shape:
             last.count += 1
         else:
             groups.append(ServerGroup(index, 1, *shape))
     return groups
 
 
-def _shape(server: ServerRecord) -> tuple[bool, int, int, bool]:
-    return "sleep_level" in server.model, -server.model["nodes"], -server.model["gpus"], server.held
+def _shape(server: ServerRecord) -> tuple[bool, int, int, str, bool]:
+    model = server.model
+    return "sleep_level" in model, -model["nodes"], -model["gpus"], model["gpu_type"] or "", server.held
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:

@@ -234,7 +234,8 @@ def _listed(job: Job) -> list[JobEstimate]:
     parts = []
     for role, options in [(str(job.role), job.options), *(("servers", {**job.options, **e}) for e in job.engines)]:
         named_options = {option_name(name): value for name, value in options.items()}
-        asks, elements = resources.asked(named_options), job.elements or 1
+        asks = resources.asked(named_options) if job.cluster else fits.charged(named_options)
+        elements = job.elements or 1
         try:
             walltime_s = fits.walltime_s(named_options) if not job.cluster else fits.seconds(named_options.get("time"))
         except SiteError:

@@ -75,7 +75,7 @@ def slots_per_rank(config: CampaignConfig) -> int:
 
 def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:
     """Returns the CPUs and the memory in MB of a rank. Each is ``None`` if the campaign file does not set it."""
-    return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks_per_node)
+    return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks)
 
 
 def lead(run: RunDir, comm: Comm) -> str:
