@@ -88,7 +88,8 @@ class Campaign:
         made = plan_module.make(config, self.base, self.where, self._text, only, watch=watch, site=check)
         self.notices += made.warnings
         mpi = site.mpi_attempts() if slurm else "pmi2 pmix"
-        self._made = plan_module.write(made, run, mpi, watch, self._profile)
+        window_s = job_requests.drain_window_s(made.config) if slurm else 0
+        self._made = plan_module.write(made, run, mpi, watch, self._profile, window_s)
         return Run(run)
 
     def _check_site(self, draft: Draft) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import TRAINER_REQUEUES
+from megaflow_hpc.config.slurm import TRAINER_REQUEUES, lead_s
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.address import LOOPBACKS
 from megaflow_hpc.host.apptainer import find_apptainer
@@ -61,11 +61,12 @@ def _chosen_trainer_python() -> list[str]:
     return [f"export MEGAFLOW_TRAINER_PYTHON={shlex.quote(trainer_python())}"] if chosen else []
 
 
-def environment_script(config: CampaignConfig, mpi: str) -> str:
+def environment_script(config: CampaignConfig, mpi: str, window_s: int = 0) -> str:
     """Returns the content of ``env.sh``, which every job of a run sources.
 
     Args:
         mpi: Types for ``srun --mpi``, separated by spaces, in the order in which pods try them.
+        window_s: Period within which each pod has a second of its own to drain, or 0.
     """
     lines = [
         "# Sourced by every job of this run.",
@@ -74,6 +75,7 @@ def environment_script(config: CampaignConfig, mpi: str) -> str:
         f'export MEGAFLOW_MPI="${{MEGAFLOW_MPI:-{mpi}}}"',
         f'export MEGAFLOW_REQUEUES="${{MEGAFLOW_REQUEUES:-{config.slurm.requeues}}}"',
         f"megaflow_srun={shlex.quote(' '.join(config.slurm.srun))}",
+        f"megaflow_lead_s={lead_s(config.slurm)} megaflow_window_s={window_s}",
         "export PYTHONUNBUFFERED=1",
     ]
     if config.training:

@@ -164,6 +164,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
     caps: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
     jobs = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
     refused = [_placed(line, where) for key, _, options in jobs for line in refusals(key, options)]
+    refused += _gpu_contradictions(config, groups, where)
     if refused:
         raise Mistakes(refused)
     for key, role, options in jobs:
@@ -181,12 +182,50 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
             )
 
 
+def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
+    """Describes options in ``extra`` that request other numbers of GPUs than the campaign or each other."""
+    run, slurm = RunDir("/RUN"), config.slurm
+    jobs = [
+        ("servers", "gpus of the model", group.gpus, script.server_job(config, run, 1, group.gpus, nodes=group.nodes))
+        for group in groups
+    ]
+    jobs += [("trainer", "slurm.trainer.gpus", slurm.trainer.gpus, job) for job in trainer_jobs(config, run)]
+    jobs += [] if config.is_pool else [("pods", "", 0, script.pod_job(config, run, 1))]
+    lines = {}
+    for role, wanted_by, wanted, job in jobs:
+        found = resources.gpu_requests(job.options)
+        own: dict[str, Any] = getattr(slurm, role).extra
+        names = [script.option_name(name) for name in own]
+        others = {name: count for name, count in found.items() if not (wanted_by and wanted and count == wanted)}
+        if wanted_by and wanted and others:
+            found = {wanted_by: wanted, **others}
+        elif len(set(found.values())) < 2:
+            continue
+        first = next((name for name in found if name in names), "")
+        key = f"slurm.{role}.extra" if first else "slurm.extra"
+        asked = " and ".join(f"{name} ({count:g})" for name, count in found.items())
+        lines[role] = f"{where(key)}: {key}: {asked} request different numbers of GPUs for each node; keep one of them"
+    return list(lines.values())
+
+
 def _too_short(config: CampaignConfig, key: str, role: str, options: Mapping[str, Any]) -> Iterator[str]:
     leads = {"pods": lead_s(config.slurm), "servers": script.WARN_S, "trainer": script.TRAINER_WARN_S}
     time_s, lead = walltime_s(options), leads.get(role, 0)
     if time_s is not None and time_s <= lead:
         what = "slurm.lead_s" if role == "pods" else "the time that it gets to end"
         yield f"{key}.time: {time_s:.0f} s, and {what} is {lead} s: the job would end as it starts; ask for more time"
+
+
+def drain_window_s(config: CampaignConfig) -> int:
+    """Returns the period within which each pod has a second of its own to drain; see
+    :func:`~megaflow_hpc.slurm.limits.requeue_window_s`. 0 if Slurm does not respond."""
+    pods = config.slurm.pods
+    jobs = [script.pod_job(config, RunDir("/RUN"), 1, pool=pool) for pool in (None, *pods.pools)]
+    try:
+        times = [time_s for job in jobs if not job.cluster and (time_s := walltime_s(job.named))]
+        return limits.requeue_window_s(pods.total, min(times, default=None))
+    except SiteError:
+        return 0
 
 
 def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
@@ -253,6 +292,11 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
             running = f"{allowed.running} jobs run at once" if allowed.running is not None else ""
             why = ", ".join(filter(None, [running, *map(str, allowed.caps)]))
             effects.append(f"{job.throttle} of {job.elements} pods run at once beside the engines ({why})")
+    if limits.request_rate()[1] < limits.REFILL_PER_S and (window_s := drain_window_s(config)):
+        effects.append(
+            f"rl_enable: pods drain one after another, up to {window_s} s before their walltime ends, because Slurm "
+            f"takes {limits.request_rate()[1]:g} requests a second from one user"
+        )
     wanted = sum(job.elements or 1 for job in jobs if not job.cluster)
     others = wanted - sum(job.elements or 1 for job in arrays)
     if allowed.room is not None and wanted > allowed.room:

@@ -1,4 +1,4 @@
-"""State and progress of many runs, from a few small files of each and a single Slurm query.
+"""State and progress of many runs, from a few small files of each and one Slurm query for each owner.
 
 Only the head of run.json, the marks and the leases of each run are read. The leases contain the number of stored
 rollouts, so listing a thousand runs takes seconds. Measuring sizes requires walking the directories, which is bounded
@@ -56,9 +56,13 @@ def glances(paths: Iterable[Path]) -> list[Glance]:
     """Reads run directories in the given order. They may be damaged, incomplete or concurrently deleted."""
     looks = [_Look(path) for path in paths]
     open_ = [look for look in looks if not look.settled]
-    live, cause = _live(sorted({job for look in open_ for job in look.jobs}))
+    by_owner: dict[int, list[_Look]] = {}
     for look in open_:
-        look.decide(None if live is None else [state for job in look.jobs for state in live.get(job, ())], cause)
+        by_owner.setdefault(look.owner, []).append(look)
+    for owner, of_owner in by_owner.items():  # squeue is asked for the jobs of one user
+        live, cause = _live(sorted({job for look in of_owner for job in look.jobs}), owner)
+        for look in of_owner:
+            look.decide(None if live is None else [state for job in look.jobs for state in live.get(job, ())], cause)
     return [look.glance for look in looks]
 
 
@@ -90,11 +94,13 @@ class _Look:
         run, marks = RunDir(path), Marks(RunDir(path))
         self.glance = Glance(path, "", "broken", None, None, _time_of(run))
         self.settled = True
+        self.owner = os.getuid()
         self.jobs: list[str] = []
         self._pods: list[dict[str, Any]] = []
         """Leases of pods that are not marked as gone."""
         self._started = self._serves = self._waits = False
         try:
+            self.owner = path.stat().st_uid
             head = read_head(run)
             self._serves = head.campaign.pool is not None and not head.total and bool(EndpointFiles(run).serving())
             self.glance.name, self.glance.total = head.campaign.name, head.total
@@ -122,7 +128,7 @@ class _Look:
     def decide(self, live: Sequence[JobState] | None, cause: str) -> None:
         """Sets the state, given the jobs that Slurm still has. ``live`` is ``None`` if they are unknown because of
         ``cause``."""
-        jobs = None if live is None else {state.id for state in live if state.state != "PENDING"}
+        jobs = None if live is None else {state.id for state in live if not state.waits}
         self.glance.state = run_state(
             serves=self._serves,
             alive=any(_lives(pod, jobs) for pod in self._pods),
@@ -151,14 +157,14 @@ def _lives(lease: dict[str, Any], jobs: set[str] | None) -> bool:
     )
 
 
-def _live(jobs: Sequence[str]) -> tuple[dict[str, list[JobState]] | None, str]:
+def _live(jobs: Sequence[str], owner: int) -> tuple[dict[str, list[JobState]] | None, str]:
     """Returns the elements that Slurm still has, by job or array, or ``None`` and the reason."""
     if not jobs:
         return {}, ""
     if not site.has_slurm():
         return None, "its jobs are Slurm's, which is not here"
     try:
-        answer = accounting.live_jobs(jobs)
+        answer = accounting.live_jobs(jobs, owner)
     except SiteError as error:
         return None, str(error)
     states: dict[str, list[JobState]] = {}

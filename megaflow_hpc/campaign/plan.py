@@ -96,7 +96,12 @@ def complete(draft: Draft, build: bool = True, watch: PlanWatch | None = None) -
 
 
 def write(
-    draft: Draft, run: RunDir, mpi: str = "pmi2", watch: PlanWatch | None = None, profile: Profile | None = None
+    draft: Draft,
+    run: RunDir,
+    mpi: str = "pmi2",
+    watch: PlanWatch | None = None,
+    profile: Profile | None = None,
+    window_s: int = 0,
 ) -> list[Path]:
     """Writes the run directory. ``run.json`` is written last, so only complete run directories have one.
 
@@ -112,7 +117,7 @@ def write(
     (watch or Silent()).step(f"writing {run} with {len(draft.rollouts)} rollouts")
     try:
         run.create(draft.config.run_share)
-        _fill(draft, run, mpi, profile)
+        _fill(draft, run, mpi, profile, window_s)
     except BaseException:
         if missing:
             discard(run, missing)
@@ -137,7 +142,7 @@ def discard(run: RunDir, made: Sequence[Path] = ()) -> None:
                 path.rmdir()
 
 
-def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None) -> None:
+def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s: int) -> None:
     ledger = Ledger(run)
     ledger.create()
     learning = draft.config.training.policies if draft.config.training else {}
@@ -147,7 +152,7 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None) -> None:
     planned = [rollout for rollout in draft.rollouts if rollout.policy not in learning]
     source = draft.source or yaml.safe_dump(draft.config.model_dump(mode="json"), sort_keys=False)
     write_atomic(run.campaign_yaml, source)
-    write_atomic(run.env_sh, environment_script(draft.config, mpi))
+    write_atomic(run.env_sh, environment_script(draft.config, mpi, window_s))
     code.keep(draft.own_code, draft.base, run.code)
     provenance.keep_tokenizers(run, draft.policies)
     earlier = draft.durations

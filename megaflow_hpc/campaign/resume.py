@@ -35,11 +35,11 @@ def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, j
     pods, jobs_submitted = jobs.live_pods(0), jobs.ids()
     end = time.monotonic() + LEAVE_S
     while Marks(run).finished and pods and time.monotonic() < end:  # pods are leaving
-        time.sleep(1.0)
+        time.sleep(3.0)
         pods = jobs.live_pods(0)
     if pods is None and jobs_submitted:
         raise SiteError(f"{run}: Slurm does not say which pods there are; nothing was changed")
-    if running := [pod.id for pod in pods or () if pod.state != "PENDING"]:
+    if running := [pod.id for pod in pods or () if not pod.waits]:
         raise ConfigError(
             f"{run}: {len(running)} pods run (among them {running[0]}) and keep what they have asked for; "
             f"stop them first (megaflow-hpc cancel {run}), nothing that is stored is lost"

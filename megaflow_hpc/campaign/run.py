@@ -120,6 +120,7 @@ class Run:
             status["warnings"] += lost_journals(self.dir, self.ledger)
         if not ended:
             status["warnings"] += self.slurm_jobs.refused(self._slurm_age_s)
+            status["warnings"] += self.slurm_jobs.unreplaced()
             status["warnings"] += self.slurm_jobs.starving(status.get("training", {}), self._slurm_age_s)
         if self.record.pools and not ended:
             status["warnings"] += pool_warnings(self.dir)
@@ -128,7 +129,7 @@ class Run:
     def _seen(self, slurm_age_s: float) -> dict[str, Any]:
         """Returns the status from the run's files and from Slurm. Slurm's data may be up to ``slurm_age_s`` old."""
         live = self.slurm_jobs.live(slurm_age_s)
-        pending = [job for job, state in (live or {}).items() if state.state == "PENDING"]
+        pending = [job for job, state in (live or {}).items() if state.waits]
         return self.monitor.status(live, pending, self.slurm_jobs.asked_at, self._trainers())
 
     def _trainers(self) -> dict[str, TrainerJob] | None:
@@ -141,7 +142,7 @@ class Run:
     @property
     def _slurm_age_s(self) -> float:
         """Maximum age of Slurm data. Older data is acceptable while pods write events."""
-        return 4 * ASK_SLURM_S if self.monitor.heard_s < HEARD_S else ASK_SLURM_S
+        return 6 * ASK_SLURM_S if self.monitor.heard_s < HEARD_S else ASK_SLURM_S
 
     def usage(self) -> dict[str, float]:
         """Returns the core-seconds and GPU-seconds allocated to all jobs, and how many of them were idle.
@@ -218,7 +219,9 @@ class Run:
         status = status or self.status()
         if self.config.is_pool and self.local is None:  # a pool has no pods, and serves until it is cancelled
             return status["state"] == "cancelled" or self.slurm_jobs.servers(self._slurm_age_s) == {}
-        return status["state"] in ("finished", "cancelled") or self.pods_live() is False
+        return status["state"] in ("finished", "cancelled") or (
+            self.pods_live() is False and not self.slurm_jobs.replacing
+        )
 
     def wait(
         self,
@@ -445,6 +448,7 @@ class Run:
         if self.pods_live():
             if chosen == "slurm":
                 self.slurm_jobs.revive()
+                self.slurm_jobs.forgive()
             return True  # queued or running pods claim what was added
         if chosen == "slurm" and (left := self.job_ids()):
             scancel(left)  # engines of an earlier start, which will be replaced

@@ -42,6 +42,8 @@ ENGINES_INTERVAL_S = 10.0
 """Seconds between reads of the engine files, if there are more than a few, and of a lost pod's log."""
 LISTED = 10_000
 """Number of latest successful rollouts to list if there are too many to list all."""
+CLOCKS_DIFFER_S = 2.0
+"""Accepted difference between the clocks of hosts, in seconds."""
 STALE_S = 60.0
 """A pod whose last event is older than this many seconds is shown as silent."""
 
@@ -338,7 +340,8 @@ class Monitor:
         """Returns whether a pod is alive. ``silent_s`` decides if neither Slurm nor the process table can tell."""
         if not pod.active:
             return False
-        if pod.grown_at > max(self._first_look_at, asked_at):
+        asked_wall = time.time() - (time.monotonic() - asked_at)  # another process may have asked, minutes ago
+        if pod.grown_at > max(self._first_look_at, asked_at) or pod.seen_at > asked_wall + CLOCKS_DIFFER_S:
             return True  # written after Slurm was queried
         process = self._processes.get(pod.name)
         return lives(

@@ -208,7 +208,7 @@ class Arrays:
         """
         ids = set(self.ids())
         for cluster in clusters:
-            output = site.ask("squeue", *site.on(cluster), "-h", "--me", f"--name={name}", "-o", "%i|%k")
+            output = site.ask("squeue", *site.here_or_on(cluster), "-h", "--me", f"--name={name}", "-o", "%i|%k")
             for line in output.splitlines():
                 element, _, comment = line.partition("|")  # 12_[0-3], 12_4, or 12+1 for a heterogeneous job
                 array = named(element.partition("_")[0].partition("+")[0], cluster)
@@ -216,10 +216,15 @@ class Arrays:
                     ids.add(array)
                     self._record(array, _role(self.run, array), None)
 
-    def leave(self, pod: str) -> None:
-        """Asks a running element to drain, and prevents it from being requeued."""
-        Marks(self.run).leave(pod)
-        scancel([pod], "--batch", "--signal=USR2")
+    def leave(self, pods: Sequence[str]) -> None:
+        """Asks running elements to drain, and prevents them from being requeued.
+
+        A signal makes scancel fetch the whole job table, so all elements get it from one command.
+        """
+        for pod in pods:
+            Marks(self.run).leave(pod)
+        if pods:
+            scancel(pods, "--batch", "--signal=USR2")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -233,7 +238,7 @@ class Arrays:
 
 def _role(run: RunDir, array: str) -> str:
     """Derives a job's role from its log path."""
-    log = site.ask("scontrol", *site.on(cluster_of(array)), "-o", "show", "job", number(array))
+    log = site.ask("scontrol", *site.here_or_on(cluster_of(array)), "-o", "show", "job", number(array))
     for role, prefix in (("servers", "server-"), ("trainer", "trainer-"), ("gather", "gather-")):
         if f"StdOut={run.logs}/{prefix}" in log:
             return role

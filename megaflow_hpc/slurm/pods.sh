@@ -14,16 +14,33 @@ export MEGAFLOW_POD_DIR
 export MEGAFLOW_POD="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}@CLUSTER@"
 element=${MEGAFLOW_POD%@*} # the element's id on its own cluster
 # Slurm sets SLURM_RESTART_COUNT only after a requeue. In a first start it may be inherited from the submitting job.
-[ -z "${SLURM_RESTART_COUNT:-}" ] || counted=$(query scontrol -o show job "$element" | grep -o ' Restarts=[0-9]*')
+[ -z "${SLURM_RESTART_COUNT:-}" ] || counted=$(query scontrol --local -o show job "$element" | grep -o ' Restarts=[0-9]*')
 [ -z "${counted:-}" ] || SLURM_RESTART_COUNT=${counted#*=}
 export MEGAFLOW_START="${SLURM_RESTART_COUNT:-0}"
 rm -f "$RUN/ledger/refused/$MEGAFLOW_POD" # of an earlier start
-trap '[ -z "${elastic:-}" ] || kill "$elastic" 2>/dev/null; rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
+trap 'for job in "${elastic:-}" "${timer:-}"; do [ -z "$job" ] || kill "$job" 2>/dev/null; done; rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
 
 # End of the walltime in seconds UTC. Rank 0 starts nothing that cannot finish before it. Older Slurm versions do not set
 # the variable, so squeue is asked.
-MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(query squeue -h -j "$element" -o %e | head -n 1)" +%s 2>/dev/null)}"
+MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(query squeue --local -h -j "$element" -o %e | head -n 1)" +%s 2>/dev/null)}"
 export MEGAFLOW_END
+
+# Pods that drain together would send more requests than some sites allow a user. So each has a second of its own within
+# every megaflow_window_s, and ends at the last one before its walltime does.
+walltime_end=$MEGAFLOW_END
+if [ "${megaflow_window_s:-0}" -gt 0 ] && [ -n "$MEGAFLOW_END" ] && [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+    slot=$(((SLURM_ARRAY_TASK_ID - ${SLURM_ARRAY_TASK_MIN:-0}) * megaflow_window_s / ${SLURM_ARRAY_TASK_COUNT:-1}))
+    MEGAFLOW_END=$((MEGAFLOW_END - (MEGAFLOW_END - slot) % megaflow_window_s))
+    left=$((MEGAFLOW_END - megaflow_lead_s - $(date +%s)))
+    (
+        trap 'kill "$nap" 2>/dev/null; exit' TERM
+        sleep "$((left > 0 ? left : 0))" &
+        nap=$!
+        wait "$nap"
+        kill -USR2 $$
+    ) &
+    timer=$!
+fi
 
 # USR2: the walltime is near, or a smaller scale ends this pod. TERM: the job is preempted or cancelled, and Slurm decides
 # about a requeue.

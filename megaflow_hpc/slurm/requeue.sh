@@ -19,7 +19,7 @@ query() {
 again() {
     local role=$1 verb=$2 id=$3 name=${4:-$3} pause=1 end now words where="$RUN/ledger/refused"
     now=$(date +%s)
-    end=${MEGAFLOW_END:-${SLURM_JOB_END_TIME:-$now}}
+    end=${walltime_end:-${SLURM_JOB_END_TIME:-$now}}
     # After SIGTERM Slurm decides, unless the walltime is the reason.
     while [ "$requeues" = yes ] || [ "$now" -ge "$end" ]; do
         if words=$(timeout 60 scontrol "$verb" "$id" 2>&1); then words=; fi

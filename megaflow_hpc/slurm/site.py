@@ -56,7 +56,8 @@ def ask(*command: str, epoch: bool = False) -> str:
     Raises:
         SiteError: The command is missing, fails or times out.
     """
-    environment = {**os.environ, "SLURM_TIME_FORMAT": "%s"} if epoch else None
+    # 0: print the elements of an array in full. Slurm cuts the list after 64 characters by default.
+    environment = {**os.environ, "SLURM_BITSTR_LEN": "0"} | ({"SLURM_TIME_FORMAT": "%s"} if epoch else {})
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False, env=environment
@@ -68,9 +69,20 @@ def ask(*command: str, epoch: bool = False) -> str:
             f"{command[0]}: no answer in {COMMAND_TIMEOUT_S:.0f} s; the Slurm controller is busy or down; try again"
         ) from None
     if done.returncode:
-        message = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        message = joined((done.stderr.strip() or done.stdout.strip() or "no message").splitlines())
         raise SiteError(f"{' '.join(command[:3])}: {message}")
     return done.stdout
+
+
+MAX_WORDS = 500
+"""Maximum length of what an error quotes of a Slurm command."""
+
+
+def joined(lines: Iterable[str]) -> str:
+    """Joins the lines of an error message. A site's submit plugin explains itself before Slurm's last line."""
+    stripped = (re.sub(r"^(s[a-z]+: )?(error|fatal): ", "", line.strip()) for line in lines)
+    words = "; ".join(dict.fromkeys(line for line in stripped if line))
+    return words if len(words) <= MAX_WORDS else "…" + words[1 - MAX_WORDS :]
 
 
 def sacctmgr(*show: str) -> str:
@@ -90,6 +102,12 @@ def _sacctmgr(show: tuple[str, ...], moment: int) -> str:
 def on(cluster: str) -> tuple[str, ...]:
     """Returns the options that direct a Slurm command to another cluster. Empty for our own cluster."""
     return ("-M", cluster) if cluster else ()
+
+
+def here_or_on(cluster: str) -> tuple[str, ...]:
+    """Returns the options of ``squeue`` and ``scontrol show job``: like :func:`on`, but our own cluster is not asked
+    for its federation, which saves a request."""
+    return on(cluster) or ("--local",)
 
 
 def has_slurm() -> bool:

@@ -13,7 +13,7 @@ if [ ! -d "$ours" ]; then
 fi
 job=$SLURM_JOB_ID
 # Slurm sets SLURM_RESTART_COUNT only after a requeue. In a first start it may be inherited from the submitting job.
-[ -z "${SLURM_RESTART_COUNT:-}" ] || counted=$(query scontrol -o show job "$job" | grep -o ' Restarts=[0-9]*')
+[ -z "${SLURM_RESTART_COUNT:-}" ] || counted=$(query scontrol --local -o show job "$job" | grep -o ' Restarts=[0-9]*')
 [ -z "${counted:-}" ] || SLURM_RESTART_COUNT=${counted#*=}
 start="${SLURM_RESTART_COUNT:-0}"
 rm -f "$RUN/ledger/refused/$job" # of an earlier start
