@@ -29,8 +29,13 @@ class Around:
         self.run, self.asked, self.refuses = run, list[tuple[str, ...]](), False
         self.jobs = Jobs(run, record.config, record, Ledger(run))
         self.states = {job: JobState(job, "RUNNING") for job in live}
-        monkeypatch.setattr(self.jobs, "live", lambda max_age_s=0.0: self.states)
+        monkeypatch.setattr(self.jobs, "live", self.live)
         monkeypatch.setattr(jobs_module.site, "ask", self.ask)
+
+    def live(self, max_age_s: float = 0.0) -> dict[str, JobState]:
+        """Stands for a new answer of squeue at each call."""
+        self.jobs._live = (self.jobs.asked_at + 1.0, self.states)
+        return self.states
 
     def ask(self, *words: str) -> str:
         self.asked.append(words)
