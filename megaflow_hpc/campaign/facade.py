@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.local import Launcher, resolve_launcher
 from megaflow_hpc.campaign.planning.draft import Draft, PlanWatch, Silent, read, try_sandboxes
 from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate
-from megaflow_hpc.campaign.planning.preflight import warnings
+from megaflow_hpc.campaign.planning.preflight import check_packages, warnings
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.config.campaign import Loaded
 from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes, SiteError
@@ -79,9 +80,13 @@ class Campaign:
         Args:
             watch: Receives progress reports.
         """
-        slurm, run = resolve_launcher(launcher) == "slurm", self._run_dir(run_dir)
+        slurm, run = resolve_launcher(launcher, self.config.slurm) == "slurm", self._run_dir(run_dir)
         plan_module.check_new(run)
-        check = self._check_site if slurm else None
+
+        def check(draft: Draft) -> None:
+            for one in self._preflight(draft, slurm, watch or Silent()):
+                one()
+
         made = plan_module.make(self.config, self.base, self.where, self._text, only, watch=watch, site=check)
         mpi = site.mpi_attempts() if slurm else "pmi2 pmix"
         self._made = plan_module.write(made, run, mpi, watch, self._profile)
@@ -99,14 +104,20 @@ class Campaign:
         }
         self.notices += warnings(draft, self.where, walltimes_s)
 
+    def _preflight(self, draft: Draft, slurm: bool, watch: PlanWatch) -> Iterator[Callable[[], object]]:
+        """Yields the checks of what pods will need. ``check``, ``plan`` and ``run`` make all of them."""
+        if slurm:
+            watch.step("asking Slurm")
+            yield lambda: self._check_site(draft)
+            yield site.mpi_attempts
+        watch.step("trying Python and MPI")
+        yield lambda: check_packages(draft.config, slurm)
+        yield lambda: try_sandboxes(draft, watch, slurm)
+
     def site_mistakes(self, draft: Draft, watch: PlanWatch) -> list[str]:
         """Returns a message for each requirement that this site lacks or refuses."""
         mistakes: list[str] = []
-        checks: list[Callable[[], None]] = [self._run_dir(None).check_place, lambda: try_sandboxes(draft, watch)]
-        if site.has_slurm():
-            checks.insert(0, lambda: self._check_site(draft))
-        for one in checks:
-            watch.step("asking the site")
+        for one in chain([self._run_dir(None).check_place], self._preflight(draft, site.has_slurm(), watch)):
             try:
                 one()
             except Mistakes as error:
@@ -161,16 +172,16 @@ class Campaign:
             rollout_seconds: Assumed duration of each rollout.
             like: An earlier run from which to take durations.
         """
-        slurm = resolve_launcher(launcher) == "slurm"
+        slurm = resolve_launcher(launcher, self.config.slurm) == "slurm"
         self._run_dir(run_dir).check_place()
         watch, earlier = watch or Silent(), None if like is None else Path(like)
         draft = read(self.config, self.base, self.where, only, watch)
         draft.check()
         durations = durations_of(draft, rollout_seconds, earlier)
         run, jobs, site_lines = self._run_dir(run_dir), list[script.Job](), list[str]()
+        for one in self._preflight(draft, slurm, watch):
+            one()
         if slurm:
-            watch.step("asking Slurm")
-            self._check_site(draft)
             jobs = job_requests.preview(draft.config, run, draft.server_groups)
             site_lines = job_requests.limit_effects(draft.config, jobs)
         plan_module.complete(draft, build=False, watch=watch)
@@ -210,6 +221,10 @@ def check(path: str | Path, site_too: bool = True, watch: PlanWatch | None = Non
     draft = read(campaign.config, campaign.base, campaign.where, (), watch)
     findings.file, findings.tasks, findings.rollouts = draft.mistakes, len(draft.tasks), len(draft.rollouts)
     if site_too:
+        try:
+            resolve_launcher("auto", campaign.config.slurm)
+        except SiteError as error:
+            campaign.notices.append(f"checked without Slurm: {error}")
         findings.site = campaign.site_mistakes(draft, watch or Silent())
     findings.warnings = campaign.notices
     return findings

@@ -24,7 +24,6 @@ from megaflow_hpc.campaign.planning.draft import (
     PlanWatch,
     Silent,
     read,
-    try_sandboxes,
     whole_groups,
 )
 from megaflow_hpc.campaign.planning.model_paths import Where
@@ -62,7 +61,7 @@ def make(
         only: Rollout or task ids (shell patterns). Empty selects all.
         build: Build missing images. If False, images are only looked up.
         watch: Receives progress reports.
-        site: Checks that the site allows the campaign to run. Called once the file is known to be valid.
+        site: Checks that the site can run the campaign. Called once the file is known to be valid.
 
     Raises:
         Mistakes: Values are invalid. Each message names file, line, value and remedy.
@@ -71,7 +70,6 @@ def make(
     draft.source = source
     draft.check()
     if site is not None:
-        (watch or Silent()).step("asking Slurm")
         site(draft)
     complete(draft, build, watch)
     return draft
@@ -82,7 +80,6 @@ def complete(draft: Draft, build: bool = True, watch: PlanWatch | None = None) -
     from megaflow_hpc.tasks.images import in_image_directories
 
     watch = watch or Silent()
-    try_sandboxes(draft, watch)
     if draft.images is None or draft.mapping is None:  # an engine pool has no tasks
         return
     watch.step(f"looking up images of {len(draft.tasks)} tasks")

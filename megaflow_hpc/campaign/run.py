@@ -88,7 +88,7 @@ class Run:
     def start(self, launcher: Launcher = "slurm", ranks: int = 1) -> None:
         """Submits the arrays and the gather job, or starts a local pod of ``ranks`` MPI ranks (1 means without MPI)."""
         require_running(self.config.name)
-        if resolve_launcher(launcher) == "slurm":
+        if resolve_launcher(launcher, self.config.slurm) == "slurm":
             self.slurm_jobs.start()
             return
         from megaflow_hpc.campaign.local import LocalPod
@@ -278,7 +278,12 @@ class Run:
         self.gather()
         self._recount()
         status = self._seen(0) | {"warnings": self.monitor.warnings([])}
-        return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
+        return {
+            **status,
+            "errors": self.monitor.errors(),
+            "policies": self.monitor.summary(),
+            "trajectories": str(self.dir.trajectories),
+        }
 
     def stored_rollouts(self) -> dict[str, RolloutEvent]:
         """Returns every stored rollout by id. Call :meth:`Monitor.list_rollouts` before the first status.
@@ -333,7 +338,7 @@ class Run:
 
     def scale(self, pods: int) -> dict[str, list[str]]:
         """Adds or removes pods until ``pods`` are queued or running; see :meth:`Jobs.scale`."""
-        if resolve_launcher("auto") != "slurm":
+        if not site.has_slurm():
             raise SiteError("scale adds and removes jobs of Slurm, which is not here")
         self.dir.check_ours(to_run=True)
         return self.slurm_jobs.scale(pods)
@@ -407,7 +412,7 @@ class Run:
         self.dir.check_ours(to_run=True)
         check_version(self.record, self.dir)
         require_running(self.config.name)
-        chosen = resolve_launcher(launcher)
+        chosen = resolve_launcher(launcher, self.config.slurm)
         if not self.ledger.finished:
             restore_rooms(self.dir, self.record, self.ledger)
         budget = CampaignBudget(self.dir, self.config.limits.model_dump())

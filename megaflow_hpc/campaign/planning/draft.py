@@ -218,8 +218,12 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
             draft.mistakes += draft.images.unmapped(draft.requests, draft.mapping)
 
 
-def try_sandboxes(draft: Draft, watch: PlanWatch) -> None:
-    """Raises :class:`SiteError` if images, or sandboxes with the required networks, are unavailable here."""
+def try_sandboxes(draft: Draft, watch: PlanWatch, slurm: bool) -> None:
+    """Raises :class:`SiteError` if images, or sandboxes with the required networks, are unavailable here.
+
+    Args:
+        slurm: The sandboxes will run in Slurm jobs, whose ``slurm.setup`` may provide Apptainer.
+    """
     from megaflow_hpc.environments.sandbox.probe import require
     from megaflow_hpc.environments.sandbox.scratch import default_scratch
 
@@ -228,7 +232,7 @@ def try_sandboxes(draft: Draft, watch: PlanWatch) -> None:
     networks = {draft.config.environment.network_of(task) for task in draft.tasks}
     if networks:
         watch.step("trying a sandbox")
-        require(networks, default_scratch())
+        require(networks, default_scratch(), provided=slurm and bool(draft.config.slurm.setup))
 
 
 def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:

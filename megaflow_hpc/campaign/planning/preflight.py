@@ -1,16 +1,52 @@
-"""Warns about valid campaigns that waste resources: idle pods, and rollouts longer than the walltime."""
+"""Checks that pods can run with this Python, and warns about campaigns that waste resources: idle pods, and rollouts
+longer than the walltime."""
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 
 from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.model_paths import Where
-from megaflow_hpc.config import Policy
+from megaflow_hpc.config import CampaignConfig, Policy
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.mpi import LIBRARY
 from megaflow_hpc.ledger.blocks import split
 from megaflow_hpc.slurm.script import WARN_S
 from megaflow_hpc.types import Task
+
+PACKAGES_S = 60.0
+"""Timeout for importing the packages of pods. A shared file system may be slow at first."""
+
+
+def check_packages(config: CampaignConfig, slurm: bool) -> None:
+    """Checks that this interpreter, which is also that of the jobs, has the packages that pods and engines import.
+
+    A child process imports them, because loading an MPI library can crash. ``MEGAFLOW_SITE_CHECK=0`` skips the check.
+    An MPI library that cannot be loaded is accepted if ``slurm.setup`` may provide it.
+
+    Raises:
+        SiteError: A package is missing or cannot be loaded. The message names it and the remedy.
+    """
+    if os.environ.get("MEGAFLOW_SITE_CHECK") == "0":
+        return
+    command = [sys.executable, "-c", "import aiohttp, cryptography\n"]
+    if slurm and not config.is_pool:
+        command[-1] += LIBRARY
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PACKAGES_S, check=False)
+    except subprocess.TimeoutExpired:
+        return  # tells nothing about the nodes
+    why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+    if done.returncode and ("No module named" in why or not config.slurm.setup):
+        raise SiteError(
+            f"{sys.executable}: pods cannot run with this Python: {why}; pip install 'megaflow-hpc[run]' there, load "
+            "the MPI module that mpi4py was built with, or set MEGAFLOW_SITE_CHECK=0 if only the nodes of the jobs "
+            "have it"
+        )
 
 
 def warnings(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]) -> list[str]:

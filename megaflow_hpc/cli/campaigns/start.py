@@ -70,11 +70,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.slurm import site
 
     campaign = Campaign.from_yaml(arguments.campaign)
+    slurm = site.has_slurm()
     with PlanProgress(arguments.campaign) as watch:
-        run = campaign.plan(arguments.run_dir, arguments.only, watch=watch)
+        run = campaign.plan(arguments.run_dir, arguments.only, "slurm" if slurm else "local", watch)
     say_notices(campaign)
-    here = f"megaflow-hpc resume {run.path} --launcher local"
-    commands = _by_hand(run) if site.has_slurm() else [here]
+    commands = _by_hand(run) if slurm else [f"megaflow-hpc resume {run.path} --launcher local"]
     if arguments.json:
         print_json({"run": str(run.path), "commands": commands})
         return 0

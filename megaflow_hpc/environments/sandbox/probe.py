@@ -144,11 +144,13 @@ def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Sit
     return site
 
 
-def require(networks: Iterable[str], scratch: str | os.PathLike[str]) -> None:
+def require(networks: Iterable[str], scratch: str | os.PathLike[str], provided: bool = False) -> None:
     """Rejects a campaign whose sandboxes cannot start at this site, before anything is queued.
 
-    ``MEGAFLOW_SITE_CHECK=0`` skips the check, for login nodes with fewer capabilities than compute nodes. For the same
-    reason there is no check if Apptainer is missing.
+    ``MEGAFLOW_SITE_CHECK=0`` skips the check, for login nodes with fewer capabilities than compute nodes.
+
+    Args:
+        provided: True if Apptainer may be missing here, because the jobs set up an environment of their own.
 
     Raises:
         SiteError: Names the network, the reason and the remedy.
@@ -157,8 +159,10 @@ def require(networks: Iterable[str], scratch: str | os.PathLike[str]) -> None:
         return
     try:
         apptainer = find_apptainer()
-    except SiteError:
-        return
+    except SiteError as error:
+        if provided:
+            return
+        raise SiteError(f"{error}, or set MEGAFLOW_SITE_CHECK=0 if only the nodes of the jobs have it") from None
     site = cached(scratch, apptainer)
     for network in sorted(set(networks)):
         if reason := site.refuses(network):

@@ -94,6 +94,8 @@ class Master:
         self._announced_images: list[str] = []
         self._reported_slow = False
         """True if the latest report said that the run directory does not respond."""
+        self._last_loss = ""
+        """Why the latest lost rank was lost."""
         self._reported_progress = False
         """True once the supervisor knows that this start has made progress."""
 
@@ -205,6 +207,9 @@ class Master:
         self._results.ended(rank, Outcome.from_message(message))
 
     def _lose(self, rank: int, why: str) -> None:
+        if rank not in self._ranks.everyone:  # it had said why before its runner ended
+            return
+        self._last_loss = why
         self._ranks.leave(rank)
         self._live.leave(rank)
         rollouts = self._results.lost(rank, why)
@@ -306,7 +311,8 @@ class Master:
         self._ranks.stop()
         pod.comm.push()
         if state == "lost":
-            pod.events.write(PodEvent(state=state, stored=self._results.stored))
+            why = f"no worker rank is left: {self._last_loss}" if not self._ranks.all and self._last_loss else None
+            pod.events.write(PodEvent(state=state, stored=self._results.stored, why=why))
             self._io.finish(POLL_INTERVAL_S)
             return state  # release nothing: the pod that takes over seals the durable results
         self._results.cut_short(preempted=self._drain.phase is DrainPhase.HURRYING)

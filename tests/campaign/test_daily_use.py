@@ -1,0 +1,82 @@
+"""Faults in daily use: a program that is missing, errors that every rollout has, and hints that help."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.campaigns import Make, cli, planned, rows, run_local
+
+
+def with_command(make_campaign: Make, tasks: int, line: str, extra: str = "") -> Path:
+    """Returns a campaign whose agent is a shell command that makes no model call."""
+    agent = f"{{name: command, args: {{command: {line!r}}}}}"
+    model = "model: {engine: scripted, script: answers.yaml, gpus: 0}\n"
+    campaign = make_campaign(tasks, model + extra, agent=agent, answers=["42"])
+    campaign.write_text(campaign.read_text().replace("network: none", "network: gateway"))
+    return campaign
+
+
+def test_an_agent_whose_program_the_image_lacks_fails_and_ends_the_campaign(make_campaign: Make) -> None:
+    campaign = with_command(make_campaign, 1, "my-agnet --help", extra="samples: 30\n")
+    result, done = run_local(campaign)
+    assert done.returncode == 1
+    counts = result["rollouts"]
+    assert (counts["failed"], counts["completed"], counts["total"]) == (sum(result["failures"].values()), 0, 30)
+    assert set(result["failures"]) == {"agent"}
+    assert not result["retries"]
+    assert 8 <= counts["failed"] < 30, "the first rollouts end it"
+    [cause] = result["first_failures"]
+    assert "exit code 127" in cause["error"]
+    assert "my-agnet" in cause["error"]
+    assert "could not be started in any of the first" in result["pods"][0]["why"]
+    shown = cli("resume", result["run"], "--launcher", "local").stdout
+    assert "could not be started in any of the first" in shown
+    assert "plan a new run" in shown
+    assert "megaflow-hpc resume" not in shown, "continuing cannot help"
+
+
+def test_errors_of_agents_are_verified_and_named_in_the_summary(make_campaign: Make) -> None:
+    campaign = with_command(make_campaign, 2, "echo no licence >&2; exit 3")
+    done = cli("run", campaign, "--launcher", "local")
+    assert done.returncode == 0, done.stderr
+    assert "errors in verified rollouts: agent 2" in done.stdout
+    assert re.search(r"first of agent: task\d/default/0: .* ended with exit code 3: no licence", done.stdout)
+    assert "policy default: its agent ended with an error in all its verified rollouts (2)" in done.stdout
+
+
+@pytest.mark.parametrize(("line", "status"), [("chmod -x run.sh; ./run.sh", "failed"), ("true", "completed")])
+def test_a_program_that_may_not_be_executed_fails_its_rollout(make_campaign: Make, line: str, status: str) -> None:
+    campaign = with_command(make_campaign, 1, f"touch run.sh; {line}")
+    result, _ = run_local(campaign)
+    assert rows(result["run"])["task0/default/0"][0] == status
+
+
+def test_a_pod_on_a_node_without_apptainer_says_so(make_campaign: Make) -> None:
+    campaign, bare = make_campaign(1), {"PATH": "/usr/bin:/bin", "MEGAFLOW_SITE_CHECK": "0"}
+    done = cli("run", campaign, "--launcher", "local", **bare)
+    assert done.returncode == 1
+    assert "ended: no worker rank is left: " in done.stdout
+    assert "apptainer: not on PATH" in done.stdout
+    assert "2 of 2 rollouts are missing; once that is corrected, continue with: megaflow-hpc resume" in done.stdout
+    run = done.stdout.splitlines()[-1].removeprefix("results: ")
+    assert "apptainer: not on PATH" in cli("status", run).stdout
+
+
+def test_a_campaign_for_slurm_does_not_run_on_a_login_node_by_default(make_campaign: Make) -> None:
+    campaign = make_campaign(1, "slurm: {pods: {partition: cpu}}\n")
+    done = cli("run", campaign, PATH="/nowhere", MEGAFLOW_SITE_CHECK="0")
+    assert done.returncode == 3
+    assert "has a slurm: section" in done.stderr
+    assert "--launcher local" in done.stderr
+    assert not campaign.with_name("runs").exists()
+    checked = cli("check", campaign, PATH="/nowhere", MEGAFLOW_SITE_CHECK="0")
+    assert checked.returncode == 0
+    assert "warning: checked without Slurm: " in checked.stderr
+    run = planned(campaign)
+    again = cli("resume", run.path, PATH="/nowhere")
+    assert again.returncode == 3
+    assert "--launcher local" in again.stderr
