@@ -13,7 +13,7 @@ from megaflow_hpc import config as config_module
 from megaflow_hpc.campaign import job_requests
 from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.local import Launcher, resolve_launcher
-from megaflow_hpc.campaign.planning.draft import Draft, PlanWatch, Silent, read, try_sandboxes
+from megaflow_hpc.campaign.planning.draft import MAX_ROLLOUTS, Draft, PlanWatch, Silent, read, try_sandboxes
 from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate
 from megaflow_hpc.campaign.planning.preflight import check_packages, warnings
 from megaflow_hpc.campaign.run import Run
@@ -42,6 +42,8 @@ class Campaign:
         self.config, self._node, self._profile = loaded.config, loaded.node, loaded.profile
         self.base, self.file, self._text = base, file, text
         self._made: list[Path] = []
+        self.max_rollouts = MAX_ROLLOUTS
+        """Maximum number of rollouts to plan."""
         self.notices: list[str] = []
         """Warnings for the user, issued during planning."""
 
@@ -87,7 +89,16 @@ class Campaign:
             for one in self._preflight(draft, slurm, watch or Silent()):
                 one()
 
-        made = plan_module.make(self.config, self.base, self.where, self._text, only, watch=watch, site=check)
+        made = plan_module.make(
+            self.config,
+            self.base,
+            self.where,
+            self._text,
+            only,
+            watch=watch,
+            site=check,
+            most=self.max_rollouts,
+        )
         mpi = site.mpi_attempts() if slurm else "pmi2 pmix"
         self._made = plan_module.write(made, run, mpi, watch, self._profile)
         return Run(run)
@@ -175,7 +186,7 @@ class Campaign:
         slurm = resolve_launcher(launcher, self.config.slurm) == "slurm"
         self._run_dir(run_dir).check_place()
         watch, earlier = watch or Silent(), None if like is None else Path(like)
-        draft = read(self.config, self.base, self.where, only, watch)
+        draft = read(self.config, self.base, self.where, only, watch, self.max_rollouts)
         draft.check()
         durations = durations_of(draft, rollout_seconds, earlier)
         run, jobs, site_lines = self._run_dir(run_dir), list[script.Job](), list[str]()
@@ -201,11 +212,14 @@ class Findings:
     rollouts: int = 0
 
 
-def check(path: str | Path, site_too: bool = True, watch: PlanWatch | None = None) -> Findings:
+def check(
+    path: str | Path, site_too: bool = True, watch: PlanWatch | None = None, max_rollouts: int = MAX_ROLLOUTS
+) -> Findings:
     """Finds all problems of a campaign file at this site. Has no side effects.
 
     Args:
         site_too: Also query Slurm, if available, and start a sandbox.
+        max_rollouts: Maximum number of rollouts.
 
     Raises:
         ConfigError: The file does not exist.
@@ -218,7 +232,7 @@ def check(path: str | Path, site_too: bool = True, watch: PlanWatch | None = Non
             raise
         findings.file = error.found if isinstance(error, Mistakes) else [str(error)]
         return findings
-    draft = read(campaign.config, campaign.base, campaign.where, (), watch)
+    draft = read(campaign.config, campaign.base, campaign.where, (), watch, max_rollouts)
     findings.file, findings.tasks, findings.rollouts = draft.mistakes, len(draft.tasks), len(draft.rollouts)
     if site_too:
         try:

@@ -20,6 +20,7 @@ from megaflow_hpc.agents import code
 from megaflow_hpc.campaign import edits, provenance
 from megaflow_hpc.campaign.job_environment import environment_script
 from megaflow_hpc.campaign.planning.draft import (
+    MAX_ROLLOUTS,
     Draft,
     PlanWatch,
     Silent,
@@ -53,6 +54,7 @@ def make(
     build: bool = True,
     watch: PlanWatch | None = None,
     site: Callable[[Draft], None] | None = None,
+    most: int = MAX_ROLLOUTS,
 ) -> Draft:
     """Reads the tasks and resolves everything else. Reports mistakes in the file before querying the site.
 
@@ -62,11 +64,12 @@ def make(
         build: Build missing images. If False, images are only looked up.
         watch: Receives progress reports.
         site: Checks that the site can run the campaign. Called once the file is known to be valid.
+        most: Maximum number of rollouts.
 
     Raises:
         Mistakes: Values are invalid. Each message names file, line, value and remedy.
     """
-    draft = read(config, base, where, only, watch)
+    draft = read(config, base, where, only, watch, most)
     draft.source = source
     draft.check()
     if site is not None:
@@ -141,7 +144,7 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None) -> None:
     if draft.config.training:
         prepare_training(draft.config.training, run)
     # Trainers request their policies' rollouts round by round.
-    planned = [rollout for rollout in draft.rollouts if rollout.policy not in learning]
+    planned = draft.rollouts.where(lambda first: first.policy not in learning)
     source = draft.source or yaml.safe_dump(draft.config.model_dump(mode="json"), sort_keys=False)
     write_atomic(run.campaign_yaml, source)
     write_atomic(run.env_sh, environment_script(draft.config, mpi))
@@ -178,7 +181,7 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None) -> None:
             server_groups=draft.server_groups,
             pools={name: pool.about()[theirs[name]] for name, pool in pools.items()},
             total=len(planned),
-            learned=[list(row) for row in earlier.learned(draft.rollouts)] if earlier else [],
+            learned=[list(row) for row in earlier.learned(draft.rollouts.firsts())] if earlier else [],
         ),
     )
 

@@ -395,6 +395,7 @@ class Run:
         ranks: int = 1,
         limits: Mapping[str, float | None] | None = None,
         requests: Changes | None = None,
+        accept_changes: bool = False,
     ) -> bool:
         """Runs all rollouts that are not stored yet and, if ``failed``, repeats failed ones. Returns False if none are
         left.
@@ -403,10 +404,11 @@ class Run:
             limits: ``core_hours``, ``gpu_hours`` or ``wall``, overriding the campaign's. ``None`` removes a limit.
             requests: ``time``, ``mem_gb`` or ``partition`` of ``pods``, ``servers``, ``trainer`` or ``gather``,
                 overriding the campaign's, for jobs submitted from now on.
+            accept_changes: Accept tasks whose files were changed after planning, and record the digests.
 
         Raises:
-            ConfigError: A limit of the campaign is exceeded, pods are running with other requests, another minor
-                version planned the run, or files are missing.
+            ConfigError: A limit of the campaign is exceeded, pods are running with other requests or other tasks,
+                another minor version planned the run, or files are missing.
             SiteError: Slurm cannot tell which pods have ended. Nothing was changed.
         """
         self.dir.check_ours(to_run=True)
@@ -420,6 +422,13 @@ class Run:
         if (passed := budget.exceeded(self.ledger.accounts())) and not self.ledger.finished:
             name = passed.rpartition("limits.")[2].split(" ")[0]
             raise ConfigError(f"{passed}; go on with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
+        if accept_changes:
+            if self.pods_live():
+                raise ConfigError(
+                    f"{self.dir}: its pods know the tasks as they were; stop them first (megaflow-hpc cancel "
+                    f"{self.dir}), nothing that is stored is lost"
+                )
+            self.edits.accept_tasks()
         if requests:
             self.config = ask_for(requests, chosen, self.dir, self.record, self.slurm_jobs)
             self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)

@@ -13,6 +13,9 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from megaflow_hpc.config.sections import AgentConfig, Section
 
+MAX_SERVERS = 10_000
+"""Maximum number of engine servers of a policy. More are a typing error."""
+
 
 class ServerCount(NamedTuple):
     """Number of engine servers of a policy."""
@@ -143,6 +146,8 @@ class ModelConfig(Section):
         whole = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds)
         if len(bounds) != 2 or not whole or not 0 <= bounds[0] <= bounds[1] or bounds[1] < 1:
             raise ValueError("expected a number of servers, or [min, max] such as [1, 4]")
+        if bounds[1] > MAX_SERVERS:
+            raise ValueError(f"expected at most {MAX_SERVERS} servers")
         return bounds
 
     @field_validator("agent", mode="before")

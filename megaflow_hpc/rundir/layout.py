@@ -60,6 +60,7 @@ class RunDir:
         self.gpus = self.ledger / "gpus"
         self.raised_limits = self.ledger / "limits.json"
         self.changed_requests = self.ledger / "slurm.json"
+        self.accepted_tasks = self.ledger / "tasks.json"
         self.endpoints = self.path / "endpoints"
         self.weights = self.path / "weights"
         self.training = self.path / "training"

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,3 +84,73 @@ def test_a_campaign_for_slurm_does_not_run_on_a_login_node_by_default(make_campa
     again = cli("resume", run.path, PATH="/nowhere")
     assert again.returncode == 3
     assert "--launcher local" in again.stderr
+
+
+@pytest.mark.parametrize("verb", ["check", "plan", "run"])
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("samples: 1e9\n", "2,000,000,000 rollouts (tasks x policies x samples), expected at most 10,000,000"),
+        (f"scheduling: {{spare: {10**30}}}\n", "rollouts (tasks x policies x samples)"),
+        ("slurm: {pods: {count: 1e9}}\n", "expected a whole number of at least 1 and of at most 100000"),
+        ("slurm: {pods: {pools: [{count: 1e9}]}}\n", "of at least 1 and of at most 100000"),
+    ],
+)
+def test_counts_beyond_all_bounds_are_refused_in_little_memory(
+    make_campaign: Make, verb: str, extra: str, said: str
+) -> None:
+    campaign = make_campaign(1, extra)
+    done = in_one_gigabyte(verb, campaign)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert not campaign.with_name("runs").exists()
+
+
+def test_servers_beyond_all_bounds_are_refused_in_little_memory(make_campaign: Make) -> None:
+    model = "model: {engine: scripted, script: answers.yaml, servers: [1, 1000000000]}\n"
+    campaign = make_campaign(1, model, agent="mini-swe-agent", answers=["42"])
+    done = in_one_gigabyte("check", campaign)
+    assert done.returncode == 2
+    assert "at most 10000 servers" in done.stderr
+
+
+def test_millions_of_rollouts_are_counted_in_little_memory(make_campaign: Make) -> None:
+    campaign = make_campaign(1, "samples: 4_000_000\nslurm: {pods: {count: 3}}\n")
+    done = in_one_gigabyte("check", campaign, "--no-site")
+    assert "1 tasks, 8000000 rollouts" in done.stdout
+    assert in_one_gigabyte("check", campaign, "--no-site", "--max-rollouts", "5000").returncode == 2
+    done = in_one_gigabyte("run", campaign, "--launcher", "local", "--dry-run", "--rollout-seconds", "1")
+    assert "8000000 rollouts of 1 task in " in done.stderr, done.stderr
+
+
+def in_one_gigabyte(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs ``megaflow-hpc`` with an address space of 1 GiB."""
+
+    def confine() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+
+    command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, preexec_fn=confine, env=environment, check=False
+    )
+
+
+def test_a_repaired_test_is_accepted_and_recorded(tmp_path: Path, make_campaign: Make) -> None:
+    campaign = make_campaign(1, agent="oracle")
+    script = tmp_path / "tasks" / "task0" / "tests" / "test.sh"
+    run = planned(campaign)
+    script.write_text(script.read_text() + "# repaired\n")
+    done = cli("resume", run.path, "--launcher", "local")
+    assert done.returncode == 1
+    assert f"repeat the failed rollouts with: megaflow-hpc resume {run.path} --failed --accept-changes" in done.stdout
+    again = cli(*re.findall(r"megaflow-hpc (resume .*)", done.stdout)[-1].split(), "--launcher", "local")
+    assert again.returncode == 0, again.stdout
+    assert rows(run.path) == {"task0/oracle/0": ("completed", 1)}
+    [(task, change)] = json.loads((run.path / "ledger" / "tasks.json").read_text()).items()
+    [step] = change["changes"]
+    assert task == "task0"
+    assert step["before"] != step["after"] == change["files"]["content"]
+    for verb in (["status"], ["report", "--json", "--no-pictures"]):
+        assert "1 tasks were changed during the run and accepted" in cli(verb[0], run.path, *verb[1:]).stdout
+    assert "changed after the run was planned" not in cli("resume", run.path, "--launcher", "local").stderr

@@ -265,7 +265,8 @@ def test_transcripts_are_cut_and_chosen_failures_first(attacked: RunDir) -> None
 def test_attempts_of_a_run_that_is_not_gathered_yet_are_those_of_its_file(tmp_path: Path) -> None:
     run = samples.run_dir(tmp_path / "run", "run")
     earlier = Attempt(0, "failed", "node", "lost", "node-2", "17_9", 5.0, 6.0)
-    rollouts = [samples.trajectory(n, attempts=[earlier, Attempt(1, "completed", "", "", "", "17_3")]) for n in range(3)]
+    final = Attempt(1, "completed", "", "", "", "17_3")
+    rollouts = [samples.trajectory(n, attempts=[earlier, final]) for n in range(3)]
     samples.commit(run, "pod0", *[(0, 0, rollout) for rollout in rollouts])
 
     def spans() -> list[tuple[str, tuple[float, float]]]:

@@ -14,7 +14,7 @@ from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.mpi import LIBRARY
-from megaflow_hpc.ledger.blocks import split
+from megaflow_hpc.ledger.blocks import count_blocks
 from megaflow_hpc.slurm.script import WARN_S
 from megaflow_hpc.types import Task
 
@@ -64,10 +64,10 @@ def _idle_pods(draft: Draft, where: Where) -> list[str]:
     config, pods = draft.config, draft.config.slurm.pods.total
     if config.training or pods == 1:  # a trainer requests rollouts round by round
         return []
-    blocks = len(split(draft.rollouts, pods, whole=whole_groups(config)))
+    blocks = count_blocks(draft.rollouts, pods, whole=whole_groups(config))
     if blocks >= pods:
         return []
-    groups = len({rollout.group_id for rollout in draft.rollouts})
+    groups = len(draft.rollouts.firsts())
     why = "which stay whole (scheduling: spare or signal_after)" if whole_groups(config) else ""
     of = f"{len(draft.rollouts)} rollouts in {groups} groups, {why}" if why else f"{len(draft.rollouts)} rollouts"
     idle = pods - blocks

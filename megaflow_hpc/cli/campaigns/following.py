@@ -64,10 +64,12 @@ def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[]
         return 130
     finally:
         progress.close()
-    return _conclude(result, arguments.json)
+    changed = bool("user" in result["failures"] and run.edits.tasks())
+    return _conclude(result, arguments.json, changed)
 
 
-def _conclude(result: dict[str, Any], as_json: bool) -> int:
+def _conclude(result: dict[str, Any], as_json: bool, changed: bool) -> int:
+    """Prints the result of a run. ``changed``: Whether tasks were changed since planning."""
     counts = result["rollouts"]
     missing = counts["total"] - sum(counts[state] for state in FINAL)
     if as_json:
@@ -88,7 +90,7 @@ def _conclude(result: dict[str, Any], as_json: bool) -> int:
         for line in [*training_lines(result), *unstarted_lines(result), *map(in_one_line, result["warnings"])]:
             say(line)
         stops = stop_lines(result) if missing else []
-        for line in [*stops, *next_step(result, missing, bool(stops))]:
+        for line in [*stops, *next_step(result, missing, bool(stops), changed)]:
             say(line)
         say(f"results: {result['run']}")
     if missing and result["unstarted"] and not result["pods"]:
@@ -96,12 +98,13 @@ def _conclude(result: dict[str, Any], as_json: bool) -> int:
     return 1 if missing or counts["failed"] else 0  # rollouts cancelled by the campaign's group rules are not failures
 
 
-def next_step(result: Mapping[str, Any], missing: int, broken: bool) -> list[str]:
+def next_step(result: Mapping[str, Any], missing: int, broken: bool, changed: bool) -> list[str]:
     """Returns how to continue the run, if continuing can help.
 
     Args:
         missing: Number of rollouts without a stored result.
         broken: Whether pods ended for a reason that continuing alone does not remove.
+        changed: Whether rollouts fail until the changes of their tasks are accepted.
     """
     run, counts = result["run"], result["rollouts"]
     lines = [f"{missing} of {counts['total']} rollouts are missing"] * bool(missing)
@@ -110,7 +113,8 @@ def next_step(result: Mapping[str, Any], missing: int, broken: bool) -> list[str
     if missing:
         first = "once that is corrected, " if broken or result["unstarted"] else ""
         return [f"{lines[0]}; {first}continue with: megaflow-hpc resume {run}"]
-    return [f"repeat the failed rollouts with: megaflow-hpc resume {run} --failed"] * bool(counts["failed"])
+    accept = " --accept-changes" if changed else ""
+    return [f"repeat the failed rollouts with: megaflow-hpc resume {run} --failed{accept}"] * bool(counts["failed"])
 
 
 def say_notices(*of: Any) -> None:
@@ -131,4 +135,14 @@ def add_launcher(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks", type=whole(1), default=1, metavar="N", help="local only: MPI ranks of the pod (1: no MPI)"
+    )
+
+
+def add_max_rollouts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-rollouts",
+        type=whole(1),
+        default=10**7,
+        metavar="N",
+        help="refuse a campaign with more rollouts than N (10,000,000)",
     )
