@@ -119,6 +119,7 @@ class Run:
         if ended or status["state"] == "stopped":
             status["warnings"] += lost_journals(self.dir, self.ledger)
         if not ended:
+            status["warnings"] += filter(None, [self.dir.full()])
             status["warnings"] += self.slurm_jobs.starving(status.get("training", {}), self._slurm_age_s)
         if self.record.pools and not ended:
             status["warnings"] += pool_warnings(self.dir)

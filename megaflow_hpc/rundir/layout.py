@@ -126,6 +126,20 @@ class RunDir:
         if why := who_may_replace(self.path):
             raise ConfigError(f"run directory {self.path}: {why}; jobs would run its files")
 
+    def full(self) -> str:
+        """Describes a file system without free space or free inodes. Empty if there is space, or if it is unknown."""
+        try:
+            free = os.statvfs(self.path)
+        except OSError:
+            return ""
+        if free.f_bavail and (free.f_favail or not free.f_files):
+            return ""
+        what = "space" if not free.f_bavail else "file names (inodes)"
+        return (
+            f"{self.path}: no {what} left on its file system, so results cannot be stored: delete files, or ask for a "
+            "larger quota; pods wait and continue by themselves"
+        )
+
     def block(self, number: int) -> Path:
         """Returns the path of a block of rollouts."""
         return self.tasks / f"{number:06d}.json"

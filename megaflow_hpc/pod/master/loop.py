@@ -289,7 +289,8 @@ class Master:
         if slow == self._reported_slow:
             return
         self._reported_slow = slow
-        why = f"no answer for {stuck_s:.0f} s; results wait in memory" if slow else "answers again"
+        problem = self._io.state.error or "no answer"
+        why = f"{problem} for {stuck_s:.0f} s; results wait in memory" if slow else "answers again"
         print(printable(f"pod: {self.pod.run}: {why}"), file=sys.stderr, flush=True)
         self.pod.events.write(PodEvent(state="started", why=f"the run directory: {why}"))
 
