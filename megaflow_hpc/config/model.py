@@ -94,7 +94,8 @@ class ModelConfig(Section):
     """Number of engine servers, or ``[min, max]``: ``min`` servers start with the campaign; more start while
     requests wait, and stop when idle. Default: 1."""
     gpus: int = Field(1, ge=0)
-    """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 1."""
+    """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 0 for ``scripted``
+    and ``replay``, else 1."""
     nodes: int = Field(1, ge=1)
     """Nodes of each server, for pipeline parallelism (``vllm`` only). Raise it for models that do not fit on one node.
     Default: 1."""
@@ -158,8 +159,11 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_gpus(cls, value: Any) -> Any:
-        """Sets ``gpus`` to 0, because an external endpoint uses no GPUs of this campaign."""
-        return {**value, "gpus": 0} if isinstance(value, dict) and value.get("engine") == "external" else value
+        """Sets ``gpus`` to 0 for an external endpoint, and by default for engines that run no model."""
+        engine = value.get("engine") if isinstance(value, dict) else None
+        if engine == "external" or (engine in ("scripted", "replay") and "gpus" not in value):
+            return {**value, "gpus": 0}
+        return value
 
     @field_validator("base_url")
     @classmethod

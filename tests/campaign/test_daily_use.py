@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.config import ModelConfig
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.swebench.lines import read_tasks
 from tests.support.campaigns import Make, cli, planned, rows, run_local
 
 
@@ -154,3 +158,53 @@ def test_a_repaired_test_is_accepted_and_recorded(tmp_path: Path, make_campaign:
     for verb in (["status"], ["report", "--json", "--no-pictures"]):
         assert "1 tasks were changed during the run and accepted" in cli(verb[0], run.path, *verb[1:]).stdout
     assert "changed after the run was planned" not in cli("resume", run.path, "--launcher", "local").stderr
+
+
+def test_tasks_that_a_campaign_leaves_out_may_be_invalid(tmp_path: Path, make_campaign: Make, make_task: Make) -> None:
+    campaign = make_campaign(1)
+    services = make_task(tmp_path / "tasks", "services") / "environment"
+    services.mkdir(exist_ok=True)
+    (services / "docker-compose.yaml").write_text("services: {}\n")
+    data = make_task(tmp_path / "tasks", "data") / "environment"
+    data.mkdir(exist_ok=True)
+    (data / "docker-compose.yml").write_text("services: {}\n")
+    assert "tasks of several services cannot run here" in cli("check", campaign, "--no-site").stderr
+    campaign.write_text(campaign.read_text().replace("tasks: tasks/*", "tasks: [{path: tasks/*, exclude: [serv*]}]"))
+    done = cli("check", campaign, "--no-site")
+    assert "ok: 2 tasks, 4 rollouts" in done.stdout, done.stderr
+
+
+def test_lines_that_a_campaign_leaves_out_may_be_invalid(tmp_path: Path) -> None:
+    good = {"instance_id": "a__a-1", "repo": "a/a", "problem_statement": "Mend it.", "base_commit": "HEAD"}
+    good |= {"patch": "", "test_patch": "", "image": "x", "FAIL_TO_PASS": ["t"], "test_cmd": "pytest"}
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(good | more) + "\n" for more in ({}, {"instance_id": "b", "repo": 7})))
+    with pytest.raises(ConfigError, match=r"lines\.jsonl:2"):
+        read_tasks(path)
+    assert [task.id for task in read_tasks(path, lambda name: name != "b")] == ["a__a-1"]
+    for names in ("['t::a'\n 't::b']", "[\"t::a\" 't::b']"):
+        path.write_text(json.dumps(good | {"FAIL_TO_PASS": names}) + "\n")
+        with pytest.raises(ConfigError, match="separated by commas"):
+            read_tasks(path)
+    for names in ("['t[\" \"]', 't2']", json.dumps(["t[' ']", 't[" "]'])):
+        path.write_text(json.dumps(good | {"FAIL_TO_PASS": names}) + "\n")
+        assert len(read_tasks(path)) == 1
+
+
+def test_scripted_engines_ask_for_no_gpu_unless_told() -> None:
+    assert ModelConfig(engine="scripted", script="a").gpus == 0
+    assert ModelConfig(engine="scripted", script="a", gpus=2).gpus == 2
+    assert ModelConfig(path="m").gpus == 1
+
+
+def test_only_may_be_repeated(make_campaign: Make) -> None:
+    run = cli(
+        "plan", make_campaign(3), "--only", "task0/*", "--only", "task2/*", PATH="/nowhere", MEGAFLOW_SITE_CHECK="0"
+    )
+    assert Run(run.stdout.strip()).record.total == 4, run.stderr
+
+
+def test_two_agents_of_one_class_are_refused_with_a_remedy(make_campaign: Make) -> None:
+    done = cli("check", make_campaign(1, agent="[oracle, oracle]"), "--no-site")
+    assert done.returncode == 2
+    assert "give each a class or function of its own" in done.stderr

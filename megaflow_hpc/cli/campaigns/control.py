@@ -31,7 +31,9 @@ def register(subparsers: Subparsers) -> None:
     )
     add_run(resume)
     resume.add_argument("--failed", action="store_true", help="also repeat failed rollouts")
-    resume.add_argument("--only", nargs="+", default=[], metavar="ID", help="also repeat these rollouts if they failed")
+    resume.add_argument(
+        "--only", action="extend", nargs="+", default=[], metavar="ID", help="also repeat these rollouts if they failed"
+    )
     resume.add_argument(
         "--accept-changes",
         action="store_true",

@@ -61,7 +61,12 @@ def _add_campaign(parser: argparse.ArgumentParser) -> None:
         "--run-dir", metavar="RUN", help="run directory; default: a new one under the campaign's run_dir"
     )
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="ID", help="plan only these tasks, groups or rollouts (shell patterns)"
+        "--only",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="ID",
+        help="plan only these tasks, groups or rollouts (shell patterns)",
     )
     add_max_rollouts(parser)
 
