@@ -60,7 +60,8 @@ _SITE = (
     ),
     Variable(
         "SITE_CHECK",
-        "0: plan without checking Apptainer, engines and models, for login nodes that lack what compute nodes have",
+        "0: plan without checking Apptainer, MPI, packages, engines and models, for login nodes that lack what compute "
+        "nodes have",
         "1",
         "planning",
     ),
