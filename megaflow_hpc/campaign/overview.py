@@ -20,8 +20,9 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.report import process_here, progress_of
 from megaflow_hpc.monitor.state import lives, run_state
 from megaflow_hpc.rundir.endpoints import EndpointFiles
+from megaflow_hpc.rundir.events import PodEvent, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.logs import last_word
+from megaflow_hpc.rundir.logs import last_events
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_head
 from megaflow_hpc.slurm import accounting, site
@@ -30,6 +31,8 @@ from megaflow_hpc.slurm.ids import array_of
 
 SIZED_ENTRIES = 20_000
 """Default limit on the files and directories visited to measure all runs of a list."""
+RECENT_EVENTS = 200
+"""Number of latest events to read of a pod that has not ended."""
 
 
 @dataclass
@@ -141,10 +144,14 @@ class _Look:
 
 
 def stored(run: RunDir, pod: str, lease: dict[str, Any]) -> int:
-    """Returns the number of rollouts that a pod start has stored. Its last word is newer than its last lease
-    renewal."""
-    progress, word = progress_of(lease), last_word(run, pod) if lease.get("ended") else None
-    return max(progress.stored if progress else 0, (word and word.stored) or 0)
+    """Returns the number of rollouts that a pod start has stored. Its last events are newer than its last lease
+    renewal, for instance if it was killed or its run was moved."""
+    progress = progress_of(lease)
+    events, all_of_them = last_events(run, pod, 1 if lease.get("ended") else RECENT_EVENTS)
+    said = max((event.stored or 0 for event in events if isinstance(event, PodEvent)), default=0)
+    counted, since = (0, 0.0) if all_of_them or not progress else (progress.stored, progress.t)
+    counted += len({event.id for event in events if isinstance(event, RolloutEvent) and event.t > since})
+    return max(progress.stored if progress else 0, counted, said)
 
 
 def _lives(lease: dict[str, Any], jobs: set[str] | None) -> bool:

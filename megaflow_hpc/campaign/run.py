@@ -88,7 +88,7 @@ class Run:
     def start(self, launcher: Launcher = "slurm", ranks: int = 1) -> None:
         """Submits the arrays and the gather job, or starts a local pod of ``ranks`` MPI ranks (1 means without MPI)."""
         require_running(self.config.name)
-        if resolve_launcher(launcher) == "slurm":
+        if resolve_launcher(launcher, self.config.slurm) == "slurm":
             self.slurm_jobs.start()
             return
         from megaflow_hpc.campaign.local import LocalPod
@@ -121,6 +121,7 @@ class Run:
         if not ended:
             status["warnings"] += self.slurm_jobs.refused(self._slurm_age_s)
             status["warnings"] += self.slurm_jobs.unreplaced()
+            status["warnings"] += filter(None, [self.dir.full()])
             status["warnings"] += self.slurm_jobs.starving(status.get("training", {}), self._slurm_age_s)
         if self.record.pools and not ended:
             status["warnings"] += pool_warnings(self.dir)
@@ -285,7 +286,12 @@ class Run:
         status["warnings"] = self.monitor.warnings([])
         if status["state"] not in ("finished", "cancelled"):
             status["warnings"] += self.slurm_jobs.refused()
-        return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
+        return {
+            **status,
+            "errors": self.monitor.errors(),
+            "policies": self.monitor.summary(),
+            "trajectories": str(self.dir.trajectories),
+        }
 
     def stored_rollouts(self) -> dict[str, RolloutEvent]:
         """Returns every stored rollout by id. Call :meth:`Monitor.list_rollouts` before the first status.
@@ -347,7 +353,7 @@ class Run:
 
     def scale(self, pods: int) -> dict[str, list[str]]:
         """Adds or removes pods until ``pods`` are queued or running; see :meth:`Jobs.scale`."""
-        if resolve_launcher("auto") != "slurm":
+        if not site.has_slurm():
             raise SiteError("scale adds and removes jobs of Slurm, which is not here")
         self.dir.check_ours(to_run=True)
         return self.slurm_jobs.scale(pods)
@@ -404,6 +410,7 @@ class Run:
         ranks: int = 1,
         limits: Mapping[str, float | None] | None = None,
         requests: Changes | None = None,
+        accept_changes: bool = False,
     ) -> bool:
         """Runs all rollouts that are not stored yet and, if ``failed``, repeats failed ones. Returns False if none are
         left.
@@ -412,16 +419,17 @@ class Run:
             limits: ``core_hours``, ``gpu_hours`` or ``wall``, overriding the campaign's. ``None`` removes a limit.
             requests: ``time``, ``mem_gb`` or ``partition`` of ``pods``, ``servers``, ``trainer`` or ``gather``,
                 overriding the campaign's, for jobs submitted from now on.
+            accept_changes: Accept tasks whose files were changed after planning, and record the digests.
 
         Raises:
-            ConfigError: A limit of the campaign is exceeded, pods are running with other requests, another minor
-                version planned the run, or files are missing.
+            ConfigError: A limit of the campaign is exceeded, pods are running with other requests or other tasks,
+                another minor version planned the run, or files are missing.
             SiteError: Slurm cannot tell which pods have ended. Nothing was changed.
         """
         self.dir.check_ours(to_run=True)
         check_version(self.record, self.dir)
         require_running(self.config.name)
-        chosen = resolve_launcher(launcher)
+        chosen = resolve_launcher(launcher, self.config.slurm)
         if not self.ledger.finished:
             restore_rooms(self.dir, self.record, self.ledger)
         budget = CampaignBudget(self.dir, self.config.limits.model_dump())
@@ -429,6 +437,13 @@ class Run:
         if (passed := budget.exceeded(self.ledger.accounts())) and not self.ledger.finished:
             name = passed.rpartition("limits.")[2].split(" ")[0]
             raise ConfigError(f"{passed}; go on with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
+        if accept_changes:
+            if self.pods_live():
+                raise ConfigError(
+                    f"{self.dir}: its pods know the tasks as they were; stop them first (megaflow-hpc cancel "
+                    f"{self.dir}), nothing that is stored is lost"
+                )
+            self.edits.accept_tasks()
         if requests:
             self.config = ask_for(requests, chosen, self.dir, self.record, self.slurm_jobs)
             self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)

@@ -122,7 +122,10 @@ class CampaignConfig(Section):
             if self.models and not NAME.match(name):
                 raise ValueError(f"policy {name!r} must be letters, digits, dot, dash or underscore")
         if len(set(names)) != len(names):
-            raise ValueError(f"agents {names} are not distinct")
+            raise ValueError(
+                f"agents {names} are not distinct, and results are told apart by these names; give each a class or "
+                "function of its own, such as a subclass that sets the arguments"
+            )
         return self
 
     @model_validator(mode="after")

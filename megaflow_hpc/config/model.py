@@ -14,6 +14,9 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from megaflow_hpc.config.sections import AgentConfig, Section
 from megaflow_hpc.config.slurm import GPU_TYPE, digits_as_text
 
+MAX_SERVERS = 10_000
+"""Maximum number of engine servers of a policy. More are a typing error."""
+
 
 class ServerCount(NamedTuple):
     """Number of engine servers of a policy."""
@@ -92,7 +95,8 @@ class ModelConfig(Section):
     """Number of engine servers, or ``[min, max]``: ``min`` servers start with the campaign; more start while
     requests wait, and stop when idle. Default: 1."""
     gpus: int = Field(1, ge=0)
-    """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 1."""
+    """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 0 for ``scripted``
+    and ``replay``, else 1."""
     gpu_type: str | None = Field(None, pattern=GPU_TYPE)
     """Slurm's name for the type of these GPUs, such as ``a100``. ``sinfo -o %G`` prints the names. Default: any
     type."""
@@ -147,6 +151,8 @@ class ModelConfig(Section):
         whole = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds)
         if len(bounds) != 2 or not whole or not 0 <= bounds[0] <= bounds[1] or bounds[1] < 1:
             raise ValueError("expected a number of servers, or [min, max] such as [1, 4]")
+        if bounds[1] > MAX_SERVERS:
+            raise ValueError(f"expected at most {MAX_SERVERS} servers")
         return bounds
 
     _gpu_type = field_validator("gpu_type", mode="before")(digits_as_text)
@@ -159,9 +165,13 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_gpus(cls, value: Any) -> Any:
-        """Sets ``gpus`` to 0, because an external endpoint uses no GPUs of this campaign."""
-        none = {"gpus": 0, "gpu_type": None}
-        return {**value, **none} if isinstance(value, dict) and value.get("engine") == "external" else value
+        """Sets ``gpus`` to 0 for an external endpoint, and by default for engines that run no model."""
+        engine = value.get("engine") if isinstance(value, dict) else None
+        if engine == "external":
+            return {**value, "gpus": 0, "gpu_type": None}
+        if engine in ("scripted", "replay") and "gpus" not in value:
+            return {**value, "gpus": 0}
+        return value
 
     @field_validator("base_url")
     @classmethod

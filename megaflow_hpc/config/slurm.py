@@ -58,6 +58,10 @@ def _walltime(value: Any) -> Any:
     return value
 
 
+MAX_PODS = 100_000
+"""Maximum number of pods in a section. More are a typing error."""
+
+
 class PodPoolConfig(Section):
     """An additional pod array. Omitted keys default to those of ``slurm.pods``."""
 
@@ -68,7 +72,7 @@ class PodPoolConfig(Section):
     """Partition, or a comma-separated list from which Slurm chooses. Default: ``pods.partition``."""
     account: str | None = None
     """Account to charge. Default: ``slurm.account``."""
-    count: int = Field(1, ge=1)
+    count: int = Field(1, ge=1, le=MAX_PODS)
     """Number of pods. Default: 1."""
     nodes: int | None = Field(None, ge=1)
     """Nodes of each pod. Default: ``pods.nodes``."""
@@ -88,7 +92,7 @@ class PodsConfig(Section):
 
     partition: str | None = None
     """CPU partition, or a comma-separated list from which Slurm chooses. Default: the site's."""
-    count: int = Field(1, ge=1)
+    count: int = Field(1, ge=1, le=MAX_PODS)
     """Number of pods. More pods finish sooner; all work on the same rollouts. Default: 1."""
     nodes: int = Field(1, ge=1)
     """Nodes of each pod. Default: 1."""

@@ -175,7 +175,8 @@ def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_
     campaign.write_text(right)
     done = megaflow("submit", campaign)
     assert (done.returncode, done.stdout) == (3, "")
-    assert "sbatch refused the pods job (slurm.pods of the campaign): sbatch: error: Invalid account" in done.stderr
+    refused = "sbatch refused the pods job (slurm.pods of the campaign): Invalid account; see slurm.account\n"
+    assert refused in done.stderr
     assert files(campaign) == before
 
 
@@ -356,6 +357,7 @@ def test_what_will_go_badly_is_warned_of(campaign: Path, slurm: Path, megaflow: 
 
 
 def test_a_run_directory_that_cannot_be_finished_is_removed(campaign: Path) -> None:
+    campaign.write_text(campaign.read_text() + "slurm: {check: false}\n")
     before = files(campaign)
     code = "import sys; from megaflow_hpc.cli import main; sys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "plan", str(campaign), "--run-dir", str(campaign.parent / "a" / "b" / "run")]
@@ -615,3 +617,45 @@ def test_planning_says_what_it_is_at_when_that_takes_long(
             time.sleep(0.01)
             said += capsys.readouterr().err
     assert "images: 1/1 made" in said
+
+
+def own_check(verb: str, campaign: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a verb in a process of its own, with the site's check."""
+    environment = {**os.environ, **variables}
+    for name in ("MEGAFLOW_APPTAINER", "MEGAFLOW_MPI"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "megaflow_hpc", verb, str(campaign)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize("verb", ["check", "plan", "run", "submit"])
+def test_a_missing_apptainer_is_found_before_anything_is_made(campaign: Path, slurm: Path, verb: str) -> None:
+    before = files(campaign)
+    done = own_check(verb, campaign)
+    assert done.returncode == 3
+    assert "apptainer: not on PATH; load the site's module" in done.stderr
+    assert "slurm.check: false" in done.stderr
+    assert files(campaign) == before
+    campaign.write_text(campaign.read_text() + "slurm: {setup: [module load apptainer]}\n")
+    assert "apptainer" not in own_check("check", campaign).stderr
+
+
+@pytest.mark.parametrize("verb", ["check", "plan", "run"])
+@pytest.mark.parametrize("package", ["mpi4py", "aiohttp"])
+def test_a_missing_package_of_pods_is_found_before_anything_is_made(
+    campaign: Path, slurm: Path, verb: str, package: str, tmp_path: Path
+) -> None:
+    lacking = tmp_path / "lacking"
+    lacking.mkdir()
+    (lacking / f"{package}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{package}'\")\n")
+    path = os.pathsep.join([str(lacking), os.environ.get("PYTHONPATH", "")])
+    before = files(campaign)
+    done = own_check(verb, campaign, PYTHONPATH=path)
+    assert done.returncode == 3
+    assert f"No module named '{package}'; pip install 'megaflow-hpc[run]'" in done.stderr
+    assert files(campaign) == before
+
+
+def test_check_asks_for_the_type_of_mpi_as_run_does(campaign: Path, slurm: Path) -> None:
+    write_program(slurm / "srun", "echo 'MPI plugin types are...\n\tnone'")
+    assert "srun --mpi=list offers none of pmi2, pmix" in own_check("check", campaign).stderr

@@ -144,18 +144,21 @@ def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Sit
     return site
 
 
-def require(networks: Iterable[str], scratch: str | os.PathLike[str]) -> None:
+def require(networks: Iterable[str], scratch: str | os.PathLike[str], provided: bool = False) -> None:
     """Rejects a campaign whose sandboxes cannot start at this site, before anything is queued.
 
-    There is no check if Apptainer is missing, because compute nodes may have it.
+    Args:
+        provided: True if Apptainer may be missing here, because the jobs set up an environment of their own.
 
     Raises:
         SiteError: Names the network, the reason and the remedy.
     """
     try:
         apptainer = find_apptainer()
-    except SiteError:
-        return
+    except SiteError as error:
+        if provided:
+            return
+        raise SiteError(f"{error}, or write slurm.check: false if only the nodes of the jobs have it") from None
     site = cached(scratch, apptainer)
     for network in sorted(set(networks)):
         if reason := site.refuses(network):
