@@ -28,6 +28,8 @@ from megaflow_hpc.agents.chat import BudgetExceeded, CallRefused, ChatClient, Su
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
+MARK = "mswea_bash_command"
+"""Word by which answers mark their command, unless ``model.action_regex`` says otherwise."""
 COMMAND_TIMEOUT_S = 120.0
 """Default timeout of one command in seconds."""
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -132,7 +134,7 @@ class _Model:
         try:
             actions = package.parse_regex_actions(
                 content,
-                action_regex=self._settings.get("action_regex", r"```mswea_bash_command\s*\n(.*?)\n```"),
+                action_regex=self._settings.get("action_regex", rf"```{MARK}\s*\n(.*?)\n```"),
                 format_error_template=self._settings["format_error_template"],
                 template_kwargs={"finish_reason": choice.get("finish_reason")},
             )
@@ -172,6 +174,7 @@ class _Environment:
     ) -> None:
         self._sandbox, self._bridge, self._system = sandbox, bridge, system
         self._env = {str(k): str(v) for k, v in (config.get("env") or {}).items()}
+        self._interpreter = [str(word) for word in config.get("interpreter") or ()]
         self._cwd = task.workdir
         self.config = SimpleNamespace(cwd=task.workdir or "", timeout=self.command_timeout_s)
 
@@ -181,9 +184,10 @@ class _Environment:
         Raises:
             Submitted: The command succeeded and the first line of its output is :data:`SUBMIT`.
         """
+        command = "exec 2>&1\n" + str(action.get("command", ""))
         result: ExecResult = self._bridge.wait(
             self._sandbox.exec(
-                "exec 2>&1\n" + str(action.get("command", "")),
+                [*self._interpreter, command] if self._interpreter else command,
                 timeout_s=self.command_timeout_s,
                 cwd=cwd or self._cwd,
                 env=self._env,
@@ -278,9 +282,16 @@ def _load_config(path: str | None) -> dict[str, Any]:
 
     file = Path(path) if path else _package().config
     try:
-        config = yaml.safe_load(file.read_text())
+        text = file.read_text()
+        config = yaml.safe_load(text)
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"agent mini-swe-agent: config {file}: {error}") from error
     if not isinstance(config, dict) or not {"agent", "model"} <= set(config):
         raise MegaflowError(f"{file}: expected the sections agent and model of mini-swe-agent's text form")
+    if MARK not in text and "action_regex" not in text:
+        raise ConfigError(
+            f"agent mini-swe-agent: config {file}: neither model.action_regex nor {MARK} in its prompts; expected the "
+            "text form of mini-swe-agent's configuration (such as mini_textbased.yaml), because this agent offers the "
+            "model no tools"
+        )
     return config

@@ -9,6 +9,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.tasks import planned_tasks
+from megaflow_hpc.rundir.accepted import accept, accepted_line
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.types import Task
@@ -34,8 +35,26 @@ class Edits:
 
         return changed([Task.from_dict(each.task) for each in planned_tasks(self._run, self._planned).values()])
 
+    def accept_tasks(self) -> list[str]:
+        """Accepts the current files of changed tasks for all further rollouts. Returns the tasks' ids.
+
+        Raises:
+            ConfigError: A file cannot be read.
+        """
+        from megaflow_hpc.tasks.digests import KEY, fixed
+
+        planned = planned_tasks(self._run, self._planned)
+        before = [Task.from_dict(planned[name].task) for name in self.tasks()]
+        files = {task.id: task.metadata[KEY] for task in fixed(before)}
+        if files:
+            accept(self._run, {task.id: (task.metadata[KEY]["content"], files[task.id]) for task in before})
+        return [*files]
+
     def warnings(self) -> list[str]:
-        """Returns a warning for each edit that has no effect."""
+        """Returns a warning for each edit that has no effect, and one for accepted changes of tasks."""
+        return [*self._campaign_file(), *filter(None, [accepted_line(self._run)])]
+
+    def _campaign_file(self) -> list[str]:
         file = self._run.campaign_yaml
         try:
             status = file.stat()

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,21 @@ from megaflow_hpc import config as config_module
 from megaflow_hpc.campaign import job_requests
 from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.local import Launcher, resolve_launcher
-from megaflow_hpc.campaign.planning.draft import Draft, PlanWatch, Silent, read, try_sandboxes
+from megaflow_hpc.campaign.planning.draft import (
+    MAX_ROLLOUTS,
+    Draft,
+    PlanWatch,
+    Silent,
+    read,
+    try_sandboxes,
+    within_caps,
+)
 from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate
-from megaflow_hpc.campaign.planning.preflight import warnings
+from megaflow_hpc.campaign.planning.preflight import check_packages, warnings
 from megaflow_hpc.campaign.run import Run
+from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.campaign import Loaded
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, LIFTED
 from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes, SiteError
 from megaflow_hpc.rundir.layout import RunDir, new_run_name
 from megaflow_hpc.slurm import fits, script, site
@@ -41,6 +53,8 @@ class Campaign:
         self.config, self._node, self._profile = loaded.config, loaded.node, loaded.profile
         self.base, self.file, self.text = base, file, text
         self._made: list[Path] = []
+        self.max_rollouts = MAX_ROLLOUTS
+        """Maximum number of rollouts to plan."""
         self.notices: list[str] = []
         """Warnings for the user, issued during planning."""
 
@@ -79,34 +93,69 @@ class Campaign:
         Args:
             watch: Receives progress reports.
         """
-        slurm, run = resolve_launcher(launcher) == "slurm", self._run_dir(run_dir)
+        slurm, run = resolve_launcher(launcher, self.config.slurm) == "slurm", self._run_dir(run_dir)
         plan_module.check_new(run)
-        check = self._check_site if slurm else None
-        made = plan_module.make(self.config, self.base, self.where, self.text, only, watch=watch, site=check)
+        config = self.config if slurm else _filled_here(self.config)
+
+        def check(draft: Draft) -> None:
+            for one in self._preflight(draft, slurm, watch or Silent()):
+                one()
+
+        made = plan_module.make(
+            config,
+            self.base,
+            self.where,
+            self.text,
+            only,
+            watch=watch,
+            site=check,
+            most=self.max_rollouts,
+        )
+        self.notices += made.warnings
         mpi = site.mpi_attempts() if slurm else "pmi2 pmix"
-        self._made = plan_module.write(made, run, mpi, watch, self._profile)
+        window_s = job_requests.drain_window_s(made.config) if slurm else 0
+        self._made = plan_module.write(made, run, mpi, watch, self._profile, window_s)
         return Run(run)
 
     def _check_site(self, draft: Draft) -> None:
-        """Checks that Slurm has the requested resources and would start the jobs."""
-        site.check_site(draft.config, self.where)
+        """Checks that Slurm has the requested resources and would start the jobs. Resolves ``ranks_per_node: fill``."""
+        filled = job_requests.with_ranks(draft.config, self.where)
+        if filled is not draft.config:  # the caps on model calls depend on the number of ranks
+            draft.config = within_caps(filled, len(draft.servers), self.where)
         groups = draft.server_groups
-        job_requests.check_resources(draft.config, groups, self.where)
+        self.notices += job_requests.check(draft.config, groups, self.where)
         walltimes_s = {
-            key: fits.walltime_s(job_requests.named(job.options))
+            key: fits.walltime_s(job.named)
             for key, job in job_requests.each_job(draft.config, RunDir("/RUN"), groups)
             if job.role == "pods"
         }
+        self.notices += job_requests.requeue_warnings(draft.config, groups, self.where)
         self.notices += warnings(draft, self.where, walltimes_s)
+
+    def _preflight(self, draft: Draft, slurm: bool, watch: PlanWatch) -> Iterator[Callable[[], object]]:
+        """Yields the checks of what pods will need. ``check``, ``plan`` and ``run`` make all of them."""
+        if slurm:
+            watch.step("asking Slurm")
+            yield lambda: self._check_site(draft)
+            yield site.mpi_attempts
+        watch.step("trying Python and MPI")
+        yield lambda: self._liftable(draft, lambda: check_packages(draft.config, slurm))
+        yield lambda: self._liftable(draft, lambda: try_sandboxes(draft, watch, slurm))
+
+    def _liftable(self, draft: Draft, check: Callable[[], None]) -> None:
+        """Carries out a check. With ``slurm.check: false`` its error is a warning, because the nodes of the jobs may
+        differ from this one."""
+        try:
+            check()
+        except SiteError as error:
+            if draft.config.slurm.check or error is draft.refusal:
+                raise
+            self.notices.append(str(error) + LIFTED)
 
     def site_mistakes(self, draft: Draft, watch: PlanWatch) -> list[str]:
         """Returns a message for each requirement that this site lacks or refuses."""
         mistakes: list[str] = []
-        checks: list[Callable[[], None]] = [self._run_dir(None).check_place, lambda: try_sandboxes(draft, watch)]
-        if site.has_slurm():
-            checks.insert(0, lambda: self._check_site(draft))
-        for one in checks:
-            watch.step("asking the site")
+        for one in chain([self._run_dir(None).check_place], self._preflight(draft, site.has_slurm(), watch)):
             try:
                 one()
             except Mistakes as error:
@@ -161,16 +210,16 @@ class Campaign:
             rollout_seconds: Assumed duration of each rollout.
             like: An earlier run from which to take durations.
         """
-        slurm = resolve_launcher(launcher) == "slurm"
+        slurm = resolve_launcher(launcher, self.config.slurm) == "slurm"
         self._run_dir(run_dir).check_place()
         watch, earlier = watch or Silent(), None if like is None else Path(like)
-        draft = read(self.config, self.base, self.where, only, watch)
+        draft = read(self.config, self.base, self.where, only, watch, self.max_rollouts)
         draft.check()
         durations = durations_of(draft, rollout_seconds, earlier)
         run, jobs, site_lines = self._run_dir(run_dir), list[script.Job](), list[str]()
+        for one in self._preflight(draft, slurm, watch):
+            one()
         if slurm:
-            watch.step("asking Slurm")
-            self._check_site(draft)
             jobs = job_requests.preview(draft.config, run, draft.server_groups, len(draft.rollouts))
             site_lines = job_requests.limit_effects(draft.config, jobs)
         plan_module.complete(draft, build=False, watch=watch)
@@ -190,11 +239,14 @@ class Findings:
     rollouts: int = 0
 
 
-def check(path: str | Path, site_too: bool = True, watch: PlanWatch | None = None) -> Findings:
+def check(
+    path: str | Path, site_too: bool = True, watch: PlanWatch | None = None, max_rollouts: int = MAX_ROLLOUTS
+) -> Findings:
     """Finds all problems of a campaign file at this site. Has no side effects.
 
     Args:
         site_too: Also query Slurm, if available, and start a sandbox.
+        max_rollouts: Maximum number of rollouts.
 
     Raises:
         ConfigError: The file does not exist.
@@ -207,12 +259,24 @@ def check(path: str | Path, site_too: bool = True, watch: PlanWatch | None = Non
             raise
         findings.file = error.found if isinstance(error, Mistakes) else [str(error)]
         return findings
-    draft = read(campaign.config, campaign.base, campaign.where, (), watch)
+    draft = read(campaign.config, campaign.base, campaign.where, (), watch, max_rollouts)
     findings.file, findings.tasks, findings.rollouts = draft.mistakes, len(draft.tasks), len(draft.rollouts)
     if site_too:
+        try:
+            resolve_launcher("auto", campaign.config.slurm)
+        except SiteError as error:
+            campaign.notices.append(f"checked without Slurm: {error}")
         findings.site = campaign.site_mistakes(draft, watch or Silent())
-    findings.warnings = campaign.notices
+    findings.warnings = [*draft.warnings, *campaign.notices]
     return findings
+
+
+def _filled_here(config: CampaignConfig) -> CampaignConfig:
+    """Resolves ``ranks_per_node: fill`` for a pod on this machine."""
+    pods = config.slurm.pods
+    if pods.ranks_per_node != "fill":
+        return config
+    return config.with_ranks(max(1, len(os.sched_getaffinity(0)) // (pods.cpus_per_rank or CPUS_PER_RANK)))
 
 
 def _part(part: str) -> str | int:

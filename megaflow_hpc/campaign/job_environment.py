@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import TRAINER_REQUEUES
+from megaflow_hpc.config.slurm import TRAINER_REQUEUES, lead_s
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.address import LOOPBACKS
 from megaflow_hpc.host.apptainer import find_apptainer
@@ -24,37 +24,66 @@ def trainer_python() -> str:
     return str(path / "bin" / "python" if path.is_dir() else path)
 
 
+def _by_role(config: CampaignConfig) -> list[str]:
+    """Returns the shell lines that run the ``setup`` of a job's own section. Scripts set ``role`` before."""
+    slurm = config.slurm
+    roles = [("pods*", slurm.pods.setup), ("servers", slurm.servers.setup), ("trainer", slurm.trainer.setup)]
+    pools = [(f"pods.{number}", pool.setup) for number, pool in enumerate(slurm.pods.pools)]
+    return [
+        line
+        for role, setup in [*roles, *pools]
+        if setup
+        for line in (f'case "${{role:-}}" in {role})', *setup, ";; esac")
+    ]
+
+
 def site_environment(setup: Sequence[str]) -> list[str]:
-    """Returns the shell lines that start every job: the user's ``setup`` and the paths known to this process."""
+    """Returns the shell lines that start every job: the paths known to this process, then the user's ``setup``.
+
+    ``setup`` comes last, so that a node of another architecture can have its own interpreter and directories.
+    """
     # Servers and workers hold keys in memory, so core dumps are off. To debug, raise the soft limit in `setup`.
-    lines = ["ulimit -S -c 0", *setup]
-    # Same as address.unproxied, but in shell, because `setup` may set proxies.
-    lines.append(f'no_proxy="{",".join(LOOPBACKS)},${{no_proxy:-${{NO_PROXY:-}}}}"')
-    lines.append('export no_proxy="${no_proxy%,}" NO_PROXY="${no_proxy%,}"')
+    lines = ["ulimit -S -c 0"]
     for name in ("MEGAFLOW_ENGINE_VENV", "MEGAFLOW_SCRATCH", "MEGAFLOW_APPTAINER", "MEGAFLOW_AGENTS"):
         if name in os.environ:
             lines.append(f"export {name}={shlex.quote(os.environ[name])}")
+    lines += [f"export MEGAFLOW_PYTHON={shlex.quote(sys.executable)}", *setup]
+    # Same as address.unproxied, but in shell, because `setup` may set proxies.
+    lines.append(f'no_proxy="{",".join(LOOPBACKS)},${{no_proxy:-${{NO_PROXY:-}}}}"')
+    lines.append('export no_proxy="${no_proxy%,}" NO_PROXY="${no_proxy%,}"')
     with contextlib.suppress(SiteError):  # compute nodes may have one even if this machine does not
         lines.append(f'export PATH="$PATH:"{shlex.quote(os.path.dirname(find_apptainer()))}')
-    return [*lines, f"export MEGAFLOW_PYTHON={shlex.quote(sys.executable)}"]
+    return lines
 
 
-def environment_script(config: CampaignConfig, mpi: str) -> str:
+def _chosen_trainer_python() -> list[str]:
+    chosen = os.environ.get("MEGAFLOW_TRAINER_PYTHON")
+    return [f"export MEGAFLOW_TRAINER_PYTHON={shlex.quote(trainer_python())}"] if chosen else []
+
+
+def environment_script(config: CampaignConfig, mpi: str, window_s: int = 0) -> str:
     """Returns the content of ``env.sh``, which every job of a run sources.
 
     Args:
         mpi: Types for ``srun --mpi``, separated by spaces, in the order in which pods try them.
+        window_s: Period within which each pod has a second of its own to drain, or 0.
     """
     lines = [
         "# Sourced by every job of this run.",
-        *site_environment(config.slurm.setup),
+        *(["unset MEGAFLOW_TRAINER_PYTHON", *_chosen_trainer_python()] if config.training else []),
+        *site_environment([*config.slurm.setup, *_by_role(config)]),
         f'export MEGAFLOW_MPI="${{MEGAFLOW_MPI:-{mpi}}}"',
         f'export MEGAFLOW_REQUEUES="${{MEGAFLOW_REQUEUES:-{config.slurm.requeues}}}"',
+        f"megaflow_srun={shlex.quote(' '.join(config.slurm.srun))}",
+        f"megaflow_lead_s={lead_s(config.slurm)} megaflow_window_s={window_s}",
         "export PYTHONUNBUFFERED=1",
     ]
     if config.training:
         lines += [
-            f"export MEGAFLOW_TRAINER_PYTHON={shlex.quote(trainer_python())}",
+            # Same as trainer_python(), but in shell, because `setup` may choose another interpreter.
+            'MEGAFLOW_TRAINER_PYTHON="${MEGAFLOW_TRAINER_PYTHON:-${MEGAFLOW_ENGINE_VENV:-$MEGAFLOW_PYTHON}}"',
+            '[ ! -d "$MEGAFLOW_TRAINER_PYTHON" ] || MEGAFLOW_TRAINER_PYTHON="$MEGAFLOW_TRAINER_PYTHON/bin/python"',
+            "export MEGAFLOW_TRAINER_PYTHON",
             f"export MEGAFLOW_TRAINER_REQUEUES={TRAINER_REQUEUES}",
             f"export MEGAFLOW_TRAINER_SHARE={config.slurm.trainer.share}",
         ]

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.errors import Mistakes, SiteError
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, LIFTED, lead_s
+from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerGroup
-from megaflow_hpc.slurm import limits, resources, script
+from megaflow_hpc.slurm import limits, resources, script, site
 from megaflow_hpc.slurm.arrays import (
     JOURNAL_BYTES,
     cpus_per_gpu,
@@ -21,7 +22,16 @@ from megaflow_hpc.slurm.arrays import (
     server_jobs,
     trainer_jobs,
 )
-from megaflow_hpc.slurm.fits import refusals, timed
+from megaflow_hpc.slurm.fits import (
+    charged,
+    doubts,
+    not_requeued,
+    ranks_that_fill,
+    refusals,
+    takes_whole_nodes,
+    timed,
+    walltime_s,
+)
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], rollouts: int = 0) -> list[script.Job]:
@@ -76,8 +86,8 @@ def beside(
     amounts = []
     others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
     for job in others:
-        both = set(allowed.caps) & set(limits.resource_caps(named(job.options)))
-        amounts += [resources.shared(resources.asked(job.options), both)] * (job.elements or 1)
+        both = set(allowed.caps) & set(limits.resource_caps(job.named))
+        amounts += [resources.shared(charged(job.named), both)] * (job.elements or 1)
     return amounts
 
 
@@ -92,6 +102,58 @@ def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup])
     yield from ((key, job) for key, job in jobs if not job.cluster)  # limits of other clusters cannot be queried here
 
 
+def with_ranks(config: CampaignConfig, where: Any) -> CampaignConfig:
+    """Replaces ``ranks_per_node: fill`` by the number of ranks that use all CPUs of a node.
+
+    Raises:
+        ConfigError: The size of a node is unknown.
+        SiteError: The controller does not respond.
+    """
+    pods = config.slurm.pods
+    if pods.ranks_per_node != "fill":
+        return config
+    key = "slurm.pods.ranks_per_node"
+    try:
+        jobs = [script.pod_job(config, RunDir("/RUN"), 1, pool=pool) for pool in (None, *pods.pools)]
+        ranks = ranks_that_fill(jobs, pods.cpus_per_rank or CPUS_PER_RANK)
+    except ConfigError as error:
+        raise ConfigError(f"{where(key)}: slurm.pods.{error}") from None
+    return config.with_ranks(ranks)
+
+
+def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
+    """Checks that the site has what the jobs request and would start them. Returns warnings.
+
+    With ``slurm.check: false`` all findings are warnings.
+
+    Args:
+        where: Returns ``file:line`` of a dotted key.
+
+    Raises:
+        ConfigError: A partition is missing or lacks requested resources, or a walltime is shorter than the time
+            that a job gets to end. Each message names key and limit.
+        SiteError: A job would never start. The message names the limit.
+    """
+    wanted = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
+    if short := [
+        f"{where(f'{key}.time')}: {line}"
+        for key, role, options in wanted
+        for line in _too_short(config, key, role, options)
+    ]:
+        raise Mistakes(short)
+    findings = []
+    for one in (lambda: site.check_site(config, where), lambda: check_resources(config, groups, where)):
+        try:
+            one()
+        except (ConfigError, SiteError) as error:
+            if config.slurm.check:
+                raise
+            lines = error.found if isinstance(error, Mistakes) else [str(error)]
+            findings += [line + LIFTED for line in lines]
+    findings += [_placed(line, where) for key, _, options in wanted for line in doubts(key, options)]
+    return findings + _unused(config, groups, where)
+
+
 def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
     """Checks that partitions and limits allow each kind of job to start.
 
@@ -100,22 +162,119 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
         SiteError: A job would never start. The message names the limit.
     """
     caps: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
-    jobs = [(key, job.role, named(job.options)) for key, job in each_job(config, RunDir("/RUN"), groups)]
-    refused = [
-        f"{where(line.split()[0].rstrip(':'))}: {line}" for key, _, options in jobs for line in refusals(key, options)
-    ]
+    jobs = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
+    refused = [_placed(line, where) for key, _, options in jobs for line in refusals(key, options)]
+    refused += _gpu_contradictions(config, groups, where)
     if refused:
         raise Mistakes(refused)
     for key, role, options in jobs:
         names = tuple(str(options.get(name)) for name in ("account", "qos", "partition"))
         caps[names] = caps[names] if names in caps else limits.resource_caps(options)
-        wanted = resources.asked(options)
-        if cap := resources.impossible(caps[names], wanted):
+        # The QOS of the default partition limits nothing if the site chooses another partition.
+        of_default = () if options.get("partition") else {f"QOS {name}" for name in site.partition_qos("")}
+        firm = [cap for cap in caps[names] if cap.of not in of_default]
+        wanted = charged(options)
+        if cap := resources.impossible(firm, wanted):
             what = {"servers": "engine server", "trainer": "trainer", "gather": "gather job"}.get(role, "pod")
             raise SiteError(
                 f"{where(key)}: one {what} asks for {cap.resource}={wanted[cap.resource]}, and {cap}: it would never "
                 "start; ask for less, or name another account or QOS"
             )
+
+
+def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
+    """Describes options in ``extra`` that request other numbers of GPUs than the campaign or each other."""
+    run, slurm = RunDir("/RUN"), config.slurm
+    jobs = [
+        ("servers", "gpus of the model", group.gpus, script.server_job(config, run, 1, group.gpus, nodes=group.nodes))
+        for group in groups
+    ]
+    jobs += [("trainer", "slurm.trainer.gpus", slurm.trainer.gpus, job) for job in trainer_jobs(config, run)]
+    jobs += [] if config.is_pool else [("pods", "", 0, script.pod_job(config, run, 1))]
+    lines = {}
+    for role, wanted_by, wanted, job in jobs:
+        found = resources.gpu_requests(job.options)
+        own: dict[str, Any] = getattr(slurm, role).extra
+        names = [script.option_name(name) for name in own]
+        others = {name: count for name, count in found.items() if not (wanted_by and wanted and count == wanted)}
+        if wanted_by and wanted and others:
+            found = {wanted_by: wanted, **others}
+        elif len(set(found.values())) < 2:
+            continue
+        first = next((name for name in found if name in names), "")
+        key = f"slurm.{role}.extra" if first else "slurm.extra"
+        asked = " and ".join(f"{name} ({count:g})" for name, count in found.items())
+        lines[role] = f"{where(key)}: {key}: {asked} request different numbers of GPUs for each node; keep one of them"
+    return list(lines.values())
+
+
+def _too_short(config: CampaignConfig, key: str, role: str, options: Mapping[str, Any]) -> Iterator[str]:
+    leads = {"pods": lead_s(config.slurm), "servers": script.WARN_S, "trainer": script.TRAINER_WARN_S}
+    time_s, lead = walltime_s(options), leads.get(role, 0)
+    if time_s is not None and time_s <= lead:
+        what = "slurm.lead_s" if role == "pods" else "the time that it gets to end"
+        yield f"{key}.time: {time_s:.0f} s, and {what} is {lead} s: the job would end as it starts; ask for more time"
+
+
+def drain_window_s(config: CampaignConfig) -> int:
+    """Returns the period within which each pod has a second of its own to drain; see
+    :func:`~megaflow_hpc.slurm.limits.requeue_window_s`. 0 if Slurm does not respond."""
+    pods = config.slurm.pods
+    jobs = [script.pod_job(config, RunDir("/RUN"), 1, pool=pool) for pool in (None, *pods.pools)]
+    try:
+        times = [time_s for job in jobs if not job.cluster and (time_s := walltime_s(job.named))]
+        return limits.requeue_window_s(pods.total, min(times, default=None))
+    except SiteError:
+        return 0
+
+
+def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
+    """Returns a warning for each kind of job that Slurm will not requeue.
+
+    Raises:
+        SiteError: The controller does not respond.
+    """
+    lines = {}
+    for key, job in each_job(config, RunDir("/RUN"), groups):
+        if job.role != "gather" and (why := not_requeued(job.named)):
+            lines[job.role] = (
+                f"{where(key)}: {key}: {why}: a job that meets its walltime, or loses its node, is not started again; "
+                "what is left then needs: megaflow-hpc resume RUN"
+            )
+    return list(lines.values())
+
+
+def _placed(line: str, where: Any) -> str:
+    """Returns a finding with the location of the key that it begins with."""
+    return f"{where(line.split()[0].rstrip(':'))}: {line}"
+
+
+def _unused(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
+    """Warns about jobs that leave CPUs or GPUs of their nodes idle although no other job can use them."""
+    lines = []
+    remedies = {
+        "pods": ("a pod", "cpu", "CPUs", "write slurm.pods.ranks_per_node: fill"),
+        "servers": ("a server", "gres/gpu", "GPUs", "raise gpus of the model"),
+        "trainer": ("a trainer", "gres/gpu", "GPUs", "raise slurm.trainer.gpus"),
+    }
+    for key, job in each_job(config, RunDir("/RUN"), groups):
+        if job.role not in remedies:
+            continue
+        who, resource, unit, remedy = remedies[job.role]
+        options = job.named
+        used, paid = resources.asked(options).get(resource, 0), charged(options).get(resource, 0)
+        names = str(options.get("partition") or "the default partition")
+        if used < paid and takes_whole_nodes(options):
+            lines.append(
+                f"{where(f'{key}.partition')}: {key}: {who} uses {used} of the {paid} {unit} that it is charged for, "
+                f"because {names} allocates whole nodes; {remedy}"
+            )
+        elif job.role == "pods" and set(names.split(",")) & site.one_user_nodes():
+            lines.append(
+                f"{where(f'{key}.partition')}: {key}: nodes of {names} run jobs of one user at a time; if your pods "
+                f"do not fill them, their other CPUs are idle: {remedy}"
+            )
+    return list(dict.fromkeys(lines))
 
 
 def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[str]:
@@ -133,6 +292,11 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
             running = f"{allowed.running} jobs run at once" if allowed.running is not None else ""
             why = ", ".join(filter(None, [running, *map(str, allowed.caps)]))
             effects.append(f"{job.throttle} of {job.elements} pods run at once beside the engines ({why})")
+    if limits.request_rate()[1] < limits.REFILL_PER_S and (window_s := drain_window_s(config)):
+        effects.append(
+            f"rl_enable: pods drain one after another, up to {window_s} s before their walltime ends, because Slurm "
+            f"takes {limits.request_rate()[1]:g} requests a second from one user"
+        )
     wanted = sum(job.elements or 1 for job in jobs if not job.cluster)
     others = wanted - sum(job.elements or 1 for job in arrays)
     if allowed.room is not None and wanted > allowed.room:
@@ -145,7 +309,9 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
 
 def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:
     cpus = min((cpus for group in groups if (cpus := cpus_per_gpu(config, run, group))), default=None)
-    return timed(script.together_job(config, run, [group.gpus for group in groups for _ in range(group.count)], cpus))
+    servers = [group for group in groups for _ in range(group.count)]
+    gpus, types = [server.gpus for server in servers], [server.gpu_type for server in servers]
+    return timed(script.together_job(config, run, gpus, cpus, types))
 
 
 def pod_options(config: CampaignConfig) -> dict[str, Any]:

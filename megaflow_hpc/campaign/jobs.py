@@ -6,21 +6,28 @@ Jobs that are already running need neither slurmctld nor this process.
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import re
 import time
 from collections.abc import Sequence
 
+import msgspec
+
+from megaflow_hpc.campaign import replacements
 from megaflow_hpc.campaign.job_requests import beside, pod_options, together
-from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, LiveJobs
+from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, DISABLED, LiveJobs
+from megaflow_hpc.campaign.replacements import BARREN_ROUNDS, PAUSE_S, Replacements
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.quotas import check_scale
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.blocks import numbers
+from megaflow_hpc.ledger.report import progress_of
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.marks import Marks
-from megaflow_hpc.rundir.record import RunRecord
+from megaflow_hpc.rundir.marks import Refused
+from megaflow_hpc.rundir.record import JobRecord, RunRecord
 from megaflow_hpc.slurm import accounting, limits, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import (
@@ -50,13 +57,19 @@ class Jobs(LiveJobs):
 
     def __init__(self, run: RunDir, config: CampaignConfig, planned: RunRecord, ledger: Ledger) -> None:
         super().__init__(run, config, planned, ledger)
-        self._marks = Marks(run)
         self._groups, self._servers = planned.server_groups, planned.servers
         self._planned_rollouts = planned.total
         self.notices: list[str] = []
         """Messages for the user about the last start."""
-        self._short = 0
-        self._topped = time.monotonic()
+        self._asked_again: set[Refused] = set()
+        """Refusals after which :meth:`bring_back` has asked once more."""
+        self._brought_back = 0.0
+        """:attr:`asked_at` of the answer that :meth:`bring_back` has acted on."""
+        self._topped = 0.0
+        """:attr:`asked_at` of the answer that :meth:`top_up` has acted on."""
+        self._try_at, self._refused, self._why_refused = 0.0, 0, ""
+        self.replacing = False
+        """True if :meth:`top_up` will add pods later."""
 
     # --- start ---
 
@@ -67,6 +80,7 @@ class Jobs(LiveJobs):
         engines = sum(group.count for group in self._groups) + len(trainers)
         pods = self._config.slurm.pods
         count = 0 if self._config.is_pool else self._fitting(allowed, pods.here, engines + 1, pods.total)
+        replacements.write(self._run, Replacements(pods.total, settled=self.arrays.ids("pods")))
         try:
             if self._config.slurm.together:
                 for job in trainers:
@@ -75,12 +89,7 @@ class Jobs(LiveJobs):
                 self._queue_gather([])
                 self.invalidate()
                 return
-            servers: list[str] = []
-            started: list[str] = []
-            for job in server_jobs(self._config, self._run, self._groups, allowed):
-                queued = self.arrays.queue(job)
-                servers += queued
-                started += [] if job.options.get("hold") else queued
+            servers, started = self._queue_servers(allowed)
             if self._config.is_pool:  # a pool consists only of servers, which run until it is cancelled
                 self.invalidate()
                 return
@@ -101,10 +110,19 @@ class Jobs(LiveJobs):
             raise
         self.invalidate()
 
+    def _queue_servers(self, allowed: limits.Allowance) -> tuple[list[str], list[str]]:
+        """Submits the engine arrays. Returns their elements, and those of them that are not held."""
+        servers: list[str] = []
+        started: list[str] = []
+        for job in server_jobs(self._config, self._run, self._groups, allowed):
+            queued = self.arrays.queue(job)
+            servers += queued
+            started += [] if job.options.get("hold") else queued
+        return servers, started
+
     def _fitting(self, allowed: limits.Allowance, wanted: int, others: int, total: int) -> int:
         """Returns how many of ``wanted`` pods can be queued next to ``others`` jobs. ``total`` is the campaign's
         number of pods."""
-        self._short = 0
         if allowed.room is None or wanted + others <= allowed.room:
             return wanted
         fitting = allowed.room - others
@@ -113,7 +131,6 @@ class Jobs(LiveJobs):
                 f"{allowed.why} jobs at once and {allowed.queued} are queued: no room for {others} further jobs and a "
                 "pod; wait until some have ended, or name another account or QOS"
             )
-        self._short = total
         self.notices.append(
             f"{fitting} of {wanted} pods are queued: {allowed.why} jobs at once. The others follow while run or watch "
             f"is open, or with: megaflow-hpc scale {self._run} --pods {total}"
@@ -151,16 +168,69 @@ class Jobs(LiveJobs):
 
     def until_pods_left(self) -> None:
         """Waits for pods on other clusters, on which the gather job cannot depend."""
-        while not self._ledger.finished and self.live_pods(0) != []:
+        while not self._ledger.finished and self.live_pods() != []:
             time.sleep(ASK_SLURM_S)
 
     # --- act ---
 
     def revive(self) -> None:
-        """Restarts jobs while pods are running: jobs that Slurm holds, and trainers that have ended."""
+        """Restarts jobs while pods are running: jobs that Slurm holds or did not requeue, and trainers that have
+        ended."""
         self.release_unlaunched()
+        self.bring_back(0)
+        self._marks.forget_refused()
         if self._config.training:
             self.restart_trainers()
+
+    def bring_back(self, max_age_s: float = ASK_SLURM_S) -> list[str]:
+        """Requeues jobs that have ended because Slurm refused to requeue them. Slurm forgets an ended job after
+        MinJobAge, which is 5 minutes by default. Acts once for each answer of squeue.
+
+        Args:
+            max_age_s: Maximum age of that answer.
+
+        Returns:
+            Ids of the requeued jobs.
+        """
+        live = self.live(max_age_s)
+        if live is None or self.asked_at == self._brought_back or self._marks.over:
+            return []
+        self._brought_back = self.asked_at
+        # A job with Requeue=0 would be refused again; top_up replaces it.
+        refused = {one for one in self._marks.refused() if DISABLED not in one.words} - self._asked_again
+        room = self._config.slurm.pods.total - len(self.live_pods() or ())
+        going: list[str] = []
+        for one in sorted(refused, key=lambda one: (one.at, one.job)):
+            if one.job in live or (one.role == "pod" and room <= 0):  # others may have replaced the pod
+                continue
+            self._asked_again.add(one)
+            with contextlib.suppress(SiteError):
+                site.ask("scontrol", *site.on(cluster_of(one.job)), "requeue", number(one.job))
+                going.append(one.job)
+                room -= one.role == "pod"
+        if going:
+            self._marks.forget_refused(going)
+            self.invalidate()
+        return going
+
+    def gather_later(self, servers: Sequence[str]) -> bool:
+        """Called by the gather job. If pods will come back, queues another gather job that waits for them.
+
+        Returns:
+            True if such a job was queued, so that this one has nothing to do.
+        """
+        if self._marks.over or os.environ.get("SLURM_JOB_ID") not in self.arrays.ids("gather"):
+            return False
+        self.bring_back(0)
+        if not [pod for pod in self.live_pods(0) or () if not cluster_of(pod.id)]:
+            return False
+        try:
+            self._queue_gather(servers)
+        except SiteError as error:
+            self.notices.append(f"no later gather job: {error}; this one waits for the pods")
+            self.until_pods_left()
+            return False
+        return True
 
     def restart_trainers(self) -> None:
         """Submits a trainer for each policy that has none queued or running."""
@@ -171,7 +241,7 @@ class Jobs(LiveJobs):
         added = [job for one in trainer_jobs(self._config, self._run, missing) for job in self.arrays.queue(one)]
         live = self.live(0) or {}
         for gather in self.arrays.ids("gather") if added else ():
-            if live.get(gather, JobState(gather, "")).state == "PENDING":
+            if live.get(gather, JobState(gather, "")).waits:
                 site.ask("scontrol", "update", f"jobid={gather}", f"dependency={self._all_over()}")
         self.invalidate()
 
@@ -198,10 +268,12 @@ class Jobs(LiveJobs):
             live = self.live_pods(0)
             if live is None:
                 raise SiteError(f"{self._run}: Slurm does not say which pods there are; nothing was changed")
-            leaving = self._marks.leaving()
-            here = [state for state in live if state.id not in leaving]
+            here = self._staying(live)
             if self._ledger.finished:
                 return {"added": [], "leaving": []}
+            plan = replacements.read(self._run, pods)
+            plan.wanted = pods
+            replacements.write(self._run, plan)
             if len(here) < pods:
                 return {"added": self._add(pods - len(here), pods), "leaving": []}
             return {"added": [], "leaving": self._remove(here, len(here) - pods)}
@@ -209,7 +281,7 @@ class Jobs(LiveJobs):
     def _add(self, count: int, total: int) -> list[str]:
         allowed = limits.allowance(pod_options(self._config))
         live = self.live(0) or {}
-        gathers = [job for job in self.arrays.ids("gather") if live.get(job, JobState(job, "")).state == "PENDING"]
+        gathers = [job for job in self.arrays.ids("gather") if live.get(job, JobState(job, "")).waits]
         added: list[str] = []
         fitting = self._fitting(allowed, count, int(not gathers), total)
         for job in pod_jobs(self._config, self._run, allowed, fitting):
@@ -225,11 +297,12 @@ class Jobs(LiveJobs):
         queued = [pod.id for pod in pods if pod.state != "RUNNING"]
         running = [pod.id for pod in pods if pod.state == "RUNNING"]
         going = sorted(queued, key=_age, reverse=True)[:count]
+        for pod in going:  # not to be replaced
+            self._marks.leave(pod)
         if going:
             scancel(going)
         drained = sorted(running, key=_age, reverse=True)[: count - len(going)]
-        for pod in drained:
-            self.arrays.leave(pod)
+        self.arrays.leave(drained)
         self.invalidate()
         return [*going, *drained]
 
@@ -275,20 +348,106 @@ class Jobs(LiveJobs):
         return going
 
     def top_up(self) -> None:
-        """Adds pods that could not be queued initially, once there is room and unclaimed blocks remain."""
-        if time.monotonic() - self._topped < ASK_SLURM_S:
+        """Adds pods that could not be queued at first, and replaces those that Slurm ended while blocks are left.
+
+        Acts once for each answer of squeue. Does nothing for pods that were submitted by hand or run here.
+        """
+        live = self.live_pods()
+        if live is None or (self.asked_at == self._topped and time.time() < self._try_at):
             return
-        self._topped = time.monotonic()
-        queued = [record.elements or 1 for record in self.arrays.records() if record.role == "pods"]
-        wanted = self._short or self._config.slurm.pods.total
-        if not queued or sum(queued) >= wanted:  # no arrays: submitted by hand, or a local run
+        if self.bring_back():
+            live = self.live_pods() or live
+        self._topped, self._try_at, self.replacing = self.asked_at, math.inf, False
+        pods = [record for record in self.arrays.records() if record.role == "pods"]
+        if not pods or self._config.slurm.together or self._marks.over:
             return
-        if not set(numbers(self._run)) - set(self._ledger.view().epochs):
-            return
+        with self.arrays.alone():
+            plan = replacements.read(self._run, self._config.slurm.pods.total)
+            before = msgspec.to_builtins(plan)
+            self._take_in(plan, pods, live)
+            open_blocks = len(set(numbers(self._run)) - self._ledger.view().done)
+            try:
+                if plan.due(len(self._staying(live)), open_blocks, time.time()):
+                    self.arrays.adopt(self._config.name, self._clusters)
+                    here = self._staying(self.live_pods(0) or live)
+                    count = plan.due(len(here), open_blocks, time.time())
+                    if count and self._groups and not self.servers():
+                        self._queue_servers(limits.allowance(pod_options(self._config)))  # gather has ended the others
+                    plan.added(self._add(count, plan.wanted) if count else [], time.time())
+                self._refused = 0
+            except SiteError as error:  # no room, or Slurm does not respond or refuses
+                self._refused += 1
+                plan.again_at = time.time() + min(3600.0, PAUSE_S * 2**self._refused)
+                self._why_refused = str(error)
+            if msgspec.to_builtins(plan) != before:
+                replacements.write(self._run, plan)
+        self.replacing = self._refused < BARREN_ROUNDS and plan.due(len(self._staying(live)), open_blocks, math.inf) > 0
+        if self.replacing:
+            self._try_at = plan.again_at
+
+    def _take_in(self, plan: Replacements, pods: Sequence[JobRecord], live: Sequence[JobState]) -> None:
+        """Finds out how pods ended that Slurm no longer has."""
+        listed = {state.id for state in live}
+        asked_at = time.time() - (time.monotonic() - self.asked_at)
+        missed = plan.missed(pods, listed, asked_at)
+        leaving = self._marks.leaving() if missed else set()
+        states = {job: self._ended[job] for job in missed if job in self._ended}
+        if unlisted := [job for job in missed if job not in states]:
+            states |= accounting.finished_jobs(sorted({array_of(job) for job in unlisted}))
+        ends = {}
+        for job in missed:
+            state = states[job].state if job in states else ""
+            if job in leaving:
+                ends[job] = "leaving"
+            elif self._vain(job):
+                ends[job] = "vain"
+            elif state not in accounting.LIVE:  # slurmdbd may be late
+                ends[job] = state
+        stored = set()
+        for name, lease in self._ledger.leases().items() if ends or plan.last else ():
+            progress = progress_of(lease)
+            if progress and progress.stored:
+                stored.add(name.rpartition(".")[0])
+        plan.take_in(pods, listed, ends, stored)
+
+    def _vain(self, pod: str) -> bool:
+        """Returns whether more than ``slurm.requeues`` starts of a pod in a row stored nothing (``pods.sh``)."""
         try:
-            self.scale(wanted)
-        except SiteError:
-            pass  # still no room, or Slurm does not respond
+            return (self._run.logs / f"pod-{number(pod)}.requeues").stat().st_size > self._config.slurm.requeues
+        except OSError:
+            return False
+
+    def _staying(self, pods: Sequence[JobState]) -> list[JobState]:
+        """Returns the pods that are not leaving."""
+        leaving = self._marks.leaving()
+        return [pod for pod in pods if pod.id not in leaving]
+
+    def forgive(self) -> None:
+        """Lets :meth:`top_up` replace pods again, whatever became of earlier replacements."""
+        with self.arrays.alone():
+            plan = replacements.read(self._run, self._config.slurm.pods.total)
+            plan.forgive()
+            replacements.write(self._run, plan)
+
+    def unreplaced(self) -> list[str]:
+        """Returns warnings about pods that ended and are not replaced."""
+        plan = replacements.read(self._run, 0)
+        lines = []
+        if plan.vain:
+            pods = f"{len(plan.vain)} pods" if len(plan.vain) > 1 else "a pod"
+            lines.append(
+                f"{pods} stored nothing in {self._config.slurm.requeues + 1} starts in a row and ended; see: "
+                f"megaflow-hpc logs {self._run} {plan.vain[-1]}; when the cause is gone: "
+                f"megaflow-hpc resume {self._run}"
+            )
+        if plan.given_up:
+            lines.append(
+                f"pods that replaced ended ones stored nothing in {BARREN_ROUNDS} rounds, and no more are added; see: "
+                f"megaflow-hpc logs {self._run}; when the cause is gone: megaflow-hpc resume {self._run}"
+            )
+        if self._refused:
+            lines.append(f"pods that ended cannot be replaced now: {self._why_refused}")
+        return lines
 
     def cancel(self) -> list[str]:
         """Cancels all jobs of the run. Returns their ids."""
@@ -312,16 +471,18 @@ class Jobs(LiveJobs):
             The arrays that had to be cancelled.
         """
         end, pause_s = time.monotonic() + LEAVE_S, 2.0
-        with contextlib.suppress(SiteError):  # Slurm may no longer know them
-            scancel(ids, "--state=PENDING")
-        while live := {array_of(job.id) for job in accounting.live_jobs(ids).values() if job.live}:
+        while live := [job for job in accounting.live_jobs(ids).values() if job.live]:
             if time.monotonic() > end:
-                scancel(sorted(live))
+                scancel(sorted({array_of(job.id) for job in live}))
                 break
+            # scancel --state=PENDING would fetch the whole job table.
+            if queued := [job.id for job in live if job.waits]:
+                with contextlib.suppress(SiteError):  # they may have ended
+                    scancel(queued)
             time.sleep(pause_s)  # servers poll for the end of the campaign every few seconds
             pause_s *= 1.5
         EndpointFiles(self._run).clear()
-        return sorted(live)
+        return sorted({array_of(job.id) for job in live})
 
     def until_gone(self) -> None:
         """Waits until Slurm has no more jobs of the run.
@@ -330,10 +491,12 @@ class Jobs(LiveJobs):
             SiteError: Some jobs remain after :data:`GONE_S` seconds.
         """
         end = time.monotonic() + GONE_S
-        while live := self.live(2.0):
+        pause_s = 1.0
+        while live := self.live(0):
             if time.monotonic() > end:
                 raise SiteError(f"jobs {' '.join(sorted(live))} were cancelled and are still there; try again later")
-            time.sleep(1.0)
+            time.sleep(pause_s)
+            pause_s = min(15.0, 1.5 * pause_s)
 
 
 def _age(job_id: str) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """State of a run's jobs in Slurm: queued, running, and the reasons why they are pending.
 
-A single ``squeue`` queries all jobs, at most twice a minute. Slurm may be unavailable.
+A single ``squeue`` queries all jobs of a campaign, at most twice a minute and 28 times an hour. All processes that
+follow the campaign share its answer (:mod:`.shared_look`). Slurm may be unavailable.
 
 ``python -m megaflow_hpc.campaign.live_jobs RUN`` prints the number of pods that are running or queued, for a waiting
 trainer. It exits with 1 if the number is unknown.
@@ -13,12 +14,14 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from megaflow_hpc.campaign.shared_look import SharedLook
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader import SCALER, Leader
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.rundir.training import TrainingView
 from megaflow_hpc.slurm import accounting, reasons, site
@@ -27,8 +30,10 @@ from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.ids import array_of, number
 
 ASK_SLURM_S = 30.0
-"""Seconds between queries. Each query is one ``squeue`` for all jobs."""
+"""Seconds between queries, while the budget of :mod:`.shared_look` lasts. Each query is one ``squeue`` for all jobs."""
 
+DISABLED = "presently disabled"
+"""Part of Slurm's refusal to requeue a job that has Requeue=0."""
 SOON_S = 8.0
 """Shorter interval, used until Slurm has considered new jobs and reports why they are pending."""
 
@@ -43,7 +48,12 @@ class LiveJobs:
     def __init__(self, run: RunDir, config: CampaignConfig, planned: RunRecord, ledger: Ledger) -> None:
         self._run, self._config, self._ledger = run, config, ledger
         self.arrays = Arrays(run)
+        self._marks = Marks(run)
+        self._shared = SharedLook(run)
         self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
+        self._ended: dict[str, JobState] = {}
+        """Jobs of the last query that have ended. Slurm lists them for a few minutes."""
+        self._read_at = -ASK_SLURM_S
 
     def ids(self, role: str | None = None) -> list[str]:
         """Returns all arrays of this run in order of submission. Includes arrays submitted by hand, once they have
@@ -64,15 +74,29 @@ class LiveJobs:
         asked, live = self._live
         if live and any(job.state == "PENDING" and job.reason == "None" for job in live.values()):
             max_age_s = min(max_age_s, SOON_S)
-        if time.monotonic() - asked >= max_age_s:
-            live = None
-            if (ids := self.ids()) and site.has_slurm():
-                try:
-                    live = {job.id: job for job in accounting.live_jobs(ids).values() if job.live}
-                except SiteError:
-                    pass  # the controller may be down for a while; the campaign continues without it
-            self._live = (time.monotonic(), live)
-        return live
+        now = time.monotonic()
+        # A shared answer may stay older than max_age_s. It is not read again every second.
+        if now - asked >= max_age_s and now - self._read_at >= min(max_age_s, SOON_S):
+            self._read_at = now
+            self._live = self._look(max_age_s)
+        return self._live[1]
+
+    def _look(self, max_age_s: float) -> tuple[float, dict[str, JobState] | None]:
+        """Returns when squeue was asked (monotonic clock), by this process or by another, and the live jobs."""
+        ids, now = self.ids(), time.monotonic()
+        if not ids or not site.has_slurm():
+            return now, None
+        if shared := self._shared.read(ids, max_age_s):
+            age_s, jobs = shared
+            asked = now - age_s
+        else:
+            try:
+                jobs, asked = list(accounting.live_jobs(ids, self._shared.owner).values()), now
+            except SiteError:  # the controller may be down for a while; the campaign continues without it
+                return now, None
+            self._shared.write(ids, jobs)
+        self._ended = {job.id: job for job in jobs if not job.live}
+        return asked, {job.id: job for job in jobs if job.live}
 
     @property
     def asked_at(self) -> float:
@@ -80,19 +104,23 @@ class LiveJobs:
         return self._live[0]
 
     def invalidate(self) -> None:
-        """Drops the cached result."""
-        self._live = (-ASK_SLURM_S, None)
+        """Drops the cached result, also for other processes."""
+        self._live, self._read_at = (-ASK_SLURM_S, None), -ASK_SLURM_S
+        self._shared.forget()
 
     def waiting(self, max_age_s: float = ASK_SLURM_S) -> list[dict[str, Any]]:
         """Returns the reasons why jobs are pending, as grouped by :func:`~megaflow_hpc.slurm.reasons.waiting`.
 
-        Excludes held servers, which start on demand, and the gather job, which waits for the pods.
+        Excludes servers that wait until they are needed, and the gather job, which waits for the pods.
         """
+
+        def expected(role: str, state: JobState) -> bool:
+            on_demand = role == "servers" and state.held and state.state not in ("SPECIAL_EXIT", "RESV_DEL_HOLD")
+            return role == "gather" or on_demand
+
         roles = {record.id: record.role for record in self.arrays.records()}
         jobs = [(roles.get(array_of(job), "pods"), state) for job, state in (self.live(max_age_s) or {}).items()]
-        return reasons.waiting(
-            (role, state) for role, state in jobs if role != "gather" and not (role == "servers" and state.held)
-        )
+        return reasons.waiting((role, state) for role, state in jobs if not expected(role, state))
 
     def live_pods(self, max_age_s: float = ASK_SLURM_S) -> list[JobState] | None:
         """Returns the pods that are queued or running. ``None`` if unknown."""
@@ -135,6 +163,30 @@ class LiveJobs:
             f"some with: megaflow-hpc resume {self._run}"
         ]
 
+    def refused(self, max_age_s: float = ASK_SLURM_S) -> list[str]:
+        """Returns a warning for each reason for which Slurm did not requeue jobs, with the remedy."""
+        causes: dict[tuple[str, str, bool], list[str]] = {}
+        refused = self._marks.refused()
+        live = self.live(max_age_s) if refused else None
+        pods = len(self.live_pods(max_age_s) or ())
+        for one in refused:
+            here = live is not None and one.job in live
+            if here or one.role != "pod" or pods < self._config.slurm.pods.total:  # otherwise it was replaced
+                causes.setdefault((one.role, one.words, here), []).append(one.job)
+        lines = []
+        for (role, words, here), jobs in causes.items():
+            who = f"{role} {jobs[0]}" if len(jobs) == 1 else f"{len(jobs)} {role}s (among them {jobs[0]})"
+            if here:
+                lines.append(f"Slurm has not requeued {who} yet: {words!r}; the request is repeated")
+                continue
+            why = "it was submitted with Requeue=0, by slurm.extra or by the site; " if DISABLED in words else ""
+            more = f"scale {self._run} --pods {self._config.slurm.pods.total}" if role == "pod" and pods else ""
+            remedy = more or f"resume {self._run}"
+            lines.append(
+                f"{who} ended, and Slurm did not requeue it: {words!r}; {why}continue with: megaflow-hpc {remedy}"
+            )
+        return lines
+
     def servers(self, max_age_s: float = ASK_SLURM_S) -> dict[int, JobState] | None:
         """Returns the engine servers that Slurm still has, by index. ``None`` if unknown."""
         live = self.live(max_age_s)
@@ -155,7 +207,7 @@ def trainers(states: Mapping[str, JobState] | None) -> dict[str, TrainerJob] | N
         return None
     return {
         policy: TrainerJob("queued", state.id, reason=state.reason)
-        if state.state == "PENDING"
+        if state.waits
         else TrainerJob("running", state.id, state.node)
         for policy, state in states.items()
     }
@@ -182,7 +234,7 @@ def waiting_servers(
             remedy = f"nobody lets it go: keep megaflow-hpc watch {run} open, or use scale --servers"
             waiting.append({**shown, "state": "held", "cause": f"let go on demand by {by}" if by else remedy})
         else:
-            waiting.append({**shown, "state": "queued" if state.state == "PENDING" else "starting"})
+            waiting.append({**shown, "state": "queued" if state.waits else "starting"})
     return waiting
 
 

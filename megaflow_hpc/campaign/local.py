@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from megaflow_hpc.campaign.job_environment import trainer_python
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import TRAINER_REQUEUES
+from megaflow_hpc.config.slurm import TRAINER_REQUEUES, SlurmConfig
 from megaflow_hpc.errors import ConfigError, SiteError, StarvedError
 from megaflow_hpc.host.address import unproxied
 from megaflow_hpc.host.atomic import file_mode, write_atomic
@@ -39,14 +39,25 @@ Start = Callable[[list[str], str, dict[str, str]], "subprocess.Popen[bytes]"]
 """Starts a command. Takes its arguments, the name of its log, and additional environment variables."""
 
 
-def resolve_launcher(launcher: Launcher) -> Literal["local", "slurm"]:
+def resolve_launcher(launcher: Launcher, slurm: SlurmConfig) -> Literal["local", "slurm"]:
     """Resolves ``auto`` to ``slurm`` if Slurm is available, and otherwise to ``local``.
+
+    Args:
+        slurm: The campaign's ``slurm`` section. A campaign that has one does not run here by default, because this may
+            be a login node on which the site's Slurm module is not loaded.
 
     Raises:
         SiteError: Slurm is requested but missing.
     """
     if launcher == "auto":
-        return "slurm" if site.has_slurm() else "local"
+        if site.has_slurm():
+            return "slurm"
+        if slurm == SlurmConfig():
+            return "local"
+        raise SiteError(
+            "the campaign has a slurm: section, but sbatch, squeue, srun are not on PATH; load the site's Slurm "
+            "module, or run the campaign on this machine with --launcher local"
+        )
     if launcher == "slurm" and not site.has_slurm():
         raise SiteError("sbatch, squeue, srun: not found; load the site's Slurm module, or use --launcher local")
     return launcher

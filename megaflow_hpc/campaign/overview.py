@@ -1,4 +1,4 @@
-"""State and progress of many runs, from a few small files of each and a single Slurm query.
+"""State and progress of many runs, from a few small files of each and one Slurm query for each owner.
 
 Only the head of run.json, the marks and the leases of each run are read. The leases contain the number of stored
 rollouts, so listing a thousand runs takes seconds. Measuring sizes requires walking the directories, which is bounded
@@ -20,8 +20,9 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.report import process_here, progress_of
 from megaflow_hpc.monitor.state import lives, run_state
 from megaflow_hpc.rundir.endpoints import EndpointFiles
+from megaflow_hpc.rundir.events import PodEvent, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.logs import last_word
+from megaflow_hpc.rundir.logs import last_events
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_head
 from megaflow_hpc.slurm import accounting, site
@@ -30,6 +31,8 @@ from megaflow_hpc.slurm.ids import array_of
 
 SIZED_ENTRIES = 20_000
 """Default limit on the files and directories visited to measure all runs of a list."""
+RECENT_EVENTS = 200
+"""Number of latest events to read of a pod that has not ended."""
 
 
 @dataclass
@@ -56,9 +59,13 @@ def glances(paths: Iterable[Path]) -> list[Glance]:
     """Reads run directories in the given order. They may be damaged, incomplete or concurrently deleted."""
     looks = [_Look(path) for path in paths]
     open_ = [look for look in looks if not look.settled]
-    live, cause = _live(sorted({job for look in open_ for job in look.jobs}))
+    by_owner: dict[int, list[_Look]] = {}
     for look in open_:
-        look.decide(None if live is None else [state for job in look.jobs for state in live.get(job, ())], cause)
+        by_owner.setdefault(look.owner, []).append(look)
+    for owner, of_owner in by_owner.items():  # squeue is asked for the jobs of one user
+        live, cause = _live(sorted({job for look in of_owner for job in look.jobs}), owner)
+        for look in of_owner:
+            look.decide(None if live is None else [state for job in look.jobs for state in live.get(job, ())], cause)
     return [look.glance for look in looks]
 
 
@@ -90,11 +97,13 @@ class _Look:
         run, marks = RunDir(path), Marks(RunDir(path))
         self.glance = Glance(path, "", "broken", None, None, _time_of(run))
         self.settled = True
+        self.owner = os.getuid()
         self.jobs: list[str] = []
         self._pods: list[dict[str, Any]] = []
         """Leases of pods that are not marked as gone."""
         self._started = self._serves = self._waits = False
         try:
+            self.owner = path.stat().st_uid
             head = read_head(run)
             self._serves = head.campaign.pool is not None and not head.total and bool(EndpointFiles(run).serving())
             self.glance.name, self.glance.total = head.campaign.name, head.total
@@ -122,7 +131,7 @@ class _Look:
     def decide(self, live: Sequence[JobState] | None, cause: str) -> None:
         """Sets the state, given the jobs that Slurm still has. ``live`` is ``None`` if they are unknown because of
         ``cause``."""
-        jobs = None if live is None else {state.id for state in live if state.state != "PENDING"}
+        jobs = None if live is None else {state.id for state in live if not state.waits}
         self.glance.state = run_state(
             serves=self._serves,
             alive=any(_lives(pod, jobs) for pod in self._pods),
@@ -135,10 +144,14 @@ class _Look:
 
 
 def stored(run: RunDir, pod: str, lease: dict[str, Any]) -> int:
-    """Returns the number of rollouts that a pod start has stored. Its last word is newer than its last lease
-    renewal."""
-    progress, word = progress_of(lease), last_word(run, pod) if lease.get("ended") else None
-    return max(progress.stored if progress else 0, (word and word.stored) or 0)
+    """Returns the number of rollouts that a pod start has stored. Its last events are newer than its last lease
+    renewal, for instance if it was killed or its run was moved."""
+    progress = progress_of(lease)
+    events, all_of_them = last_events(run, pod, 1 if lease.get("ended") else RECENT_EVENTS)
+    said = max((event.stored or 0 for event in events if isinstance(event, PodEvent)), default=0)
+    counted, since = (0, 0.0) if all_of_them or not progress else (progress.stored, progress.t)
+    counted += len({event.id for event in events if isinstance(event, RolloutEvent) and event.t > since})
+    return max(progress.stored if progress else 0, counted, said)
 
 
 def _lives(lease: dict[str, Any], jobs: set[str] | None) -> bool:
@@ -151,14 +164,14 @@ def _lives(lease: dict[str, Any], jobs: set[str] | None) -> bool:
     )
 
 
-def _live(jobs: Sequence[str]) -> tuple[dict[str, list[JobState]] | None, str]:
+def _live(jobs: Sequence[str], owner: int) -> tuple[dict[str, list[JobState]] | None, str]:
     """Returns the elements that Slurm still has, by job or array, or ``None`` and the reason."""
     if not jobs:
         return {}, ""
     if not site.has_slurm():
         return None, "its jobs are Slurm's, which is not here"
     try:
-        answer = accounting.live_jobs(jobs)
+        answer = accounting.live_jobs(jobs, owner)
     except SiteError as error:
         return None, str(error)
     states: dict[str, list[JobState]] = {}

@@ -20,11 +20,11 @@ from megaflow_hpc.agents import code
 from megaflow_hpc.campaign import edits, provenance
 from megaflow_hpc.campaign.job_environment import environment_script
 from megaflow_hpc.campaign.planning.draft import (
+    MAX_ROLLOUTS,
     Draft,
     PlanWatch,
     Silent,
     read,
-    try_sandboxes,
     whole_groups,
 )
 from megaflow_hpc.campaign.planning.model_paths import Where
@@ -54,6 +54,7 @@ def make(
     build: bool = True,
     watch: PlanWatch | None = None,
     site: Callable[[Draft], None] | None = None,
+    most: int = MAX_ROLLOUTS,
 ) -> Draft:
     """Reads the tasks and resolves everything else. Reports mistakes in the file before querying the site.
 
@@ -62,16 +63,16 @@ def make(
         only: Rollout or task ids (shell patterns). Empty selects all.
         build: Build missing images. If False, images are only looked up.
         watch: Receives progress reports.
-        site: Checks that the site allows the campaign to run. Called once the file is known to be valid.
+        site: Checks that the site can run the campaign. Called once the file is known to be valid.
+        most: Maximum number of rollouts.
 
     Raises:
         Mistakes: Values are invalid. Each message names file, line, value and remedy.
     """
-    draft = read(config, base, where, only, watch)
+    draft = read(config, base, where, only, watch, most)
     draft.source = source
     draft.check()
     if site is not None:
-        (watch or Silent()).step("asking Slurm")
         site(draft)
     complete(draft, build, watch)
     return draft
@@ -82,7 +83,6 @@ def complete(draft: Draft, build: bool = True, watch: PlanWatch | None = None) -
     from megaflow_hpc.tasks.images import in_image_directories
 
     watch = watch or Silent()
-    try_sandboxes(draft, watch)
     if draft.images is None or draft.mapping is None:  # an engine pool has no tasks
         return
     watch.step(f"looking up images of {len(draft.tasks)} tasks")
@@ -96,7 +96,12 @@ def complete(draft: Draft, build: bool = True, watch: PlanWatch | None = None) -
 
 
 def write(
-    draft: Draft, run: RunDir, mpi: str = "pmi2", watch: PlanWatch | None = None, profile: Profile | None = None
+    draft: Draft,
+    run: RunDir,
+    mpi: str = "pmi2",
+    watch: PlanWatch | None = None,
+    profile: Profile | None = None,
+    window_s: int = 0,
 ) -> list[Path]:
     """Writes the run directory. ``run.json`` is written last, so only complete run directories have one.
 
@@ -112,7 +117,7 @@ def write(
     (watch or Silent()).step(f"writing {run} with {len(draft.rollouts)} rollouts")
     try:
         run.create(draft.config.run_share)
-        _fill(draft, run, mpi, profile)
+        _fill(draft, run, mpi, profile, window_s)
     except BaseException:
         if missing:
             discard(run, missing)
@@ -137,17 +142,17 @@ def discard(run: RunDir, made: Sequence[Path] = ()) -> None:
                 path.rmdir()
 
 
-def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None) -> None:
+def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s: int) -> None:
     ledger = Ledger(run)
     ledger.create()
     learning = draft.config.training.policies if draft.config.training else {}
     if draft.config.training:
         prepare_training(draft.config.training, run)
     # Trainers request their policies' rollouts round by round.
-    planned = [rollout for rollout in draft.rollouts if rollout.policy not in learning]
+    planned = draft.rollouts.where(lambda first: first.policy not in learning)
     source = draft.source or yaml.safe_dump(draft.config.model_dump(mode="json"), sort_keys=False)
     write_atomic(run.campaign_yaml, source)
-    write_atomic(run.env_sh, environment_script(draft.config, mpi))
+    write_atomic(run.env_sh, environment_script(draft.config, mpi, window_s))
     code.keep(draft.own_code, draft.base, run.code)
     provenance.keep_tokenizers(run, draft.policies)
     earlier = draft.durations
@@ -181,7 +186,7 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None) -> None:
             server_groups=draft.server_groups,
             pools={name: pool.about()[theirs[name]] for name, pool in pools.items()},
             total=len(planned),
-            learned=[list(row) for row in earlier.learned(draft.rollouts)] if earlier else [],
+            learned=[list(row) for row in earlier.learned(draft.rollouts.firsts())] if earlier else [],
         ),
     )
 

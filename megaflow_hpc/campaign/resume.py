@@ -16,7 +16,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.overrides import Changes, override
 from megaflow_hpc.rundir.record import RunRecord
-from megaflow_hpc.slurm import accounting, site
+from megaflow_hpc.slurm import accounting
 from megaflow_hpc.slurm.ids import array_of, scancel
 
 LEAVE_S = 15.0
@@ -35,19 +35,18 @@ def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, j
     pods, jobs_submitted = jobs.live_pods(0), jobs.ids()
     end = time.monotonic() + LEAVE_S
     while Marks(run).finished and pods and time.monotonic() < end:  # pods are leaving
-        time.sleep(1.0)
+        time.sleep(3.0)
         pods = jobs.live_pods(0)
     if pods is None and jobs_submitted:
         raise SiteError(f"{run}: Slurm does not say which pods there are; nothing was changed")
-    if running := [pod.id for pod in pods or () if pod.state != "PENDING"]:
+    if running := [pod.id for pod in pods or () if not pod.waits]:
         raise ConfigError(
             f"{run}: {len(running)} pods run (among them {running[0]}) and keep what they have asked for; "
             f"stop them first (megaflow-hpc cancel {run}), nothing that is stored is lost"
         )
 
     def check(changed: CampaignConfig) -> None:
-        site.check_site(changed, lambda key: f"{run}: {key}")
-        job_requests.check_resources(changed, planned.server_groups, lambda key: f"{run}: {key}")
+        job_requests.check(changed, planned.server_groups, lambda key: f"{run}: {key}")
 
     config = override(run, planned.config, requests, check)
     if pods:

@@ -88,7 +88,7 @@ class Run:
     def start(self, launcher: Launcher = "slurm", ranks: int = 1) -> None:
         """Submits the arrays and the gather job, or starts a local pod of ``ranks`` MPI ranks (1 means without MPI)."""
         require_running(self.config.name)
-        if resolve_launcher(launcher) == "slurm":
+        if resolve_launcher(launcher, self.config.slurm) == "slurm":
             self.slurm_jobs.start()
             return
         from megaflow_hpc.campaign.local import LocalPod
@@ -119,6 +119,9 @@ class Run:
         if ended or status["state"] == "stopped":
             status["warnings"] += lost_journals(self.dir, self.ledger)
         if not ended:
+            status["warnings"] += self.slurm_jobs.refused(self._slurm_age_s)
+            status["warnings"] += self.slurm_jobs.unreplaced()
+            status["warnings"] += filter(None, [self.dir.full()])
             status["warnings"] += self.slurm_jobs.starving(status.get("training", {}), self._slurm_age_s)
         if self.record.pools and not ended:
             status["warnings"] += pool_warnings(self.dir)
@@ -127,7 +130,7 @@ class Run:
     def _seen(self, slurm_age_s: float) -> dict[str, Any]:
         """Returns the status from the run's files and from Slurm. Slurm's data may be up to ``slurm_age_s`` old."""
         live = self.slurm_jobs.live(slurm_age_s)
-        pending = [job for job, state in (live or {}).items() if state.state == "PENDING"]
+        pending = [job for job, state in (live or {}).items() if state.waits]
         return self.monitor.status(live, pending, self.slurm_jobs.asked_at, self._trainers())
 
     def _trainers(self) -> dict[str, TrainerJob] | None:
@@ -140,7 +143,7 @@ class Run:
     @property
     def _slurm_age_s(self) -> float:
         """Maximum age of Slurm data. Older data is acceptable while pods write events."""
-        return 4 * ASK_SLURM_S if self.monitor.heard_s < HEARD_S else ASK_SLURM_S
+        return 6 * ASK_SLURM_S if self.monitor.heard_s < HEARD_S else ASK_SLURM_S
 
     def usage(self) -> dict[str, float]:
         """Returns the core-seconds and GPU-seconds allocated to all jobs, and how many of them were idle.
@@ -217,7 +220,9 @@ class Run:
         status = status or self.status()
         if self.config.is_pool and self.local is None:  # a pool has no pods, and serves until it is cancelled
             return status["state"] == "cancelled" or self.slurm_jobs.servers(self._slurm_age_s) == {}
-        return status["state"] in ("finished", "cancelled") or self.pods_live() is False
+        return status["state"] in ("finished", "cancelled") or (
+            self.pods_live() is False and not self.slurm_jobs.replacing
+        )
 
     def wait(
         self,
@@ -277,8 +282,16 @@ class Run:
             self.local.stop()
         self.gather()
         self._recount()
-        status = self._seen(0) | {"warnings": self.monitor.warnings([])}
-        return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
+        status = self._seen(0)
+        status["warnings"] = self.monitor.warnings([])
+        if status["state"] not in ("finished", "cancelled"):
+            status["warnings"] += self.slurm_jobs.refused()
+        return {
+            **status,
+            "errors": self.monitor.errors(),
+            "policies": self.monitor.summary(),
+            "trajectories": str(self.dir.trajectories),
+        }
 
     def stored_rollouts(self) -> dict[str, RolloutEvent]:
         """Returns every stored rollout by id. Call :meth:`Monitor.list_rollouts` before the first status.
@@ -340,7 +353,7 @@ class Run:
 
     def scale(self, pods: int) -> dict[str, list[str]]:
         """Adds or removes pods until ``pods`` are queued or running; see :meth:`Jobs.scale`."""
-        if resolve_launcher("auto") != "slurm":
+        if not site.has_slurm():
             raise SiteError("scale adds and removes jobs of Slurm, which is not here")
         self.dir.check_ours(to_run=True)
         return self.slurm_jobs.scale(pods)
@@ -397,6 +410,7 @@ class Run:
         ranks: int = 1,
         limits: Mapping[str, float | None] | None = None,
         requests: Changes | None = None,
+        accept_changes: bool = False,
     ) -> bool:
         """Runs all rollouts that are not stored yet and, if ``failed``, repeats failed ones. Returns False if none are
         left.
@@ -405,16 +419,17 @@ class Run:
             limits: ``core_hours``, ``gpu_hours`` or ``wall``, overriding the campaign's. ``None`` removes a limit.
             requests: ``time``, ``mem_gb`` or ``partition`` of ``pods``, ``servers``, ``trainer`` or ``gather``,
                 overriding the campaign's, for jobs submitted from now on.
+            accept_changes: Accept tasks whose files were changed after planning, and record the digests.
 
         Raises:
-            ConfigError: A limit of the campaign is exceeded, pods are running with other requests, another minor
-                version planned the run, or files are missing.
+            ConfigError: A limit of the campaign is exceeded, pods are running with other requests or other tasks,
+                another minor version planned the run, or files are missing.
             SiteError: Slurm cannot tell which pods have ended. Nothing was changed.
         """
         self.dir.check_ours(to_run=True)
         check_version(self.record, self.dir)
         require_running(self.config.name)
-        chosen = resolve_launcher(launcher)
+        chosen = resolve_launcher(launcher, self.config.slurm)
         if not self.ledger.finished:
             restore_rooms(self.dir, self.record, self.ledger)
         budget = CampaignBudget(self.dir, self.config.limits.model_dump())
@@ -422,6 +437,13 @@ class Run:
         if (passed := budget.exceeded(self.ledger.accounts())) and not self.ledger.finished:
             name = passed.rpartition("limits.")[2].split(" ")[0]
             raise ConfigError(f"{passed}; go on with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
+        if accept_changes:
+            if self.pods_live():
+                raise ConfigError(
+                    f"{self.dir}: its pods know the tasks as they were; stop them first (megaflow-hpc cancel "
+                    f"{self.dir}), nothing that is stored is lost"
+                )
+            self.edits.accept_tasks()
         if requests:
             self.config = ask_for(requests, chosen, self.dir, self.record, self.slurm_jobs)
             self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
@@ -441,9 +463,11 @@ class Run:
         if self.pods_live():
             if chosen == "slurm":
                 self.slurm_jobs.revive()
+                self.slurm_jobs.forgive()
             return True  # queued or running pods claim what was added
         if chosen == "slurm" and (left := self.job_ids()):
             scancel(left)  # engines of an earlier start, which will be replaced
             self.slurm_jobs.until_gone()
+        self._marks.forget_refused()
         self.start(chosen, ranks)
         return True

@@ -54,7 +54,16 @@ def register(subparsers: Subparsers) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    checks: list[Callable[[], Iterator[Finding]]] = [_python, _slurm, _mpi, _apptainer, _scratch, _engines, _trainer]
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _python,
+        _slurm,
+        _mpi,
+        _apptainer,
+        _scratch,
+        _runs,
+        _engines,
+        _trainer,
+    ]
     if arguments.job:
         checks.append(_mpi_probe)
     findings = [finding for check in checks for finding in _guarded(check)]
@@ -110,7 +119,7 @@ def _slurm() -> Iterator[Finding]:
         yield Finding("slurm", "FAIL", str(error), remedy)
         return
     try:
-        partitions, absent = site.partitions(), health.absent_nodes()
+        partitions, absent = site.partitions(hidden=False), health.absent_nodes()
     except SiteError as error:
         remedy = "is slurmctld up (scontrol ping), and SLURM_CONF right? without Slurm use --launcher local"
         yield Finding("controller", "FAIL", str(error), remedy)
@@ -133,8 +142,11 @@ def _slurm() -> Iterator[Finding]:
 
 
 def _partition(part: Partition, absent: AbsentNodes | None) -> Finding:
+    from megaflow_hpc.slurm import site
+
     gpus = "GPUs, " if part.gpus else ""
-    shown = f"{part.name}: {part.nodes} nodes, {part.cpus} CPUs, {part.memory_mb} MB, {gpus}limit {part.time}"
+    whole = "whole nodes, " if part.name in site.whole_nodes() else ""
+    shown = f"{part.name}: {part.nodes} nodes, {part.cpus} CPUs, {part.memory_mb} MB, {gpus}{whole}limit {part.time}"
     elsewhere = "name another partition in the campaign file, or ask the site when it is back"
     if not part.up:
         return Finding("partition", "warn", f"{shown}; it is down: jobs wait in it", elsewhere)
@@ -293,6 +305,35 @@ def _scratch() -> Iterator[Finding]:
         yield Finding("scratch", "ok", message)
     if warning:
         yield Finding("scratch", "warn", warning, "set MEGAFLOW_SCRATCH to a node-local directory")
+
+
+def _runs() -> Iterator[Finding]:
+    """Tries the file system of this directory, in which a campaign file would put its runs."""
+    from megaflow_hpc.host.mounts import MAX_CACHED_S, mount_of, why_no_links
+
+    here = Path.cwd()
+    mount = mount_of(here)
+    if not os.access(here, os.W_OK):
+        yield Finding(
+            "run directory", "warn", f"{here}: not writable, so it was not tried", "run doctor where runs will be"
+        )
+        return
+    if why := why_no_links(here):
+        remedy = "set run_dir to a directory on Lustre, GPFS, BeeGFS, NFS or a local disk"
+        yield Finding(
+            "run directory", "FAIL", f"{here} on {mount.type}: no hard links, by which pods claim ({why})", remedy
+        )
+    else:
+        yield Finding("run directory", "ok", f"{here} on {mount.type}: hard links work")
+    if "nocto" in mount.options:
+        remedy = (
+            "ask the site for a mount without it, or set run_dir elsewhere; pods may read files that others replaced"
+        )
+        yield Finding("run directory", "warn", f"{mount.point} is mounted with nocto", remedy)
+    if (cached_s := mount.cached_s()) > MAX_CACHED_S:
+        remedy = f"ask the site for acregmax and acdirmax of at most {MAX_CACHED_S}, or set run_dir elsewhere"
+        message = f"{mount.point} caches attributes for up to {cached_s} s, so pods see one another's files late"
+        yield Finding("run directory", "warn", message, remedy)
 
 
 def _engines() -> Iterator[Finding]:

@@ -149,10 +149,14 @@ def estimate(value: float, low: float | None, high: float | None) -> str:
     return f"{value:.3f}" if low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def failure_lines(status: Mapping[str, Any]) -> list[str]:
-    """For each cause of failure, returns the first failed rollout, its error and the log to read."""
+def failure_lines(status: Mapping[str, Any], key: str = "first_failures") -> list[str]:
+    """For each cause of failure, returns the first failed rollout, its error and the log to read.
+
+    Args:
+        key: ``errors`` for errors in verified rollouts instead.
+    """
     lines, run = [], status["run"]
-    for cause in status.get("first_failures", ()):
+    for cause in status.get(key, ()):
         lines.append(in_one_line(f"first of {cause['kind'] or 'no cause'}: {cause['id']}: {cause['error']}"))
         lines += [f"  log: {cause['log']}"] if cause["log"] else []
         lines.append(f"  more: megaflow-hpc show {run} {cause['id']}; megaflow-hpc logs {run} {cause['id']}")
@@ -171,6 +175,19 @@ def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
         who = f"pod {first['pod']}" if len(pods) == 1 else f"{len(pods)} pods, among them {first['pod']},"
         line = f"{who} ended on {first['node']} before any rollout: {cause} (log: {first['log']})"
         lines.append(in_one_line(line))
+    return lines
+
+
+def stop_lines(status: Mapping[str, Any]) -> list[str]:
+    """Explains why pods ended before their work was done. Pods with the same reason share a line."""
+    reasons: dict[str, list[str]] = {}
+    for pod in status["pods"]:
+        if pod.get("why") and pod["state"] in ("paused", "lost", "gone"):
+            reasons.setdefault(pod["why"], []).append(pod["pod"])
+    lines = []
+    for why, pods in reasons.items():
+        who = f"pod {pods[0]}" if len(pods) == 1 else f"{len(pods)} pods, among them {pods[0]},"
+        lines.append(in_one_line(f"{who} ended: {why}"))
     return lines
 
 

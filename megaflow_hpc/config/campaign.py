@@ -122,7 +122,10 @@ class CampaignConfig(Section):
             if self.models and not NAME.match(name):
                 raise ValueError(f"policy {name!r} must be letters, digits, dot, dash or underscore")
         if len(set(names)) != len(names):
-            raise ValueError(f"agents {names} are not distinct")
+            raise ValueError(
+                f"agents {names} are not distinct, and results are told apart by these names; give each a class or "
+                "function of its own, such as a subclass that sets the arguments"
+            )
         return self
 
     @model_validator(mode="after")
@@ -142,6 +145,11 @@ class CampaignConfig(Section):
     def run_share(self) -> Literal["user", "group"]:
         """Who may read the run directory. An engine pool shares only its servers, so its directory stays private."""
         return "user" if self.is_pool else self.share
+
+    def with_ranks(self, ranks: int) -> CampaignConfig:
+        """Returns the campaign with ``ranks`` MPI ranks on each node of a pod."""
+        pods = self.slurm.pods.model_copy(update={"ranks_per_node": ranks})
+        return self.model_copy(update={"slurm": self.slurm.model_copy(update={"pods": pods})})
 
     def policies(self) -> dict[str, Policy]:
         """Returns the policies that run tasks, by name."""

@@ -12,6 +12,10 @@ from urllib.parse import urlsplit
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from megaflow_hpc.config.sections import AgentConfig, Section
+from megaflow_hpc.config.slurm import GPU_TYPE, digits_as_text
+
+MAX_SERVERS = 10_000
+"""Maximum number of engine servers of a policy. More are a typing error."""
 
 
 class ServerCount(NamedTuple):
@@ -68,7 +72,7 @@ class SamplingConfig(Section):
 
 
 ALSO = (
-    *("engine", "path", "servers", "gpus", "nodes", "args", "python", "image", "binds"),
+    *("engine", "path", "servers", "gpus", "gpu_type", "nodes", "args", "python", "image", "binds"),
     *("base_url", "api_key_file", "script", "weight"),
 )
 """Keys that entries of ``also`` may set."""
@@ -91,7 +95,11 @@ class ModelConfig(Section):
     """Number of engine servers, or ``[min, max]``: ``min`` servers start with the campaign; more start while
     requests wait, and stop when idle. Default: 1."""
     gpus: int = Field(1, ge=0)
-    """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 1."""
+    """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 0 for ``scripted``
+    and ``replay``, else 1."""
+    gpu_type: str | None = Field(None, pattern=GPU_TYPE)
+    """Slurm's name for the type of these GPUs, such as ``a100``. ``sinfo -o %G`` prints the names. Default: any
+    type."""
     nodes: int = Field(1, ge=1)
     """Nodes of each server, for pipeline parallelism (``vllm`` only). Raise it for models that do not fit on one node.
     Default: 1."""
@@ -143,7 +151,11 @@ class ModelConfig(Section):
         whole = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds)
         if len(bounds) != 2 or not whole or not 0 <= bounds[0] <= bounds[1] or bounds[1] < 1:
             raise ValueError("expected a number of servers, or [min, max] such as [1, 4]")
+        if bounds[1] > MAX_SERVERS:
+            raise ValueError(f"expected at most {MAX_SERVERS} servers")
         return bounds
+
+    _gpu_type = field_validator("gpu_type", mode="before")(digits_as_text)
 
     @field_validator("agent", mode="before")
     @classmethod
@@ -153,8 +165,13 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_gpus(cls, value: Any) -> Any:
-        """Sets ``gpus`` to 0, because an external endpoint uses no GPUs of this campaign."""
-        return {**value, "gpus": 0} if isinstance(value, dict) and value.get("engine") == "external" else value
+        """Sets ``gpus`` to 0 for an external endpoint, and by default for engines that run no model."""
+        engine = value.get("engine") if isinstance(value, dict) else None
+        if engine == "external":
+            return {**value, "gpus": 0, "gpu_type": None}
+        if engine in ("scripted", "replay") and "gpus" not in value:
+            return {**value, "gpus": 0}
+        return value
 
     @field_validator("base_url")
     @classmethod
@@ -182,6 +199,8 @@ class ModelConfig(Section):
             raise ValueError(f"engine {self.engine} needs {field!r}")
         if self.nodes > 1 and self.engine not in ("vllm", "scripted"):
             raise ValueError(f"nodes: engine {self.engine} is started on one node; vllm runs over several")
+        if self.gpu_type and not self.gpus:
+            raise ValueError(f"gpu_type: {self.gpu_type}: gpus is 0; raise it, or leave gpu_type out")
         kinds = {self.engine, *(str(other.get("engine", self.engine)) for other in self.also)}
         if (
             self.thoughts == "keep"

@@ -81,7 +81,7 @@ def gateways(pods: PodsConfig) -> int:
     """Returns the number of worker ranks in all pods. Each has a gateway; rank 0 of a pod only schedules."""
 
     def workers(nodes: int) -> int:
-        return max(1, nodes * pods.ranks_per_node - 1)
+        return max(1, nodes * pods.ranks - 1)
 
     return pods.count * workers(pods.nodes) + sum(p.count * workers(p.nodes or pods.nodes) for p in pods.pools)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,12 +11,40 @@ from megaflow_hpc.config.sections import Section
 
 TRAINER_REQUEUES = 20
 """Number of consecutive requeues without a committed step after which a trainer is abandoned."""
+LEAD_S = 60
+"""Default of ``lead_s``."""
 CPUS_PER_RANK = 2
 """Default of ``cpus_per_rank``."""
+MIN_LEAD_S = 40
+"""Minimum of ``lead_s``. After a drain, the workers need most of it to stop."""
+LIFTED = " (no error because of slurm.check: false)"
+"""Added to findings about the site that would be errors without ``slurm.check: false``."""
+DEFAULT_RANKS = 2
+"""Default of ``ranks_per_node``."""
 LEAST_GB = 0.001
 """Minimum memory: Slurm counts in MB, and treats 0 as all memory of a node."""
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
+_SRUN_OPTION = re.compile(r"-[\w.,:=/@%+-]+\Z", re.ASCII)
+"""Options that a shell passes on unquoted."""
 _REMEDY = "write minutes (30), HH:MM:SS or D-HH:MM:SS"
+
+
+OWN_SRUN_OPTIONS = frozenset(
+    {"--mpi", "--export", "--ntasks", "-n", "--nodes", "-N", "--wait", "-W", "--kill-on-bad-exit"}
+)
+"""Options that ``slurm.srun`` may not repeat, because srun would take the last of two values."""
+GPU_TYPE = r"^[A-Za-z0-9_.+-]+$"
+"""Names of GPU types in Slurm's ``Gres``. Some consist of digits, such as ``3090``."""
+
+
+def _lines(value: Any) -> Any:
+    """Splits shell lines that are written as one text."""
+    return value.splitlines() if isinstance(value, str) else value
+
+
+def digits_as_text(value: Any) -> Any:
+    """Accepts a name of digits, which YAML reads as a number."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _walltime(value: Any) -> Any:
@@ -30,6 +58,10 @@ def _walltime(value: Any) -> Any:
     return value
 
 
+MAX_PODS = 100_000
+"""Maximum number of pods in a section. More are a typing error."""
+
+
 class PodPoolConfig(Section):
     """An additional pod array. Omitted keys default to those of ``slurm.pods``."""
 
@@ -40,16 +72,19 @@ class PodPoolConfig(Section):
     """Partition, or a comma-separated list from which Slurm chooses. Default: ``pods.partition``."""
     account: str | None = None
     """Account to charge. Default: ``slurm.account``."""
-    count: int = Field(1, ge=1)
+    count: int = Field(1, ge=1, le=MAX_PODS)
     """Number of pods. Default: 1."""
     nodes: int | None = Field(None, ge=1)
     """Nodes of each pod. Default: ``pods.nodes``."""
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: ``pods.time``."""
+    setup: tuple[str, ...] = ()
+    """Shell lines that these pods run after ``pods.setup``."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Additional sbatch options by name."""
 
     _time = field_validator("time", mode="before")(_walltime)
+    _setup = field_validator("setup", mode="before")(_lines)
 
 
 class PodsConfig(Section):
@@ -57,12 +92,13 @@ class PodsConfig(Section):
 
     partition: str | None = None
     """CPU partition, or a comma-separated list from which Slurm chooses. Default: the site's."""
-    count: int = Field(1, ge=1)
+    count: int = Field(1, ge=1, le=MAX_PODS)
     """Number of pods. More pods finish sooner; all work on the same rollouts. Default: 1."""
     nodes: int = Field(1, ge=1)
     """Nodes of each pod. Default: 1."""
-    ranks_per_node: int = Field(2, ge=1)
-    """MPI ranks on each node. Rank 0 of a pod schedules; the others run rollouts. Default: 2."""
+    ranks_per_node: Annotated[int, Field(ge=1)] | Literal["fill"] = DEFAULT_RANKS
+    """MPI ranks on each node. Rank 0 of a pod schedules; the others run rollouts. ``fill``: as many as the CPUs of a
+    node divided by ``cpus_per_rank``, for partitions that allocate whole nodes. Default: 2."""
     slots_per_rank: int | None = Field(None, ge=1)
     """Concurrent rollouts of each worker rank. Raise it if rollouts mostly wait for the model. Default:
     ``cpus_per_rank``."""
@@ -75,15 +111,24 @@ class PodsConfig(Section):
     partition's, or less if account or QOS allow less."""
     pools: tuple[PodPoolConfig, ...] = ()
     """Additional pod arrays in other partitions, accounts or clusters."""
+    setup: tuple[str, ...] = ()
+    """Shell lines that pods and the gather job run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` selects the
+    interpreter for nodes of another architecture."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Additional sbatch options by name."""
 
     _time = field_validator("time", mode="before")(_walltime)
+    _setup = field_validator("setup", mode="before")(_lines)
 
     @field_validator("ranks_per_node", mode="before")
     @classmethod
     def _default_ranks(cls, value: Any) -> Any:
         return cls.model_fields["ranks_per_node"].default if value is None else value
+
+    @property
+    def ranks(self) -> int:
+        """Ranks on each node. Until planning has replaced ``fill`` by a number, the default."""
+        return DEFAULT_RANKS if self.ranks_per_node == "fill" else self.ranks_per_node
 
     @property
     def total(self) -> int:
@@ -109,10 +154,14 @@ class ServersConfig(Section):
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Servers are requeued when it ends. Default: the partition's, or less
     if account or QOS allow less."""
+    setup: tuple[str, ...] = ()
+    """Shell lines that servers run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` selects the interpreter for
+    nodes of another architecture."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Additional sbatch options by name."""
 
     _time = field_validator("time", mode="before")(_walltime)
+    _setup = field_validator("setup", mode="before")(_lines)
 
 
 class TrainerConfig(Section):
@@ -125,6 +174,8 @@ class TrainerConfig(Section):
     """Number of nodes. Default: 1."""
     gpus: int = Field(1, ge=0)
     """GPUs on each node. One trainer process runs on each GPU. 0: one process on CPUs. Default: 1."""
+    gpu_type: str | None = Field(None, pattern=GPU_TYPE)
+    """Slurm's name for the type of these GPUs, such as ``a100``. Default: any type."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory in GB (10^9 bytes) of each node. Default: the partition's."""
     time: str | int | None = None
@@ -132,10 +183,21 @@ class TrainerConfig(Section):
     share: Literal["none", "sleep"] = "none"
     """``none``: trainer and engine have their own GPUs. ``sleep``: they share the trainer's GPUs, and the engine sleeps
     during each step. Use it if GPUs are scarce. Default: ``none``."""
+    setup: tuple[str, ...] = ()
+    """Shell lines that trainers run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` and
+    ``MEGAFLOW_TRAINER_PYTHON=…`` select interpreters for nodes of another architecture."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Additional sbatch options by name."""
 
     _time = field_validator("time", mode="before")(_walltime)
+    _setup = field_validator("setup", mode="before")(_lines)
+    _gpu_type = field_validator("gpu_type", mode="before")(digits_as_text)
+
+    @model_validator(mode="after")
+    def _type_of_gpus(self) -> TrainerConfig:
+        if self.gpu_type and not self.gpus:
+            raise ValueError(f"gpu_type: {self.gpu_type}: gpus is 0; raise it, or leave gpu_type out")
+        return self
 
 
 class SlurmConfig(Section):
@@ -144,7 +206,11 @@ class SlurmConfig(Section):
     account: str | None = None
     """Account to charge. Default: the user's."""
     setup: tuple[str, ...] = ()
-    """Shell lines that every job runs first, such as ``module load apptainer``."""
+    """Shell lines that every job runs first, such as ``module load apptainer``. What they export overrides values of
+    the machine that plans, such as ``MEGAFLOW_SCRATCH``."""
+    check: bool = True
+    """false: report what this site seems to lack or refuse as warnings, and submit nevertheless. Use it if partitions
+    are chosen by QOS, constraint or a submit plugin, or if login nodes lack what compute nodes have. Default: true."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Additional sbatch options for every job, by name."""
     together: bool = False
@@ -153,6 +219,12 @@ class SlurmConfig(Section):
     requeues: int = Field(3, ge=0)
     """Consecutive starts without progress after which an array element is no longer requeued. Raise it on unreliable
     nodes. Default: 3."""
+    lead_s: int = Field(LEAD_S, ge=MIN_LEAD_S)
+    """Seconds before the end of the walltime at which a pod starts to drain. Running rollouts get all of it but the
+    last 35 s. Raise it if slurmctld takes long to answer many jobs that end together. Default: 60."""
+    srun: tuple[str, ...] = ()
+    """Additional options for every ``srun`` in a job: of pods, of trainers and of engines over several nodes. For
+    example ``[--network=job_vni]``."""
     pods: PodsConfig = PodsConfig()
     """Pods, which run agents and sandboxes."""
     servers: ServersConfig = ServersConfig()
@@ -172,7 +244,23 @@ class SlurmConfig(Section):
         for name in sorted({name for extra in extras for name in extra}):
             if name.strip("-") in ("M", "cluster", "clusters"):
                 raise ValueError(f"extra: {name!r}: pods at another cluster are slurm.pods.pools: [{{cluster: NAME}}]")
+        if self.together and self.servers.setup:
+            raise ValueError("servers.setup: with together: true pods and engines are one job; write it to setup")
+        if self.trainer.share == "sleep" and self.servers.setup:
+            raise ValueError(
+                "servers.setup: with trainer.share: sleep the engine is in the trainer's job; write it to trainer.setup"
+            )
         return self
+
+    @field_validator("srun")
+    @classmethod
+    def _options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for option in value:
+            if not _SRUN_OPTION.match(option):
+                raise ValueError(f"{option!r} is not an option of srun; write each as --name=value, without blanks")
+            if option.partition("=")[0] in OWN_SRUN_OPTIONS:
+                raise ValueError(f"{option!r}: the jobs set {option.partition('=')[0]} themselves")
+        return value
 
     @field_validator("gather", mode="before")
     @classmethod
@@ -187,7 +275,9 @@ class SlurmConfig(Section):
             raise ValueError(f"time {error}") from None
         return value
 
-    @field_validator("setup", mode="before")
-    @classmethod
-    def _lines(cls, value: Any) -> Any:
-        return value.splitlines() if isinstance(value, str) else value
+    _setup = field_validator("setup", mode="before")(_lines)
+
+
+def lead_s(slurm: SlurmConfig) -> int:
+    """Returns the seconds before the end of the walltime at which Slurm signals a pod, and the pod drains."""
+    return slurm.lead_s

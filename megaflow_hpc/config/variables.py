@@ -59,12 +59,6 @@ _SITE = (
         "init, check, planning",
     ),
     Variable(
-        "SITE_CHECK",
-        "0: plan without checking Apptainer, engines and models, for login nodes that lack what compute nodes have",
-        "1",
-        "planning",
-    ),
-    Variable(
         "REQUEUES",
         "consecutive starts without progress after which a pod or server is not requeued",
         "slurm.requeues of the campaign",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
@@ -14,45 +15,78 @@ LOOPBACK = "127.0.0.1"
 LOOPBACKS = (LOOPBACK, "localhost", "::1")
 
 
-def address() -> str:
-    """Returns the address at which other nodes reach this one.
+_FAMILIES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Address families in order of preference, each with a documentation address, to which nothing is ever sent."""
 
-    It is ``MEGAFLOW_ADDRESS`` if set, else the host name if it resolves, else the source address of its outbound
-    route, else :data:`LOOPBACK`.
+
+def address() -> str:
+    """Returns the address at which other nodes reach this one, by IPv4 if possible.
+
+    It is ``MEGAFLOW_ADDRESS`` if set, else the host name if it resolves, else the source address of the outbound route,
+    else :data:`LOOPBACK`. An IPv6-only node has an AAAA record or an IPv6 route.
     """
-    chosen = os.environ.get("MEGAFLOW_ADDRESS")
+    chosen = os.environ.get("MEGAFLOW_ADDRESS", "").strip("[]")
     if chosen:
         return chosen
     name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None, socket.AF_INET)
-        return name
-    except OSError:
-        pass
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # a documentation address; a UDP connect sends nothing
-            return str(probe.getsockname()[0])
-        except OSError:
-            return LOOPBACK
+    for family, elsewhere in _FAMILIES:
+        with contextlib.suppress(OSError):
+            socket.getaddrinfo(name, None, family)
+            return name
+        source = _source_towards(elsewhere, family)
+        if source and not ipaddress.ip_address(source).is_link_local:  # needs a scope, which differs on other nodes
+            return source
+    return LOOPBACK
+
+
+def host_of_url(host: str) -> str:
+    """Returns an address as it is written in a URL: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def listen_everywhere() -> socket.socket:
+    """Returns a listening socket for all IPv4 and IPv6 addresses of this node. The kernel chooses the port."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # IPv6 is switched off
+            return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("0.0.0.0", 0))
+
+
+def _source_towards(host: str, family: socket.AddressFamily) -> str:
+    """Returns this node's own address on the route to ``host``. Empty if there is no route."""
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # a UDP connect sends nothing
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def interface_towards(host: str) -> str:
+    """Returns the interface through which this node reaches an address, which may be its own. Empty if unknown."""
+    host = host or LOOPBACK
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    own = _source_towards(host, family)
+    if not own:
+        return ""
+    if family == socket.AF_INET6:
+        return _interface_of_ipv6(own)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # the interface has no address
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if answer[20:24] == socket.inet_aton(own):
+                    return name
+    return ""
 
 
 SIOCGIFADDR = 0x8915
 """ioctl request for an interface's IPv4 address; see netdevice(7)."""
 
 
-def interface_towards(host: str) -> str:
-    """Returns the interface through which this node reaches an IPv4 address, which may be its own. Empty if unknown."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host or LOOPBACK, 9))  # sends nothing
-        except OSError:
-            return ""
-        own = socket.inet_aton(probe.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # the interface has no address
-                if fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:
-                    return name
+def _interface_of_ipv6(own: str) -> str:
+    """Returns the interface with this address, from ``/proc/net/if_inet6``: address, four numbers, name."""
+    wanted = ipaddress.ip_address(own).packed.hex()
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
+        return next((line.split()[-1] for line in file if line.startswith(wanted)), "")
     return ""
 
 

@@ -88,6 +88,44 @@ def last_line(output: str) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
+_SETTINGS = (
+    ("kernel/apparmor_restrict_unprivileged_userns", "1", "AppArmor restricts"),
+    ("kernel/unprivileged_userns_clone", "0", "the kernel forbids"),
+    ("user/max_user_namespaces", "0", "the kernel forbids"),
+)
+"""Settings below ``/proc/sys`` that keep users from creating user namespaces, with the value that does so."""
+_OF_NAMESPACES = ("namespace", "uid_map", "setgroups", "unshare")
+"""Words in the output of a program that could not create a user namespace."""
+
+
+def explained(output: str, settings: str = "/proc/sys") -> str:
+    """Returns :func:`last_line` of a failed program's output, with the known cause and its remedy if there is one."""
+    line, text = last_line(output), output.lower()
+    if "exec format error" in text or "image targets '" in text:
+        machine = os.uname().machine
+        return (
+            f"{line}; a campaign's images are for one architecture, and this node is {machine}; name partitions of "
+            "theirs for pods, or plan on such a node, with an image store of its own"
+        )
+    if any(word in text for word in _OF_NAMESPACES) and (cause := _restriction(text, settings)):
+        profile = "Apptainer's AppArmor profile" if "AppArmor" in cause else "user namespaces"
+        return f"{line}; {cause}; ask the site for {profile}, or for a setuid Apptainer"
+    return line
+
+
+def _restriction(text: str, settings: str) -> str:
+    """Returns which setting keeps users from creating user namespaces. Empty if none is known to."""
+    for name, value, who in _SETTINGS:
+        try:
+            with open(f"{settings}/{name}", encoding="ascii") as file:
+                if file.read().strip() == value:
+                    return f"{who} user namespaces of users ({name.replace('/', '.', 1)}={value})"
+        except OSError:  # this kernel has no such setting
+            continue
+    # The namespace was created, but without the right to map ids in it. AppArmor does that (Ubuntu 24.04).
+    return "AppArmor restricts user namespaces of users" if "uid_map: operation not permitted" in text else ""
+
+
 def version(apptainer: str) -> str:
     """Returns Apptainer's version, such as ``1.4.5``. If the output cannot be parsed, returns all of it."""
     return re.sub(r"^(apptainer|singularity(-ce)?) version ", "", _run([apptainer, "--version"]))

@@ -14,9 +14,9 @@ from pathlib import Path
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.address import interface_towards
 
-PMI2, PMIX = ("pmi2", "cray_shasta"), ("pmix", "pmix_v5", "pmix_v4", "pmix_v3")
+PMI2, PMIX = ("pmi2", "cray_shasta"), ("pspmix", "pmix", "pmix_v5", "pmix_v4", "pmix_v3")
 """Types of ``srun --mpi``. MPICH and Intel MPI support pmi2 without additional libraries. Open MPI supports only
-pmix."""
+pmix. ParaStation's psslurm serves pmix as pspmix, and does not serve the other types of pmix that its srun may list."""
 LIBRARY_S = 20.0
 LIBRARY = """\
 import mpi4py

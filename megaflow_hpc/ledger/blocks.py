@@ -20,10 +20,11 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby, islice, pairwise
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, islice, pairwise
+from typing import Any, overload
 
 import msgspec
 
@@ -46,6 +47,52 @@ TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 MAX_LOOKS = 10
 """Maximum number of attempts to read a file that exists, because linking it was refused, but that a cache still
 hides."""
+
+
+class RolloutGroups(Sequence[Rollout]):
+    """The rollouts of a plan as a sequence that creates each rollout on access. It stores only the groups.
+
+    Args:
+        groups: the first sample of each group, and the numbers of the group's samples.
+    """
+
+    def __init__(self, groups: Iterable[tuple[Rollout, Sequence[int]]] = ()) -> None:
+        self._groups = [(first, samples) for first, samples in groups if len(samples)]
+        self._ends = list(accumulate(len(samples) for _, samples in self._groups))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, place: int) -> Rollout: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Rollout]: ...
+
+    def __getitem__(self, place: int | slice) -> Rollout | list[Rollout]:
+        if isinstance(place, slice):
+            return [self[n] for n in range(*place.indices(len(self)))]
+        place = range(len(self))[place]
+        group = bisect_right(self._ends, place)
+        first, samples = self._groups[group]
+        return replace(first, sample_index=samples[place - self._ends[group] + len(samples)])
+
+    def __iter__(self) -> Iterator[Rollout]:
+        for first, samples in self._groups:
+            for sample in samples:
+                yield replace(first, sample_index=sample)
+
+    def firsts(self) -> list[Rollout]:
+        """Returns the first rollout of each group."""
+        return [first for first, _ in self._groups]
+
+    def spans(self) -> list[range]:
+        """Returns the places of each group."""
+        return [range(end - len(samples), end) for end, (_, samples) in zip(self._ends, self._groups, strict=True)]
+
+    def where(self, chosen: Callable[[Rollout], bool]) -> RolloutGroups:
+        """Returns the groups whose first rollout is chosen."""
+        return RolloutGroups(group for group in self._groups if chosen(group[0]))
 
 
 @dataclass(frozen=True)
@@ -106,10 +153,40 @@ def split(
         expected_s: Expected durations. Groups are sorted by their longest sample, longest first.
         whole: Keep groups whole even if there are fewer groups than pods.
     """
-    groups = [list(samples) for _, samples in groupby(rollouts, key=lambda r: r.group_id)]
-    if not whole and 0 < len(groups) < pods:
-        parts = math.ceil(pods * WAVE_SHARE / len(groups))
-        groups = [group[n::parts] for group in groups for n in range(min(parts, len(group)))]
+    return [tuple(rollouts[place] for place in block) for block in places(rollouts, pods, size, expected_s, whole)]
+
+
+def places(
+    rollouts: Sequence[Rollout],
+    pods: int,
+    size: int | None = None,
+    expected_s: Callable[[Rollout], float] | None = None,
+    whole: bool = True,
+) -> Iterator[list[int]]:
+    """Yields the places of each block's rollouts in ``rollouts``. The arguments are those of :func:`split`."""
+    groups, dealt = _deal_groups(rollouts, pods, size, expected_s, whole)
+    for block in dealt:
+        yield [place for number in block for place in groups[number]]
+
+
+def count_blocks(rollouts: Sequence[Rollout], pods: int, whole: bool = True) -> int:
+    """Returns the number of blocks of :func:`split`."""
+    return len(_deal_groups(rollouts, pods, None, None, whole)[1])
+
+
+def _deal_groups(
+    rollouts: Sequence[Rollout],
+    pods: int,
+    size: int | None,
+    expected_s: Callable[[Rollout], float] | None,
+    whole: bool,
+) -> tuple[list[range], list[list[int]]]:
+    """Returns the places of each group, or part of a group, and the numbers of those in each block."""
+    groups = _spans(rollouts)
+    if not whole:
+        few = math.ceil(pods * WAVE_SHARE / len(groups)) if 0 < len(groups) < pods else 1
+        parts = [min(max(few, math.ceil(len(group) / MAX_BLOCK)), len(group)) for group in groups]
+        groups = [group[n::count] for group, count in zip(groups, parts, strict=True) for n in range(count)]
     if size:
         largest_group = max((len(group) for group in groups), default=1)
         groups_in_block = max(1, size // largest_group)
@@ -117,8 +194,15 @@ def split(
     elif expected_s is None:
         dealt = deal([len(group) for group in groups], pods)
     else:
-        dealt = deal([sum(map(expected_s, group)) for group in groups], pods, longest_first=True)
-    return [tuple(rollout for number in block for rollout in groups[number]) for block in dealt]
+        dealt = deal([sum(expected_s(rollouts[n]) for n in group) for group in groups], pods, longest_first=True)
+    return groups, dealt
+
+
+def _spans(rollouts: Sequence[Rollout]) -> list[range]:
+    if isinstance(rollouts, RolloutGroups):
+        return rollouts.spans()
+    sizes = [len([*samples]) for _, samples in groupby(rollouts, key=lambda r: r.group_id)]
+    return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 # --- writing ---
@@ -136,8 +220,8 @@ def write_blocks(
     files = Files(run)
     number = max((number for number in numbers(run) if number < FIRST_HANDED_OFF), default=-1) + 1
     written = []
-    for block in split(rollouts, pods, size, expected_s, whole):
-        content = {"rollouts": [rollout.to_dict() for rollout in block]}
+    for block in places(rollouts, pods, size, expected_s, whole):
+        content = {"rollouts": [rollouts[place].to_dict() for place in block]}
         while not files.answer(Link(task_path(number), content, f"new.{secrets.token_hex(8)}")):
             number += 1  # another process is also adding blocks
         written.append(number)

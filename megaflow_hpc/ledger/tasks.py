@@ -7,6 +7,8 @@
                        magic "MFHPCTSK" | u64 lines | u64 bytes of tasks.jsonl | u32 CRC of the rest
                        u64 hashes of the ids, ascending | u64 offsets | u32 lengths
 
+Digests of changed tasks are replaced by accepted ones (:mod:`megaflow_hpc.rundir.accepted`).
+
 Both are written once, before ``run.json``, which contains the number of tasks and the size of tasks.jsonl. If the index
 is missing or damaged, it is rebuilt from the lines.
 """
@@ -28,6 +30,7 @@ import msgspec
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import new_file, write_atomic
 from megaflow_hpc.host.files import open_regular, read_regular
+from megaflow_hpc.rundir.accepted import AcceptedTask, accepted
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PackedTasks, RunRecord, decode
 
@@ -81,7 +84,7 @@ def write_tasks(run: RunDir, tasks: Iterable[PlannedTask]) -> PackedTasks:
 
 def planned_tasks(run: RunDir, record: RunRecord) -> Mapping[str, PlannedTask]:
     """Returns the tasks of a run by id, in planned order. Each task is read on access."""
-    return TaskFile(run, record.packed) if record.packed is not None else {}
+    return TaskFile(run, record.packed, accepted(run)) if record.packed is not None else {}
 
 
 def image_files(tasks: Mapping[str, PlannedTask]) -> dict[str, str]:
@@ -98,8 +101,8 @@ class TaskFile(Mapping[str, PlannedTask]):
     Any access may raise ConfigError if the file is damaged or missing, and OSError if the run directory is unavailable.
     """
 
-    def __init__(self, run: RunDir, packed: PackedTasks) -> None:
-        self._run, self._packed = run, packed
+    def __init__(self, run: RunDir, packed: PackedTasks, changed: Mapping[str, AcceptedTask]) -> None:
+        self._run, self._packed, self._changed = run, packed, changed
         self._descriptor = -1
         self._index: _Index | None = None
 
@@ -147,9 +150,12 @@ class TaskFile(Mapping[str, PlannedTask]):
 
     def _decode(self, line: bytes) -> PlannedTask:
         try:
-            return decode(line, PlannedTask)
+            planned = decode(line, PlannedTask)
         except ValueError as error:
             raise self._damaged(f"a line of it is no task: {error}") from error
+        if change := self._changed.get(planned.task.get("id", "")):
+            planned.task["metadata"] = {**planned.task.get("metadata", {}), "files": change.files}
+        return planned
 
     def _open(self) -> int:
         """Opens the file once and returns its descriptor. Raises OSError."""

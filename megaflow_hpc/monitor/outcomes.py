@@ -133,6 +133,11 @@ class Outcomes:
         """The failed rollouts. Those from a pod's summary have no error text."""
         return [event for event in self._kept.values() if event.status == "failed"]
 
+    @property
+    def errors(self) -> list[RolloutEvent]:
+        """The listed rollouts that were verified although their agent or verifier ended with an error."""
+        return [event for event in self._kept.values() if event.status in VERIFIED and event.kind]
+
     def rate(self) -> float:
         """Returns the number of rollouts stored per second, averaged over the last minutes."""
         now = time.time()
@@ -221,6 +226,24 @@ def _error(events: Path, pod: str, rollout: str, t: float) -> str:
             if isinstance(event, RolloutEvent) and event.t == t:
                 return event.error
     return ""
+
+
+def failing_agents(rollouts: Iterable[RolloutEvent]) -> list[str]:
+    """Returns a warning for each policy whose agent ended with an error in every verified rollout.
+
+    Args:
+        rollouts: All stored rollouts.
+    """
+    by_policy: dict[str, list[RolloutEvent]] = {}
+    for event in rollouts:
+        if event.status in VERIFIED:
+            by_policy.setdefault(policy_of(event.id), []).append(event)
+    return [
+        f"policy {policy}: its agent ended with an error in all its verified rollouts ({len(events)}); the first: "
+        f"{events[0].id}: {events[0].error}"
+        for policy, events in by_policy.items()
+        if all(event.kind == "agent" for event in events)
+    ]
 
 
 def broken_verifiers(rollouts: Iterable[RolloutEvent]) -> list[str]:

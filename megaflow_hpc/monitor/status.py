@@ -23,7 +23,7 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader import COORDINATOR, Leader
 from megaflow_hpc.ledger.report import FEW, Progress, process_here, progress_of, reported
 from megaflow_hpc.monitor.engines import servers
-from megaflow_hpc.monitor.outcomes import Outcomes, broken_verifiers, causes
+from megaflow_hpc.monitor.outcomes import Outcomes, broken_verifiers, causes, failing_agents
 from megaflow_hpc.monitor.state import PodView, lives, run_state
 from megaflow_hpc.monitor.training import TrainerJob, Trainings
 from megaflow_hpc.rundir.endpoints import EndpointFiles
@@ -42,6 +42,8 @@ ENGINES_INTERVAL_S = 10.0
 """Seconds between reads of the engine files, if there are more than a few, and of a lost pod's log."""
 LISTED = 10_000
 """Number of latest successful rollouts to list if there are too many to list all."""
+CLOCKS_DIFFER_S = 2.0
+"""Accepted difference between the clocks of hosts, in seconds."""
 STALE_S = 60.0
 """A pod whose last event is older than this many seconds is shown as silent."""
 
@@ -186,10 +188,18 @@ class Monitor:
         return [(active[place.pod], place.began_at) for place in self.running.longest(active)]
 
     def warnings(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns :meth:`idle_warning` and, if all rollouts are listed, a warning for each verifier that always
-        fails."""
+        """Returns :meth:`idle_warning` and, if all rollouts are listed, a warning for each agent and each verifier that
+        always fails."""
         warnings = self.idle_warning(pods)
-        return [*warnings, *broken_verifiers(self.rollouts.values())] if self.lists_all else warnings
+        if not self.lists_all:
+            return warnings
+        rollouts = self.rollouts.values()
+        return [*warnings, *failing_agents(rollouts), *broken_verifiers(rollouts)]
+
+    def errors(self) -> list[dict[str, Any]]:
+        """Returns the causes of errors in verified rollouts, like ``first_failures`` in :meth:`status`. Complete only
+        if all rollouts are listed."""
+        return [asdict(cause) for cause in causes(self.run, self._outcomes.errors, self.running.last)]
 
     def idle_warning(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns a warning if some pods have no work while others have more than they can run.
@@ -338,7 +348,8 @@ class Monitor:
         """Returns whether a pod is alive. ``silent_s`` decides if neither Slurm nor the process table can tell."""
         if not pod.active:
             return False
-        if pod.grown_at > max(self._first_look_at, asked_at):
+        asked_wall = time.time() - (time.monotonic() - asked_at)  # another process may have asked, minutes ago
+        if pod.grown_at > max(self._first_look_at, asked_at) or pod.seen_at > asked_wall + CLOCKS_DIFFER_S:
             return True  # written after Slurm was queried
         process = self._processes.get(pod.name)
         return lives(

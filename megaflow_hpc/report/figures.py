@@ -38,6 +38,7 @@ from megaflow_hpc.report.rollouts import attempt_spans, read_rollouts
 from megaflow_hpc.report.series import significant, thinned
 from megaflow_hpc.report.timeline import Concurrency, Events, PodFigures, concurrency_of, pods_of, read_events
 from megaflow_hpc.report.troubles import Failure, Straggler, counted, failures_of, stragglers_of
+from megaflow_hpc.rundir.accepted import accepted_line
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_jobs, read_run
@@ -147,11 +148,12 @@ class LoadedRun:
         passed = sum(policy.evaluation["passed"] for policy in policies if policy.evaluation)
         attempts = attempt_spans(self.store, rows) if uses else []
         failed = rows.status.where("failed")
+        changed = accepted_line(self.run) if self.run else ""
         return RunFigures(
             run=path.resolve().name,
             campaign=self.store.campaign or record.name,
             state=self._state(),
-            versions=self.store.versions,
+            versions={**self.store.versions, **({"changed tasks": changed} if changed else {})},
             total=total,
             stored=len(rows),
             states={state: int(rows.status.where(state).sum()) for state in STATES},

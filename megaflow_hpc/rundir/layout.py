@@ -37,6 +37,7 @@ from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode, make_directory
+from megaflow_hpc.host.mounts import refusal_of_links
 from megaflow_hpc.host.private import make_parents, who_may_replace
 from megaflow_hpc.host.process import user_name
 
@@ -60,6 +61,7 @@ class RunDir:
         self.gpus = self.ledger / "gpus"
         self.raised_limits = self.ledger / "limits.json"
         self.changed_requests = self.ledger / "slurm.json"
+        self.accepted_tasks = self.ledger / "tasks.json"
         self.endpoints = self.path / "endpoints"
         self.weights = self.path / "weights"
         self.training = self.path / "training"
@@ -78,11 +80,13 @@ class RunDir:
         """Creates the directory and its subdirectories. With ``share="group"`` its group may read them.
 
         Raises:
-            ConfigError: Another user may write to a parent directory.
+            ConfigError: Another user may write to a parent directory, or the file system has no hard links.
         """
         make_parents(self.path)
         self.check_place()
         self.path.mkdir(mode=0o700, exist_ok=True)
+        if why := refusal_of_links(self.path):
+            raise ConfigError(f"run directory {self.path}: {why} (run_dir, or --run-dir)")
         self.endpoints.mkdir(mode=0o700, exist_ok=True)
         if share == "group":
             self.path.chmod(0o2750)
@@ -124,6 +128,20 @@ class RunDir:
         """
         if why := who_may_replace(self.path):
             raise ConfigError(f"run directory {self.path}: {why}; jobs would run its files")
+
+    def full(self) -> str:
+        """Describes a file system without free space or free inodes. Empty if there is space, or if it is unknown."""
+        try:
+            free = os.statvfs(self.path)
+        except OSError:
+            return ""
+        if free.f_bavail and (free.f_favail or not free.f_files):
+            return ""
+        what = "space" if not free.f_bavail else "file names (inodes)"
+        return (
+            f"{self.path}: no {what} left on its file system, so results cannot be stored: delete files, or ask for a "
+            "larger quota; pods wait and continue by themselves"
+        )
 
     def block(self, number: int) -> Path:
         """Returns the path of a block of rollouts."""

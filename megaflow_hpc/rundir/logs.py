@@ -21,7 +21,6 @@ from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
-    PodEvent,
     RolloutEvent,
     StartEvent,
     decode,
@@ -281,14 +280,16 @@ class RolloutLog:
         return [self._logs[log.path] for log in pods if log.bytes != self._logs[log.path].offset]
 
 
-def last_word(run: RunDir, pod: str) -> PodEvent | None:
-    """Returns the final event of a pod that has ended (``<pod>.<start>``). ``None`` if the pod was killed."""
+def last_events(run: RunDir, pod: str, most: int) -> tuple[list[AnyEvent], bool]:
+    """Returns the latest events of a pod start (``<pod>.<start>``), at most ``most``, and whether these are all.
+
+    There are none if the file is unreadable."""
     try:
-        lines = tail(run.events / f"{pod}.jsonl", 1, _END)
+        end = tail(run.events / f"{pod}.jsonl", most, _END if most == 1 else TAIL_BYTES)
     except OSError:
-        return None
-    event = decode(lines.lines[-1].encode("utf-8", "surrogateescape")) if lines.lines else None
-    return event if isinstance(event, PodEvent) else None
+        return [], False
+    events = [event for line in end.lines if (event := decode(line.encode("utf-8", "surrogateescape")))]
+    return events, end.before == 0
 
 
 def describe(event: AnyEvent) -> str:

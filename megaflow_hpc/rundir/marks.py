@@ -7,12 +7,14 @@
     RUN/ledger/cancelled        the campaign was cancelled; lists its consumers; removed by ``resume``
     RUN/ledger/leaving/<pod>    this element of a pod array drains and is not requeued
     RUN/ledger/unstarted/<pod>  the last start ended before rank 0 had a lease: node, exit status, log path, log tail
+    RUN/ledger/refused/<job>    Slurm refused to requeue this job: Unix time, role, node, log path; Slurm's words
     RUN/ledger/mpi[@<cluster>]  type of srun --mpi that connected the ranks after another type had failed
 
 The batch shell of a pod and its rank 0 exchange files in a private directory (``MEGAFLOW_POD_DIR``)::
 
     drain                       the pod must drain; contains a key of :data:`WHY_DRAIN`, or nothing
     state                       the pod's last word, one of :data:`LAST_WORDS`
+    preempted                   Slurm preempts the pod, so this start was not in vain either
     progress                    this start has stored something, so it was not in vain
     world                       all ranks are connected, so later failures are not caused by the type of srun --mpi
 """
@@ -34,21 +36,26 @@ from megaflow_hpc.host.atomic import make_directory
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.json_files import read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.texts import in_one_line
 
 FINISHED = "ledger/finished"
 """Path of the finished mark, relative to RUN. Written by the ledger's rules."""
 OPEN = "ledger/open"
 """Directory of open leases, relative to RUN."""
+_JOB = re.compile(r"[0-9]+(_[0-9]+)?(@[A-Za-z0-9_-]+)?\Z")
 _PLANNED = re.compile(r"\d{6}\.json\Z")
 DRAIN = "drain"
+PREEMPTED = "preempted"
 WHY_DRAIN = {
     "walltime": "the walltime is near",
     "now": "Slurm takes the allocation back (preempted, or cancelled by scancel)",
     "cancelled": "the campaign was cancelled",
     "stopped": "the run was interrupted",
     "leaving": "asked to leave, by scale",
+    PREEMPTED: "Slurm preempts the allocation, and its grace time runs",
 }
-"""Words of the drain file and their meaning. After ``now`` and ``cancelled``, Slurm soon kills the step."""
+"""Words of the drain file and their meaning. After ``now`` and ``cancelled``, Slurm soon kills the step. Rank 0 itself
+finds out about ``preempted``."""
 STATE = "state"
 PROGRESS = "progress"
 WORLD = "world"
@@ -58,6 +65,7 @@ ORDERLY = LAST_WORDS[:3]
 """Last words of a pod that ended normally."""
 
 CERTAIN = (
+    "MEGAFLOW_PYTHON=",
     "oom_kill",
     "DUE TO ",
     "pod: ",
@@ -85,6 +93,21 @@ class Unstarted:
     """The log line that best explains the failure."""
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A job that Slurm refused to requeue, as its batch script recorded it."""
+
+    job: str
+    """Id of the element, or of the trainer's job."""
+    at: float
+    """Unix time of the last request."""
+    role: str
+    """``pod``, ``server`` or ``trainer``."""
+    log: str
+    words: str
+    """Slurm's answer, in one line."""
+
+
 class CancelledMark(msgspec.Struct):
     """Content of the cancelled mark."""
 
@@ -100,6 +123,7 @@ class Marks:
         self._open, self._tasks = run.path / OPEN, run.tasks
         self._leaving: Path = run.ledger / "leaving"
         self._unstarted: Path = run.ledger / "unstarted"
+        self._refused: Path = run.ledger / "refused"
         self._leases: Path = run.ledger / "leases"
 
     @property
@@ -174,6 +198,23 @@ class Marks:
     def forget_unstarted(self) -> None:
         """Removes the ``unstarted`` flags before the pods are started again."""
         for path in self._unstarted.glob("*"):
+            path.unlink(missing_ok=True)
+
+    def refused(self) -> list[Refused]:
+        """Returns the jobs that Slurm refused to requeue and that have not started since."""
+        jobs = []
+        for path in sorted(self._refused.glob("[0-9]*")):
+            if not _JOB.match(path.name):
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                first, _, words = read_regular(path).decode("utf-8", "replace").partition("\n")
+                at, role, _, log = first.split(" ", 3)
+                jobs.append(Refused(path.name, float(at), role, in_one_line(log), in_one_line(words.strip())))
+        return jobs
+
+    def forget_refused(self, jobs: Iterable[str] | None = None) -> None:
+        """Removes the ``refused`` flags of these jobs, or all of them."""
+        for path in self._refused.glob("*") if jobs is None else [self._refused / job for job in jobs]:
             path.unlink(missing_ok=True)
 
 

@@ -81,6 +81,8 @@ class ServerGroup(msgspec.Struct, array_like=True):
     held: bool = False
     nodes: int = 1
     """Nodes per server."""
+    gpu_type: str = ""
+    """Slurm's name for the type of the GPUs. Empty if any type will do."""
 
 
 class PolicyRecord(msgspec.Struct):

@@ -1,13 +1,15 @@
 """Find runs below a directory, newest first, for ``latest`` and ``megaflow-hpc list``.
 
 The directory may be a home directory with a million files, or a share with files of other users. The search is
-therefore breadth-first, so that nearby runs are found first, and stops at a limit, which it reports. It follows
-symlinks to directories, since ``runs`` is often a link to scratch. Each directory is read once.
+therefore breadth-first, so that nearby runs are found first, begins with directories named ``runs``, and stops at a
+limit, which it reports. It follows symlinks to directories, since ``runs`` is often a link to scratch. Each directory
+is read once.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,10 @@ DIRECTORIES = 5000
 ENTRIES = 300_000
 """Maximum number of names read per search."""
 LATEST = "latest"
+RUNS = "runs"
+"""Directories of this name are searched first. It is the default of the campaign file's ``run_dir``."""
+TASK = "task.toml"
+"""A directory with this file is a task. It is not searched."""
 
 _ROOMS = {"ledger", "tasks", "journal"}
 """Subdirectories that every run directory has from the beginning."""
@@ -40,6 +46,8 @@ class FoundRuns:
     """Directories that this user may not read."""
     cut: bool = False
     """True if the search stopped at its limit, so there may be more runs."""
+    cut_runs: bool = False
+    """True if it stopped before it had searched the directories named ``runs``."""
 
 
 def find(under: str | os.PathLike[str] = ".", depth: int = DEPTH) -> FoundRuns:
@@ -65,10 +73,11 @@ def latest(under: str | os.PathLike[str] = ".") -> Path:
     """Returns this user's newest run directory, or else the newest of any user. Incomplete runs are ignored.
 
     Raises:
-        ConfigError: No run was found, or the search hit its limit and might have missed the newest run.
+        ConfigError: No run was found, or the search hit its limit before it had searched the directories named
+            ``runs``.
     """
     search, directory = find(under), Path(under).absolute()
-    if search.cut:
+    if search.cut and (search.cut_runs or not any(RUNS in path.parts[:-1] for path in search.runs)):
         raise ConfigError(
             f"{LATEST}: too many files in {directory} to search; name the run, or its parent directory as DIR/{LATEST}"
         )
@@ -90,42 +99,43 @@ def named(text: str) -> Path:
 
 
 def _directories(root: Path, depth: int, search: FoundRuns) -> Iterator[tuple[Path, dict[str, bool]]]:
-    """Yield directories breadth-first, each with its entries and whether each entry is a directory. The caller
-    clears the entries to prune the search."""
+    """Yield directories breadth-first, each with its entries and whether each entry is a directory. Everything below a
+    directory named ``runs`` comes first. The caller clears the entries to prune the search."""
     seen: set[tuple[int, int]] = set()
-    level, looked, entries = [root], 0, 0
-    for below in range(depth, -1, -1):
-        deeper: list[Path] = []
-        for path in level:
-            if looked >= DIRECTORIES or entries > ENTRIES:
-                search.cut = True
-                return
-            looked += 1
-            names: dict[str, bool] = {}
-            try:
-                status = path.stat()
-                if (status.st_dev, status.st_ino) in seen:
-                    continue
-                seen.add((status.st_dev, status.st_ino))
-                with os.scandir(path) as listed:
-                    for entry in listed:
-                        names[entry.name] = _is_directory(entry)
-                        if len(names) + entries > ENTRIES:
-                            break
-            except FileNotFoundError:  # removed in the meantime, or a dangling symlink
-                if path == root:
-                    search.unreadable.append(path)
+    first, others = deque[tuple[Path, int]](), deque([(root, depth)])
+    looked = entries = 0
+    while first or others:
+        if looked >= DIRECTORIES or entries > ENTRIES:
+            search.cut = True
+            search.cut_runs = bool(first)
+            return
+        in_runs = bool(first)
+        path, below = (first or others).popleft()
+        looked += 1
+        names: dict[str, bool] = {}
+        try:
+            status = path.stat()
+            if (status.st_dev, status.st_ino) in seen:
                 continue
-            except OSError:
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(path) as listed:
+                for entry in listed:
+                    names[entry.name] = _is_directory(entry)
+                    if len(names) + entries > ENTRIES:
+                        break
+        except FileNotFoundError:  # removed in the meantime, or a dangling symlink
+            if path == root:
                 search.unreadable.append(path)
-                continue
-            entries += len(names)
-            yield path, names
-            if below:
-                deeper += [
-                    path / name for name, is_directory in sorted(names.items()) if is_directory and name[0] != "."
-                ]
-        level = deeper
+            continue
+        except OSError:
+            search.unreadable.append(path)
+            continue
+        entries += len(names)
+        yield path, names
+        if below and TASK not in names:
+            for name, is_directory in sorted(names.items()):
+                if is_directory and name[0] != ".":
+                    (first if in_runs or name == RUNS else others).append((path / name, below - 1))
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

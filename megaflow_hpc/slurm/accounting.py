@@ -1,10 +1,12 @@
 """Reads job states, with one squeue query per cluster for all jobs of a campaign.
 
-Jobs that squeue no longer lists are looked up with sacct.
+squeue is asked for a user's jobs, never for a list of ids. With several ids it would fetch the whole job table of the
+cluster (REQUEST_JOB_INFO) and filter it itself. Jobs that squeue no longer lists are looked up with sacct.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterable
@@ -17,12 +19,21 @@ import msgspec
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.atomic import without_links, write_json
 from megaflow_hpc.slurm.ids import array_of, by_cluster, named
-from megaflow_hpc.slurm.site import ask, on
+from megaflow_hpc.slurm.site import ask, here_or_on, on
 
 LIVE = frozenset(
     {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
-    | {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"}
+    | {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "EXPEDITING", "POWER_UP_NODE"}
 )
+"""States of jobs that have not ended: they wait, run, or are held until they are released.
+
+squeue and sacct print one flag in place of the state under it. LAUNCH_FAILED, UPDATE_DB and RECONFIG_FAIL are set for
+jobs that have ended. A REVOKED job belongs to another cluster of a federation, which lists it itself.
+"""
+HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+"""States of jobs that start only after ``scontrol release``."""
+WAITING = HELD | {"PENDING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"}
+"""States of jobs without an allocation."""
 
 UNLAUNCHED = "launch failed requeued held"
 """Slurm's reason for a job that a node could not start, for example after a failed prolog or an unresponsive slurmd."""
@@ -51,7 +62,12 @@ class JobState:
     @property
     def held(self) -> bool:
         """Whether the job is held until it is released, before its first start or after a requeue."""
-        return self.state == "REQUEUE_HOLD" or (self.state == "PENDING" and "held" in self.reason.lower())
+        return self.state in HELD or (self.state == "PENDING" and "held" in self.reason.lower())
+
+    @property
+    def waits(self) -> bool:
+        """True if the job is in the queue and has no allocation."""
+        return self.state in WAITING
 
     @property
     def unlaunched(self) -> bool:
@@ -77,22 +93,24 @@ def expand(job_id: str) -> list[str]:
     return elements
 
 
-def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
-    """Returns the jobs that squeue still lists, by element.
+def live_jobs(job_ids: Iterable[str], user: int | None = None) -> dict[str, JobState]:
+    """Returns the jobs that squeue still lists, by element. These include jobs that ended a few minutes ago.
+
+    Args:
+        user: Numeric id of the user to whom the jobs belong. Default: this user.
 
     Raises:
         SiteError: A controller does not respond. The caller must not conclude that the jobs have ended.
     """
     states: dict[str, JobState] = {}
+    whose = ("--me",) if user in (None, os.getuid()) else ("-u", str(user))
     for cluster, numbers in by_cluster(job_ids).items():
-        try:
-            output = ask("squeue", *on(cluster), "-h", "-j", ",".join(numbers), "-t", "all", "-o", _FIELDS, epoch=True)
-        except SiteError as error:
-            if "Invalid job id" in str(error):  # squeue no longer lists any of these jobs
-                continue
-            raise
+        output = ask("squeue", *here_or_on(cluster), "-h", *whose, "-t", "all", "-o", _FIELDS, epoch=True)
+        wanted = {array_of(number) for number in numbers}
         for line in output.splitlines():
             job_id, state, start, node, reason = line.split("|", 4)
+            if array_of(job_id.partition("+")[0]) not in wanted:
+                continue
             starts_at = float(start) if state == "PENDING" and start.isdecimal() else None
             for number in expand(job_id):
                 element = named(number, cluster)

@@ -30,10 +30,10 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JobRecord, ServerGroup, read_jobs
 from megaflow_hpc.slurm import script, site
-from megaflow_hpc.slurm.fits import seconds, timed
+from megaflow_hpc.slurm.fits import charged, seconds, timed
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, scancel
 from megaflow_hpc.slurm.limits import Allowance, chunks, resource_caps
-from megaflow_hpc.slurm.resources import Amounts, asked, at_once, impossible
+from megaflow_hpc.slurm.resources import Amounts, at_once, impossible
 from megaflow_hpc.slurm.script import GATHER_WARN_S, Job, option_name, pod_job, server_job, trainer_job
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ def server_jobs(
         largest_index = allowed.array_size - 1
         cpus = cpus_per_gpu(config, run, group)
         for size in chunks(group.count, allowed.array_size):
-            job = server_job(config, run, size, group.gpus, first, largest_index, group.held, group.nodes, cpus)
+            job = server_job(
+                config, run, size, group.gpus, first, largest_index, group.held, group.nodes, cpus, group.gpu_type
+            )
             yield timed(job)
             first += size
 
@@ -92,8 +94,8 @@ def _default_cpus_per_gpu(extra: Collection[str], job: Callable[[int | None], Jo
         return None
     if cpus is None:
         return None
-    wanted = job(cpus).options
-    refused = impossible(resource_caps({option_name(name): value for name, value in wanted.items()}), asked(wanted))
+    wanted = job(cpus).named
+    refused = impossible(resource_caps(wanted), charged(wanted))
     return None if refused else cpus
 
 
@@ -148,7 +150,7 @@ def pod_jobs(
         sizes = chunks(min(size, left), allowed.array_size)
         left -= sum(sizes)
         most = [] if allowed.running is None else [allowed.running - engines]
-        if fit := at_once(allowed.caps, asked(pod_job(config, run, 1, pool=pool).options), server_amounts):
+        if fit := at_once(allowed.caps, charged(pod_job(config, run, 1, pool=pool).named), server_amounts):
             most.append(fit[0])
         throttle = max(1, min(most)) if most else None
         for elements in sizes:
@@ -206,7 +208,7 @@ class Arrays:
         """
         ids = set(self.ids())
         for cluster in clusters:
-            output = site.ask("squeue", *site.on(cluster), "-h", "--me", f"--name={name}", "-o", "%i|%k")
+            output = site.ask("squeue", *site.here_or_on(cluster), "-h", "--me", f"--name={name}", "-o", "%i|%k")
             for line in output.splitlines():
                 element, _, comment = line.partition("|")  # 12_[0-3], 12_4, or 12+1 for a heterogeneous job
                 array = named(element.partition("_")[0].partition("+")[0], cluster)
@@ -214,10 +216,15 @@ class Arrays:
                     ids.add(array)
                     self._record(array, _role(self.run, array), None)
 
-    def leave(self, pod: str) -> None:
-        """Asks a running element to drain, and prevents it from being requeued."""
-        Marks(self.run).leave(pod)
-        scancel([pod], "--batch", "--signal=USR2")
+    def leave(self, pods: Sequence[str]) -> None:
+        """Asks running elements to drain, and prevents them from being requeued.
+
+        A signal makes scancel fetch the whole job table, so all elements get it from one command.
+        """
+        for pod in pods:
+            Marks(self.run).leave(pod)
+        if pods:
+            scancel(pods, "--batch", "--signal=USR2")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -231,7 +238,7 @@ class Arrays:
 
 def _role(run: RunDir, array: str) -> str:
     """Derives a job's role from its log path."""
-    log = site.ask("scontrol", *site.on(cluster_of(array)), "-o", "show", "job", number(array))
+    log = site.ask("scontrol", *site.here_or_on(cluster_of(array)), "-o", "show", "job", number(array))
     for role, prefix in (("servers", "server-"), ("trainer", "trainer-"), ("gather", "gather-")):
         if f"StdOut={run.logs}/{prefix}" in log:
             return role

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaflow_hpc.errors import SiteError
+from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.slurm import limits, resources, site
 from megaflow_hpc.slurm.script import Job, option_name
 from megaflow_hpc.slurm.site import Partition
@@ -101,6 +101,19 @@ def walltime_s(options: Mapping[str, Any]) -> float | None:
     return min(_defaults_s(options), default=None) if requested is None else seconds(requested)
 
 
+def not_requeued(options: Mapping[str, Any]) -> str:
+    """Returns why Slurm will not requeue a job with these options. Empty if it will.
+
+    Raises:
+        SiteError: The controller does not respond.
+    """
+    if options.get("no-requeue") not in (None, False):
+        return "no-requeue is among its options"
+    if options.get("requeue") in (None, False) and site.configuration().get("JobRequeue") == "0":
+        return "the site requeues only jobs that ask for it (JobRequeue=0), and requeue is switched off in its options"
+    return ""
+
+
 def _defaults_s(options: Mapping[str, Any]) -> list[float]:
     """Returns the known default walltimes of the job's partitions."""
     defaults = site.default_times()
@@ -122,12 +135,38 @@ def longest_s(options: Mapping[str, Any]) -> float:
 
 
 def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
-    """Explains why none of a job's partitions can ever run it, with one line per problem. Empty if one of them can.
+    """Explains why a job can never run, with one line per problem. Empty if it can.
+
+    Partitions are checked only if the job names them. Otherwise the site may choose one by QOS, constraint or a submit
+    plugin; see :func:`doubts`.
 
     Args:
         key: The job's section in the campaign file, such as ``slurm.pods``.
         options: The job's sbatch options, under sbatch's own names.
     """
+    reasons = _partition_refusals(key, options) if options.get("partition") else []
+    wanted = seconds(options.get("time"))
+    most_time = None if wanted is None else limits.longest_walltime(options)
+    if wanted is not None and most_time is not None:
+        text, of = most_time
+        if wanted > _limit_s(text):
+            reasons.append(f"{key}.time: {options['time']} is longer than {of} allows (MaxWall {text}); ask for less")
+    return reasons
+
+
+def doubts(key: str, options: Mapping[str, Any]) -> list[str]:
+    """Explains why the default partition cannot run a job that names no partition, with one line per problem.
+
+    These are warnings, because the site may choose another partition. For the arguments see :func:`refusals`.
+    """
+    if options.get("partition"):
+        return []
+    unnamed = "no partition is named, and the site may choose another than its default one"
+    return [f"{line} ({unnamed})" for line in _partition_refusals(key, options)]
+
+
+def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
+    """Explains why none of a job's partitions can run it."""
     partitions = partitions_of(options)
     if not partitions:
         return []
@@ -138,11 +177,6 @@ def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     limit = max((partition.time for partition in partitions), key=_limit_s)
     if wanted is not None and wanted > _limit_s(limit) and not _may_exceed(options):
         reasons.append(f"{key}.time: {options['time']} is longer than partition {names} allows ({limit}); ask for less")
-    most_time = None if wanted is None else limits.longest_walltime(options)
-    if wanted is not None and most_time is not None:
-        text, of = most_time
-        if wanted > _limit_s(text):
-            reasons.append(f"{key}.time: {options['time']} is longer than {of} allows (MaxWall {text}); ask for less")
     nodes = job["node"]
     memory = job.get("mem", 0) // max(1, nodes)
     cpus = math.ceil(job["cpu"] / max(1, nodes))
@@ -157,11 +191,90 @@ def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
         reasons.append(
             f"{key}.{what}: {cpus} CPUs on each node, and one of partition {names} has {most}; ask for fewer"
         )
-    if job.get("gres/gpu") and not any(p.gpus for p in partitions):
+    return [*reasons, *_gpu_refusals(key, options, job, partitions)]
+
+
+def _gpu_refusals(
+    key: str, options: Mapping[str, Any], job: resources.Amounts, partitions: list[Partition]
+) -> list[str]:
+    """Explains why no node of the partitions has the requested GPUs."""
+    if not job.get("gres/gpu"):
+        return []
+    names = " or ".join(partition.name for partition in partitions)
+    most = max(partition.gpus for partition in partitions)
+    if not most:
         having = sorted(p.name for p in site.partitions().values() if p.gpus)
         there = f"those with GPUs are {', '.join(having)}" if having else "no partition here has any"
-        reasons.append(f"{key}.partition: asks for GPUs, and partition {names} has none; {there}")
-    return reasons
+        return [f"{key}.partition: asks for GPUs, and partition {names} has none; {there}"]
+    each = job["gres/gpu"] // job["node"]
+    if each > most and not {"gpus", "gpus-per-task"} & options.keys():  # those do not say how many a node must have
+        return [f"{key}.partition: {each} GPUs on each node, and one of partition {names} has {most}; ask for fewer"]
+    for resource, count in job.items():
+        kind = resource.removeprefix("gres/gpu:")
+        if kind == resource:
+            continue
+        types = {kind for partition in partitions for kind in partition.gpu_types}
+        of_type = max(partition.gpu_types.get(kind, 0) for partition in partitions)
+        if not of_type:
+            there = f"types {', '.join(sorted(types))}" if types else "no types"
+            return [f"{key}.partition: GPUs of type {kind!r}, and partition {names} has {there}; change gpu_type"]
+        if count // job["node"] > of_type:
+            each = count // job["node"]
+            return [f"{key}.partition: {each} GPUs {kind} on each node, and partition {names} has {of_type}"]
+    return []
+
+
+SHARED_WITH_OWN_JOBS = ("user", "mcs", "topo", "no", "0", "false")
+"""Values of ``--exclusive`` with which a job does not get whole nodes."""
+
+
+def takes_whole_nodes(options: Mapping[str, Any]) -> bool:
+    """Returns whether Slurm allocates whole nodes to a job: by ``--exclusive``, or because its partition does.
+
+    Raises:
+        SiteError: The controller does not respond.
+    """
+    exclusive = options.get("exclusive")
+    if exclusive not in (None, False) and str(exclusive).lower() not in SHARED_WITH_OWN_JOBS:
+        return True
+    return any(partition.name in site.whole_nodes() for partition in partitions_of(options))
+
+
+def charged(options: Mapping[str, Any]) -> resources.Amounts:
+    """Returns the resources that accounting charges for a job: those requested, or those of whole nodes.
+
+    A job on whole nodes gets all of their CPUs and GPUs, but only the memory that it requested (sbatch --exclusive).
+    """
+    amounts = resources.asked(options)
+    with contextlib.suppress(SiteError):  # unknown; the request is the minimum
+        if site.has_slurm() and takes_whole_nodes(options):
+            partitions = partitions_of(options)
+            cpus = max((partition.cpus for partition in partitions), default=0)
+            gpus = max((partition.gpus for partition in partitions), default=0)
+            amounts["cpu"] = max(amounts["cpu"], cpus * amounts["node"])
+            if gpus:
+                amounts["gres/gpu"] = max(amounts.get("gres/gpu", 0), gpus * amounts["node"])
+    return amounts
+
+
+def ranks_that_fill(jobs: Iterable[Job], cpus_per_rank: int) -> int:
+    """Returns the number of ranks that use all CPUs of the smallest node on which one of these pods may run.
+
+    Raises:
+        ConfigError: The size of a node is unknown. The message names the remedy.
+        SiteError: The controller does not respond.
+    """
+    sizes = []
+    for job in jobs:
+        options = job.named
+        by_name = site.partitions(job.cluster)
+        limits_of = {} if job.cluster else site.cpu_limits()
+        names = str(options.get("partition") or "").split(",")
+        partitions = [by_name[n] for n in names if n in by_name] if names != [""] else _default(by_name)
+        if not partitions:
+            raise ConfigError("ranks_per_node: fill: the size of a node is unknown; name the partition, or the ranks")
+        sizes += [min(part.least_cpus, limits_of.get(part.name, part.least_cpus)) for part in partitions]
+    return max(1, min(sizes) // cpus_per_rank)
 
 
 def _limit_s(text: str) -> float:

@@ -1,6 +1,7 @@
 # Runs after the pods: writes one self-contained trajectories.h5 and cancels the remaining engines. Before the walltime ends
 # it keeps what it has written, and the requeued job continues.
 RUN=@RUN@
+role=pods # env.sh runs the setup of this section, because the job is in the partition of pods
 @OWN@
 set -u
 

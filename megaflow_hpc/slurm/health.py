@@ -111,7 +111,7 @@ milliseconds."""
 
 def try_world(plugin: str) -> MpiProbe:
     """Starts two ranks with ``srun --mpi=PLUGIN`` as a pod does, and kills one of them."""
-    step = ["srun", f"--mpi={plugin}", "-n2", "-N1", "--kill-on-bad-exit=0", "--no-kill"]
+    step = ["srun", f"--mpi={plugin}", "-n2", "-N1", "--kill-on-bad-exit=0", "--no-kill", "--wait=0"]
     command = [*step, "--time=2", "--mem-per-cpu=200M", sys.executable, "-c", PROBE]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=site.COMMAND_TIMEOUT_S, check=False)

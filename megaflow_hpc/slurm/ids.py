@@ -42,11 +42,34 @@ def by_cluster(job_ids: Iterable[str]) -> dict[str, list[str]]:
     return ids
 
 
+def compressed(numbers: Iterable[str]) -> list[str]:
+    """Joins elements of the same array: ``7_1 7_2 7_3 9`` → ``7_[1-3] 9``. Slurm takes each result in one request."""
+    wanted = list(dict.fromkeys(numbers))
+    elements: dict[str, set[int]] = {}
+    for job_id in wanted:
+        array, _, index = job_id.partition("_")
+        if array not in wanted and index.isdecimal():
+            elements.setdefault(array, set()).add(int(index))
+    joined = [job_id for job_id in wanted if job_id.partition("_")[0] not in elements]
+    for array, indices in elements.items():
+        ranges: list[tuple[int, int]] = []
+        for n in sorted(indices):
+            if ranges and ranges[-1][1] == n - 1:
+                ranges[-1] = (ranges[-1][0], n)
+            else:
+                ranges.append((n, n))
+        text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+        joined.append(f"{array}_{text}" if len(indices) == 1 else f"{array}_[{text}]")
+    return joined
+
+
 def scancel(job_ids: Iterable[str], *options: str) -> None:
-    """Cancels jobs with one ``scancel`` per cluster.
+    """Cancels jobs with one ``scancel`` per cluster, which sends one request per array.
+
+    With options that filter or name a signal, scancel also fetches the whole job table.
 
     Raises:
         SiteError: A cluster does not respond or refuses. Earlier clusters have already been processed.
     """
     for cluster, numbers in by_cluster(job_ids).items():
-        site.ask("scancel", *site.on(cluster), "--quiet", *options, *numbers)
+        site.ask("scancel", *site.on(cluster), "--quiet", *options, *compressed(numbers))

@@ -8,6 +8,7 @@ from being rejected half-way or pending forever.
 from __future__ import annotations
 
 import getpass
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,50 @@ class Allowance:
         return None if self.submit is None else max(0, self.submit - self.queued)
 
 
+REQUESTS_OF_A_REQUEUE = 3
+"""Requests of a pod to slurmctld between two starts: the requeue, a look at its restart count, and the job step."""
+BUCKET, REFILL_PER_S = 100.0, 20.0
+"""Requests of a user that a site answers in a burst, and per second, if it does not limit them (``rl_enable``)."""
+LARGEST_PART = 10
+"""At most one part in this many of a walltime is given up so that pods drain one after another."""
+
+
+def request_rate() -> tuple[float, float]:
+    """Returns how many requests this user may send in a burst, and per second.
+
+    slurmctld has a token bucket for each user if ``SlurmctldParameters`` has ``rl_enable`` (Slurm 23.02 and later).
+
+    Raises:
+        SiteError: The controller does not respond.
+    """
+    words = site.configuration().get("SlurmctldParameters", "").lower().split(",")
+    if "rl_enable" not in words:
+        return BUCKET, REFILL_PER_S
+    values = dict(word.partition("=")[::2] for word in words)
+
+    def value(name: str, default: int) -> int:
+        text = values.get(f"rl_{name}", "")
+        return int(text) if text.isdecimal() and int(text) else default
+
+    return value("bucket_size", 30), value("refill_rate", 2) / value("refill_period", 1)
+
+
+def requeue_window_s(pods: int, walltime_s: float | None) -> int:
+    """Returns the period in seconds within which each pod has a second of its own to drain.
+
+    Pods that drain together request more than a user may: a thousand would need 25 minutes at two requests a second.
+    0 if the site can answer all of them at once, or if the walltime is unknown or unlimited.
+
+    Raises:
+        SiteError: The controller does not respond.
+    """
+    if walltime_s is None or math.isinf(walltime_s):
+        return 0
+    burst, per_s = request_rate()
+    beyond = max(0.0, REQUESTS_OF_A_REQUEUE * pods - burst)
+    return int(min(math.ceil(beyond / per_s), walltime_s / LARGEST_PART))
+
+
 def chunks(count: int, size: int) -> list[int]:
     """Splits ``count`` elements into roughly equal arrays of at most ``size`` elements."""
     arrays = -(-count // max(1, size))
@@ -67,7 +112,7 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
     if not submits:
         return Allowance(array_size, running=running, caps=caps)
     jobs = Counter[str]()
-    for line in site.ask("squeue", "-h", "-r", "-u", user, "-o", "QOS %q|account %a").splitlines():
+    for line in site.ask("squeue", "--local", "-h", "-r", "-u", user, "-o", "QOS %q|account %a").splitlines():
         jobs.update(line.split("|"))
     narrow = min(submits, key=lambda limit: limit.value - jobs[limit.of])
     return Allowance(array_size, narrow.value, jobs[narrow.of], running, f"{narrow.of} allows {narrow.value}", caps)

@@ -1,8 +1,10 @@
 # The batch shell supervises the pod from outside the MPI world. It alone gets signals, it asks rank 0 to drain, and it
 # requeues the element if the pod ends before its work is done.
 RUN=@RUN@
+role=pods@POOL@ # env.sh runs the setup of this section
 @OWN@
 set -u
+@REQUEUE@
 
 # Remove the files of our killed pods on this node first. The name of our private directory identifies this process.
 "$MEGAFLOW_PYTHON" -m megaflow_hpc janitor
@@ -12,23 +14,40 @@ export MEGAFLOW_POD_DIR
 export MEGAFLOW_POD="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}@CLUSTER@"
 element=${MEGAFLOW_POD%@*} # the element's id on its own cluster
 # Slurm sets SLURM_RESTART_COUNT only after a requeue. In a first start it may be inherited from the submitting job.
-[ -z "${SLURM_RESTART_COUNT:-}" ] || counted=$(scontrol -o show job "$element" 2>/dev/null | grep -o ' Restarts=[0-9]*')
+[ -z "${SLURM_RESTART_COUNT:-}" ] || counted=$(query scontrol --local -o show job "$element" | grep -o ' Restarts=[0-9]*')
 [ -z "${counted:-}" ] || SLURM_RESTART_COUNT=${counted#*=}
 export MEGAFLOW_START="${SLURM_RESTART_COUNT:-0}"
-trap '[ -z "${elastic:-}" ] || kill "$elastic" 2>/dev/null; rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
+rm -f "$RUN/ledger/refused/$MEGAFLOW_POD" # of an earlier start
+trap 'for job in "${elastic:-}" "${timer:-}"; do [ -z "$job" ] || kill "$job" 2>/dev/null; done; rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
 
 # End of the walltime in seconds UTC. Rank 0 starts nothing that cannot finish before it. Older Slurm versions do not set
 # the variable, so squeue is asked.
-MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$element" -o %e 2>/dev/null | head -n 1)" +%s 2>/dev/null)}"
+MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(query squeue --local -h -j "$element" -o %e | head -n 1)" +%s 2>/dev/null)}"
 export MEGAFLOW_END
 
+# Pods that drain together would send more requests than some sites allow a user. So each has a second of its own within
+# every megaflow_window_s, and ends at the last one before its walltime does.
+walltime_end=$MEGAFLOW_END
+if [ "${megaflow_window_s:-0}" -gt 0 ] && [ -n "$MEGAFLOW_END" ] && [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+    slot=$(((SLURM_ARRAY_TASK_ID - ${SLURM_ARRAY_TASK_MIN:-0}) * megaflow_window_s / ${SLURM_ARRAY_TASK_COUNT:-1}))
+    MEGAFLOW_END=$((MEGAFLOW_END - (MEGAFLOW_END - slot) % megaflow_window_s))
+    left=$((MEGAFLOW_END - megaflow_lead_s - $(date +%s)))
+    (
+        trap 'kill "$nap" 2>/dev/null; exit' TERM
+        sleep "$((left > 0 ? left : 0))" &
+        nap=$!
+        wait "$nap"
+        kill -USR2 $$
+    ) &
+    timer=$!
+fi
+
 # USR2: the walltime is near, or a smaller scale ends this pod. TERM: the job is preempted or cancelled, and Slurm decides
-# about a requeue. If a user's own job runs this script as one of its commands, the user decides.
-case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) ours=yes ;; *) ours=no ;; esac
+# about a requeue.
 # shellcheck disable=SC2329 # traps call it
 drain() { echo "$1" >"$MEGAFLOW_POD_DIR/.drain" && mv "$MEGAFLOW_POD_DIR/.drain" "$MEGAFLOW_POD_DIR/drain"; }
 trap 'near=yes; if [ -e "$RUN/ledger/leaving/$MEGAFLOW_POD" ]; then drain leaving; else drain walltime; fi' USR2
-trap 'ours=no near=yes; if [ -e "$RUN/ledger/cancelled" ]; then drain cancelled; else drain now; fi' TERM
+trap 'requeues=no near=yes; if [ -e "$RUN/ledger/cancelled" ]; then drain cancelled; else drain now; fi' TERM
 
 # If engine servers grow with demand, every pod starts an autoscaler. One of them is active, the rest wait as fallback.
 if [ -n "${MEGAFLOW_ELASTIC:-}" ] && [ "$element" = "$MEGAFLOW_POD" ]; then # not on a cluster without servers
@@ -49,10 +68,12 @@ case " $MEGAFLOW_MPI " in *" ${worked:-of this file} "*) MEGAFLOW_MPI="$worked $
 for MEGAFLOW_MPI in $MEGAFLOW_MPI; do
     case "$seen " in *" $MEGAFLOW_MPI "*) continue ;; esac
     seen="$seen $MEGAFLOW_MPI"
-    # One srun per pod. A lost rank does not end the others. srun does not inherit --cpus-per-task. --export=ALL: the ranks
-    # need the variables above, whatever --export the job was submitted with.
-    srun --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --label \
-        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN" @ENGINES@ &
+    # One srun per pod. A lost rank does not end the others, whatever the site's WaitTime. srun does not inherit
+    # --cpus-per-task. --export=ALL: the ranks need the variables above, whatever --export the job was submitted with.
+    # shellcheck disable=SC2086 # env.sh sets words without blanks
+    srun --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --wait=0 --label \
+        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${megaflow_srun:-} \
+        "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN" @ENGINES@ &
     step=$!
     while :; do
         wait "$step"
@@ -71,6 +92,7 @@ for MEGAFLOW_MPI in $MEGAFLOW_MPI; do
     echo "no world of ranks by srun --mpi=$MEGAFLOW_MPI (srun exit status $status)"
 done
 
+[ ! -e "$MEGAFLOW_POD_DIR/preempted" ] || near=yes preempted=yes
 state=$(cat "$MEGAFLOW_POD_DIR/state" 2>/dev/null || echo lost)
 echo "pod $MEGAFLOW_POD start $MEGAFLOW_START: $state (srun exit status $status)"
 case $state in done | paused) exit 0 ;; esac
@@ -96,7 +118,7 @@ fi
 [ -e "$RUN/ledger/cancelled" ] && exit 1
 [ -e "$RUN/ledger/leaving/$MEGAFLOW_POD" ] && exit 0 # ended by a smaller scale
 [ "$state" = superseded ] && exit 1
-[ "$ours" = yes ] || exit 1
+[ "$requeues" = yes ] || exit 1
 # No rollout was requested for a long time. If a trainer is queued, hold this element. The trainer releases it at its start.
 if [ "$state" = drained ] && [ "${near:-no}" = no ] && [ "$element" = "$MEGAFLOW_POD" ]; then
     for open in "$RUN"/ledger/open/*; do
@@ -111,22 +133,20 @@ if [ "$state" = drained ] && [ "${near:-no}" = no ] && [ "$element" = "$MEGAFLOW
     if [ -n "${awaited:-}" ]; then
         echo "held until the trainer of $awaited starts"
         : >"$RUN/logs/pod-$element.held"
-        scontrol requeuehold "$element"
-        sleep 30
+        again pod requeuehold "$element" "$MEGAFLOW_POD"
         exit 1
     elif [ -n "${given_up:-}" ]; then
         echo "the trainer of $given_up has failed and is not requeued"
         exit 1
     fi
 fi
-# Count consecutive starts that stored nothing. Any progress resets the count.
+# Count consecutive starts that stored nothing, unless Slurm has preempted them. Any progress resets the count.
 count="$RUN/logs/pod-$element.requeues"
-if [ -e "$MEGAFLOW_POD_DIR/progress" ]; then rm -f "$count"; else printf . >>"$count"; fi
+if [ -e "$MEGAFLOW_POD_DIR/progress" ]; then rm -f "$count"; elif [ -z "${preempted:-}" ]; then printf . >>"$count"; fi
 vain=$(wc -c 2>/dev/null <"$count" || echo 0)
 if [ "$vain" -le "$MEGAFLOW_REQUEUES" ]; then
     echo "requeueing element (${vain:-0} of $MEGAFLOW_REQUEUES in a row that stored nothing)"
-    scontrol requeue "$element" # not SLURM_JOB_ID, which is the whole array's id in its last element
-    sleep 30 # until Slurm ends this shell
+    again pod requeue "$element" "$MEGAFLOW_POD" # not SLURM_JOB_ID, which is the whole array's id in its last element
 else
     echo "not requeued: $vain starts in a row stored nothing; megaflow-hpc resume starts it again (--time: for longer)"
 fi

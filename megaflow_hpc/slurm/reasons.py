@@ -43,6 +43,18 @@ REASONS: tuple[tuple[str, str, str], ...] = (
         "see sinfo -R for that node's state, then: resume RUN, which releases it",
     ),
     ("job.requeued.in.held.state", "it was requeued and is held", "scontrol release JOB"),
+    (
+        "RESV_DEL_HOLD",
+        "its reservation was deleted, and Slurm holds it",
+        "name another reservation or none in slurm.extra, then: cancel RUN, resume RUN; or scontrol release JOB",
+    ),
+    (
+        "SPECIAL_EXIT",
+        "the site requeued it in a special state after it ended, and holds it",
+        "ask the site's administrators why; then: scontrol release JOB",
+    ),
+    ("REQUEUE_HOLD", "it was requeued and is held", "scontrol release JOB"),
+    ("REQUEUED|REQUEUE_FED|EXPEDITING", "it was requeued, and waits until its last start has ended everywhere", ""),
     ("Licenses", "it waits for licenses that other jobs use", ""),
     ("InvalidAccount|AccountNotAllowed", "its account may not run there", "correct slurm.account"),
     ("InvalidQOS|QOSNotAllowed", "its QOS may not be used there", "correct qos under slurm.extra"),
@@ -97,8 +109,9 @@ def waiting(jobs: Iterable[tuple[str, JobState]]) -> list[dict[str, Any]]:
     """
     groups: dict[tuple[str, str], list[JobState]] = {}
     for role, state in jobs:
-        if state.state == "PENDING":
-            groups.setdefault((role, state.reason), []).append(state)
+        if state.waits:
+            # A state such as RESV_DEL_HOLD explains more than the reason.
+            groups.setdefault((role, state.reason if state.state == "PENDING" else state.state), []).append(state)
     rows = []
     for (role, reason), states in sorted(groups.items(), key=lambda group: -len(group[1])):
         means, remedy = explain(reason)

@@ -100,6 +100,23 @@ def asked(options: Mapping[str, Any]) -> Amounts:
     return request
 
 
+def gpu_requests(options: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the GPUs per node that each option of a job requests, by option. They contradict unless all are equal."""
+    given = {option_name(str(name)): str(value) for name, value in options.items() if value not in (None, False)}
+    nodes = _number(given, "nodes", 1)
+    tasks = _number(given, "ntasks-per-node", 0) or _number(given, "ntasks", nodes) / nodes
+    factors = {"gpus-per-node": 1.0, "gpus-per-task": tasks, "gpus": 1 / nodes, "G": 1 / nodes}
+    found = {name: _gpus(f"gpu:{given[name]}") * times for name, times in factors.items() if name in given}
+    if any(part.strip().removeprefix("gres/").startswith("gpu") for part in given.get("gres", "").split(",")):
+        found["gres"] = float(_gpus(given["gres"]))
+    return found
+
+
+def _gpus(text: str) -> int:
+    """Returns the number of GPUs of all types in ``gpu:a100:2,gpu:h100:1,license:3``."""
+    return sum(_gres(part).get("gres/gpu", 0) for part in text.split(","))
+
+
 def shared(amounts: Amounts, limits: Iterable[Cap]) -> Amounts:
     """Returns the part of a job's resources that counts towards limits shared by several jobs."""
     counted = {cap.resource for cap in limits if cap.limit != PER_JOB}

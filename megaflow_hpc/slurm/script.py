@@ -2,7 +2,8 @@
 
 ``--dry-run`` prints exactly the text that would be submitted. The scripts in ``sbatch/`` are the output of this
 function without a campaign, so manual and automatic submission run the same lines. The bodies are ``pods.sh``,
-``servers.sh``, ``trainer.sh`` and ``gather.sh`` in this directory. Each of them starts with ``own.sh``.
+``servers.sh``, ``trainer.sh`` and ``gather.sh`` in this directory. Each of them starts with ``own.sh``, and all but the
+last include ``requeue.sh``.
 """
 
 from __future__ import annotations
@@ -14,19 +15,26 @@ from importlib import resources
 from typing import Any, Literal
 
 from megaflow_hpc.config import CampaignConfig, PodPoolConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, LEAD_S, PodsConfig, lead_s
 from megaflow_hpc.rundir.layout import RunDir
 
 Role = Literal["pods", "servers", "trainer", "gather"]
 
 WARN_S = 60
-"""Seconds before the end of the walltime at which the batch shell receives SIGUSR2 and the pod drains."""
+"""Seconds before the end of the walltime at which an engine server receives SIGUSR2 and drains."""
 GATHER_WARN_S = 120
 """Seconds before the end of the walltime at which the gather job receives SIGUSR2, closes its file and is requeued. At
 most a quarter of the walltime."""
 TRAINER_WARN_S = 300
 """Seconds before the end of the walltime at which a trainer receives SIGUSR2, finishes its step and writes a
 checkpoint. ``trainer.sh`` kills a step that is still running 30 s before the end."""
+
+
+REQUEUES_BY_HAND = """\
+case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) requeues=yes ;; *) requeues=no ;; esac
+[ "${SLURM_TASK_PID:-}" != $$ ] || requeues=yes"""
+"""Finds out whether a script of ``sbatch/`` is its job's batch script. Scripts that the package submits always are.
+They do not look, because a batch script's parent is not slurmstepd everywhere: ParaStation has psslurm instead."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,15 @@ class Job:
     """Options of engine servers that share a pod's allocation and MPI world (a heterogeneous job)."""
     cluster: str = ""
     """Name of the other Slurm cluster to submit to. Empty for our own."""
+    pool: int | None = None
+    """Index of the pods' pool in ``slurm.pods.pools``. ``None`` for ``slurm.pods`` itself."""
     policy: str = ""
     """Policy that a trainer trains. If empty, the script takes it from its command line."""
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The sbatch options, under sbatch's own names."""
+        return {option_name(name): value for name, value in self.options.items()}
 
     @property
     def indices(self) -> str:
@@ -78,9 +93,13 @@ def script(job: Job) -> str:
     cluster = "" if job.run else "${MEGAFLOW_CLUSTER:+@$MEGAFLOW_CLUSTER}"
     if job.cluster:
         cluster = f"@{job.cluster}"
+    body = body.replace("@REQUEUE@\n", texts.joinpath("requeue.sh").read_text(encoding="utf-8"))
+    body = body.replace("@REQUEUES@", "requeues=yes" if job.run else REQUEUES_BY_HAND)
     body = body.replace("@CLUSTER@", cluster)
     run_argument = '${1:?the run directory that "megaflow-hpc plan" printed}'
     body = body.replace("@RUN@", shlex.quote(job.run) if job.run else run_argument)
+    pool_argument = "" if job.run else "${2:+.$2}"  # the number of a pool may follow the run directory
+    body = body.replace("@POOL@", pool_argument if job.pool is None else f".{job.pool}")
     body = body.replace("@POLICY@", shlex.quote(job.policy) if job.policy else "${2:-default}")
     body = body.replace(" @INDEX@", f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "")
     if job.engines:  # one part of the step for each component of the job
@@ -95,7 +114,7 @@ def _engine_part(server: int) -> str:
     """Returns the part of the step that starts one engine server, as a rank of the same MPI world."""
     return (
         f' \\\n    : --het-group={server + 1} --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill '
-        f'--label --cpus-per-task="${{SLURM_CPUS_PER_TASK_HET_GROUP_{server + 1}:-1}}" '
+        f'--wait=0 --label --cpus-per-task="${{SLURM_CPUS_PER_TASK_HET_GROUP_{server + 1}:-1}}" '
         f'env MEGAFLOW_SERVER={server} "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN"'
     )
 
@@ -115,7 +134,7 @@ def command(job: Job, path: str) -> str:
     """Returns the sbatch command for submitting ``path`` by hand with this job's options."""
     options = {**({} if job.elements is None else {"array": job.indices}), **job.options}
     words = [option(name, value) for name, value in options.items() if value is not None and value is not False]
-    policy = [shlex.quote(job.policy)] if job.policy else []
+    policy = [shlex.quote(job.policy)] if job.policy else [] if job.pool is None else [str(job.pool)]
     return " ".join(["sbatch", *words, path, shlex.quote(job.run or "$RUN"), *policy])
 
 
@@ -125,6 +144,11 @@ def _walltime(value: str | int | None) -> str | None:
 
 def _megabytes(gb: float | None) -> str | None:
     return None if gb is None else f"{round(gb * 1000)}M"
+
+
+def _gpus(count: int, gpu_type: str | None) -> str | None:
+    """Returns a request for GPUs of each node in the format of ``--gres``."""
+    return f"gpu:{gpu_type}:{count}" if gpu_type and count else f"gpu:{count}" if count else None
 
 
 def _common(config: CampaignConfig, run: RunDir, role: str) -> dict[str, Any]:
@@ -160,11 +184,11 @@ def pod_job(
         **_common(config, run, "pod"),
         "partition": pods.partition,
         "nodes": pods.nodes,
-        "ntasks-per-node": pods.ranks_per_node,
+        "ntasks-per-node": pods.ranks,
         "cpus-per-task": pods.cpus_per_rank or CPUS_PER_RANK,
         "mem": _megabytes(pods.mem_gb),
         "time": _walltime(pods.time),
-        "signal": f"B:USR2@{WARN_S}",
+        "signal": f"B:USR2@{lead_s(config.slurm)}",
         "requeue": True,
         "dependency": dependency,
         **config.slurm.extra,
@@ -175,7 +199,9 @@ def pod_job(
     cluster = (pool and pool.cluster) or ""
     if cluster:
         options |= {"clusters": cluster, "dependency": None}  # a job cannot depend on jobs of another cluster
-    return Job("pods", options, count or (pool or pods).count, run=str(run), throttle=throttle, cluster=cluster)
+    index = next((number for number, other in enumerate(pods.pools) if other is pool), None)
+    elements = count or (pool or pods).count
+    return Job("pods", options, elements, run=str(run), throttle=throttle, cluster=cluster, pool=index)
 
 
 def server_job(
@@ -188,6 +214,7 @@ def server_job(
     held: bool = False,
     nodes: int = 1,
     cpus_per_gpu: int | None = None,
+    gpu_type: str = "",
 ) -> Job:
     """Returns an engine array. Each element is one engine server, identified by its index in ``run.json``.
 
@@ -198,6 +225,7 @@ def server_job(
         held: Submit the jobs held, until they are released (``scontrol release``).
         nodes: Nodes per server.
         cpus_per_gpu: CPUs per GPU unless the campaign sets them. Default: Slurm's default.
+        gpu_type: Slurm's name for the type of the GPUs. Default: any type.
     """
     servers = config.slurm.servers
     each = servers.cpus_per_gpu or cpus_per_gpu
@@ -207,7 +235,7 @@ def server_job(
         "nodes": nodes,
         "ntasks": nodes,
         "ntasks-per-node": 1 if nodes > 1 else None,
-        "gres": f"gpu:{gpus}" if gpus else None,
+        "gres": _gpus(gpus, gpu_type),
         "cpus-per-task": each and each * max(1, gpus),
         "mem": _megabytes(servers.mem_gb),
         "time": _walltime(servers.time),
@@ -221,16 +249,26 @@ def server_job(
     return Job("servers", options, elements, first - base, base, run=str(run))
 
 
-def together_job(config: CampaignConfig, run: RunDir, gpus: Sequence[int], cpus_per_gpu: int | None = None) -> Job:
+def together_job(
+    config: CampaignConfig,
+    run: RunDir,
+    gpus: Sequence[int],
+    cpus_per_gpu: int | None = None,
+    gpu_types: Sequence[str] = (),
+) -> Job:
     """Returns a pod and its engine servers as one heterogeneous job, with one allocation and one MPI world.
 
     Args:
         gpus: Number of GPUs of each server.
         cpus_per_gpu: As in :func:`server_job`.
+        gpu_types: Type of the GPUs of each server. Default: any type for all of them.
     """
     pod = pod_job(config, run, 1)
     kept = ("partition", "nodes", "ntasks", "gres", "cpus-per-task", "mem")
-    servers = [server_job(config, run, 1, count, cpus_per_gpu=cpus_per_gpu).options for count in gpus]
+    servers = [
+        server_job(config, run, 1, count, cpus_per_gpu=cpus_per_gpu, gpu_type=kind).options
+        for count, kind in zip(gpus, gpu_types or [""] * len(gpus), strict=True)
+    ]
     beyond = {**config.slurm.extra, **config.slurm.servers.extra}
     engines = [{n: v for n, v in options.items() if n in kept or n in beyond} for options in servers]
     return replace(pod, options={**pod.options, "output": str(run.logs / "pod-%j.log")}, elements=None, engines=engines)
@@ -250,7 +288,7 @@ def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: 
         "partition": trainer.partition or servers.partition,
         "nodes": trainer.nodes,
         "ntasks-per-node": 1,
-        "gres": f"gpu:{trainer.gpus}" if trainer.gpus else None,
+        "gres": _gpus(trainer.gpus, trainer.gpu_type),
         "cpus-per-task": each and each * max(1, trainer.gpus),
         "mem": _megabytes(trainer.mem_gb),
         "time": _walltime(trainer.time),
@@ -270,7 +308,7 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Se
         "output": str(run.logs / "gather-%j.log"),
         "partition": pods.partition,
         "ntasks": 1,
-        "cpus-per-task": min(8, pods.ranks_per_node * (pods.cpus_per_rank or CPUS_PER_RANK)),
+        "cpus-per-task": min(8, pods.ranks * (pods.cpus_per_rank or CPUS_PER_RANK)),
         "signal": f"B:USR2@{GATHER_WARN_S}",
         "requeue": True,
         "dependency": dependency,
@@ -287,6 +325,7 @@ def by_hand(role: Role) -> str:
     argument."""
     common = {"job-name": "megaflow", "open-mode": "append", "signal": f"B:USR2@{WARN_S}", "requeue": True}
     if role == "pods":
+        common["signal"] = f"B:USR2@{LEAD_S}"
         header = [
             "A pod array: each element is one MPI world whose rank 0 schedules rollouts and whose other ranks run them",
             "in Apptainer sandboxes. Elements may start late, be preempted, requeued or added while the campaign runs.",
@@ -294,7 +333,7 @@ def by_hand(role: Role) -> str:
             "  RUN=$(megaflow-hpc plan campaign.yaml)",
             '  sbatch --array=0-7 sbatch/sandbox_pods.sbatch "$RUN"',
         ]
-        shape = {"nodes": 1, "ntasks-per-node": PodsConfig().ranks_per_node, "cpus-per-task": CPUS_PER_RANK}
+        shape = {"nodes": 1, "ntasks-per-node": PodsConfig().ranks, "cpus-per-task": CPUS_PER_RANK}
     elif role == "trainer":
         header = [
             'The trainer of one policy ("default", unless another is named): one process per GPU on each node. Every',

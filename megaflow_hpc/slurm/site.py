@@ -9,8 +9,8 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -29,8 +29,9 @@ ACCOUNTING_CACHE_S = 30.0
 class Partition:
     """A partition, as reported by sinfo.
 
-    ``cpus`` and ``memory_mb`` (MiB) are the maximum over its nodes. ``time`` is the time limit in Slurm's format.
-    ``cpus_per_gpu`` is the minimum over nodes with GPUs, or 0 if there are none.
+    ``cpus``, ``memory_mb`` (MiB) and ``gpus`` are the maximum over its nodes, ``least_cpus`` is the minimum. ``time``
+    is the time limit in Slurm's format. ``cpus_per_gpu`` is the minimum over nodes with GPUs, or 0 if there are none.
+    ``gpu_types`` maps the types that Slurm reports to the maximum number on a node.
     """
 
     name: str
@@ -39,9 +40,11 @@ class Partition:
     nodes: int
     cpus: int
     memory_mb: int
-    gpus: bool
+    gpus: int
     time: str
     cpus_per_gpu: int = 0
+    least_cpus: int = 0
+    gpu_types: Mapping[str, int] = field(default_factory=dict)
 
 
 def ask(*command: str, epoch: bool = False) -> str:
@@ -53,7 +56,8 @@ def ask(*command: str, epoch: bool = False) -> str:
     Raises:
         SiteError: The command is missing, fails or times out.
     """
-    environment = {**os.environ, "SLURM_TIME_FORMAT": "%s"} if epoch else None
+    # 0: print the elements of an array in full. Slurm cuts the list after 64 characters by default.
+    environment = {**os.environ, "SLURM_BITSTR_LEN": "0"} | ({"SLURM_TIME_FORMAT": "%s"} if epoch else {})
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False, env=environment
@@ -65,9 +69,20 @@ def ask(*command: str, epoch: bool = False) -> str:
             f"{command[0]}: no answer in {COMMAND_TIMEOUT_S:.0f} s; the Slurm controller is busy or down; try again"
         ) from None
     if done.returncode:
-        message = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        message = joined((done.stderr.strip() or done.stdout.strip() or "no message").splitlines())
         raise SiteError(f"{' '.join(command[:3])}: {message}")
     return done.stdout
+
+
+MAX_WORDS = 500
+"""Maximum length of what an error quotes of a Slurm command."""
+
+
+def joined(lines: Iterable[str]) -> str:
+    """Joins the lines of an error message. A site's submit plugin explains itself before Slurm's last line."""
+    stripped = (re.sub(r"^(s[a-z]+: )?(error|fatal): ", "", line.strip()) for line in lines)
+    words = "; ".join(dict.fromkeys(line for line in stripped if line))
+    return words if len(words) <= MAX_WORDS else "…" + words[1 - MAX_WORDS :]
 
 
 def sacctmgr(*show: str) -> str:
@@ -89,20 +104,33 @@ def on(cluster: str) -> tuple[str, ...]:
     return ("-M", cluster) if cluster else ()
 
 
+def here_or_on(cluster: str) -> tuple[str, ...]:
+    """Returns the options of ``squeue`` and ``scontrol show job``: like :func:`on`, but our own cluster is not asked
+    for its federation, which saves a request."""
+    return on(cluster) or ("--local",)
+
+
 def has_slurm() -> bool:
     """Returns whether Slurm's commands are on PATH."""
     return all(shutil.which(tool) for tool in ("sbatch", "squeue", "srun"))
 
 
 @functools.cache
-def partitions(cluster: str = "") -> dict[str, Partition]:
-    """Returns the partitions of a cluster that are visible to this user, by name. Default: this cluster."""
+def partitions(cluster: str = "", hidden: bool = True) -> dict[str, Partition]:
+    """Returns the partitions of a cluster, by name.
+
+    Args:
+        cluster: Default: this cluster.
+        hidden: Include partitions that are hidden or not open to this user's groups. A job may name a hidden partition.
+    """
     by_name: dict[str, Partition] = {}
     # Without -e, sinfo merges nodes of different sizes into one line with the smallest values.
-    output = ask("sinfo", *on(cluster), "-h", "-e", "-o", "%R|%P|%a|%D|%c|%m|%G|%l")
+    every = ("-a",) if hidden else ()
+    output = ask("sinfo", *on(cluster), *every, "-h", "-e", "-o", "%R|%P|%a|%D|%c|%m|%G|%l")
     for line in output.splitlines():
         name, marked, available, nodes, cpus, memory, gres, limit = line.split("|")
-        gpus = sum(int(number) for number in re.findall(r"gpu(?::[^:,()]+)??:(\d+)", gres))
+        types = gpus_in(gres)
+        gpus = sum(types.values())
         cpus_of_node = _leading_number(cpus)
         partition = Partition(
             name=name,
@@ -111,13 +139,32 @@ def partitions(cluster: str = "") -> dict[str, Partition]:
             nodes=int(nodes),
             cpus=cpus_of_node,
             memory_mb=_leading_number(memory),
-            gpus="gpu" in gres,
+            gpus=gpus,
             time=limit,
             cpus_per_gpu=cpus_of_node // gpus if gpus else 0,
+            least_cpus=cpus_of_node,
+            gpu_types={kind: count for kind, count in types.items() if kind},
         )
         before = by_name.get(name)
         by_name[name] = _merged(before, partition) if before else partition
     return by_name
+
+
+def gpus_in(gres: str) -> dict[str, int]:
+    """Parses a node's ``Gres``. Returns type → number of GPUs. The type is empty if Slurm reports none.
+
+    Formats: ``gpu:4``, ``gpu:a100:4(S:0-1)``, ``gpu:3090:8``, ``gpu:h100_1g.10gb:7,gpu:h100:1``. The last part is the
+    number, so a type may consist of digits.
+    """
+    gpus: dict[str, int] = {}
+    for entry in re.sub(r"\([^)]*\)", "", gres).split(","):
+        name, *parts = entry.strip().split(":")
+        if name != "gpu":
+            continue
+        count = int(parts.pop()) if parts and parts[-1].isdigit() else 1
+        kind = next((part for part in parts if part != "no_consume"), "")
+        gpus[kind] = gpus.get(kind, 0) + count
+    return gpus
 
 
 def _leading_number(text: str) -> int:
@@ -132,8 +179,13 @@ def _merged(one: Partition, other: Partition) -> Partition:
         nodes=one.nodes + other.nodes,
         cpus=max(one.cpus, other.cpus),
         memory_mb=max(one.memory_mb, other.memory_mb),
-        gpus=one.gpus or other.gpus,
+        gpus=max(one.gpus, other.gpus),
         cpus_per_gpu=min(shares, default=0),
+        least_cpus=min(one.least_cpus, other.least_cpus),
+        gpu_types={
+            kind: max(one.gpu_types.get(kind, 0), other.gpu_types.get(kind, 0))
+            for kind in sorted({*one.gpu_types, *other.gpu_types})
+        },
     )
 
 
@@ -217,6 +269,23 @@ def partition_qos(names: str) -> set[str]:
     return {qos for name, qos in _each_partition("QoS") if name in wanted and qos != "N/A"}
 
 
+def whole_nodes() -> set[str]:
+    """Returns the partitions that allocate whole nodes to each job: those with ``OverSubscribe=EXCLUSIVE``, or all if
+    Slurm selects nodes only (``select/linear``)."""
+    linear = configuration().get("SelectType", "") == "select/linear"
+    return {name for name, shared in _each_partition("OverSubscribe") if linear or shared == "EXCLUSIVE"}
+
+
+def one_user_nodes() -> set[str]:
+    """Returns the partitions whose nodes run jobs of one user at a time (``ExclusiveUser=YES``)."""
+    return {name for name, exclusive in _each_partition("ExclusiveUser") if exclusive == "YES"}
+
+
+def cpu_limits() -> dict[str, int]:
+    """Returns the number of CPUs of a node that jobs of a partition may use (``MaxCPUsPerNode``), where limited."""
+    return {name: int(most) for name, most in _each_partition("MaxCPUsPerNode") if most.isdigit()}
+
+
 def default_times() -> dict[str, str]:
     """Returns the default walltimes of partitions that have one, in Slurm's format."""
     return {name: time for name, time in _each_partition("DefaultTime") if time != "NONE"}
@@ -229,7 +298,7 @@ def _each_partition(key: str) -> list[tuple[str, str]]:
 
 @functools.cache
 def _shown_partitions() -> str:
-    return ask("scontrol", "-o", "show", "partition")
+    return ask("scontrol", "-a", "-o", "show", "partition")
 
 
 MAX_CPUS_PER_GPU = 8

@@ -18,7 +18,7 @@ from submitit.slurm.slurm import SlurmInfoWatcher
 
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.slurm import accounting, ids
+from megaflow_hpc.slurm import accounting, ids, site
 from megaflow_hpc.slurm.script import Job, script
 
 
@@ -104,6 +104,27 @@ def submit(run: RunDir, job: Job) -> list[ArrayJob]:
     try:
         return ScriptExecutor(run.logs, job).submit_job()
     except (FailedSubmissionError, FailedJobError, RuntimeError) as error:
-        lines = [line for line in str(error).splitlines() if "sbatch: " in line] or str(error).splitlines()[-1:]
+        # The site's submit plugin may explain itself in several lines, which come before Slurm's own.
+        lines = [line.partition("sbatch: ")[2] for line in str(error).splitlines() if "sbatch: " in line]
+        words = site.joined(lines or str(error).splitlines()[-1:])
         section = f"slurm.{job.role} of the campaign"
-        raise SiteError(f"sbatch refused the {job.role} job ({section}): {lines[-1].strip()}") from None
+        remedy = f"; see {', '.join(keys)}" if (keys := keys_of(job.role, words)) else ""
+        raise SiteError(f"sbatch refused the {job.role} job ({section}): {words}{remedy}") from None
+
+
+KEYS = (
+    ("wall ?time|time limit|--time|time must", "slurm.{role}.time"),
+    (r"account(?!ing)|\bproject\b", "slurm.account"),
+    (r"\bqos\b|quality of service", "slurm.extra: {{qos: …}}"),
+    ("partition|queue", "slurm.{role}.partition"),
+    (r"constraint|\bfeature", "slurm.extra: {{constraint: …}}"),
+    (r"\bgpus?\b|gres", "the GPUs of the model or slurm.{role}.extra"),
+    ("memory|--mem", "slurm.{role}.mem_gb"),
+    ("licen[cs]e", "slurm.extra: {{licenses: …}}"),
+)
+"""Pattern in the words of Slurm or of the site → key of the campaign that they are probably about."""
+
+
+def keys_of(role: str, words: str) -> list[str]:
+    """Returns the campaign keys that a refusal is probably about."""
+    return [key.format(role=role) for pattern, key in KEYS if re.search(pattern, words, re.IGNORECASE)]

@@ -1,8 +1,10 @@
 # Runs the trainer of one policy. Each start continues from the last commit. The job ends when the training ends.
 RUN=@RUN@
 policy=@POLICY@
+role=trainer # env.sh runs the setup of this section
 @OWN@
 set -u
+@REQUEUE@
 
 ours="$RUN/training/$policy" # the policy's files
 if [ ! -d "$ours" ]; then
@@ -11,9 +13,10 @@ if [ ! -d "$ours" ]; then
 fi
 job=$SLURM_JOB_ID
 # Slurm sets SLURM_RESTART_COUNT only after a requeue. In a first start it may be inherited from the submitting job.
-[ -z "${SLURM_RESTART_COUNT:-}" ] || counted=$(scontrol -o show job "$job" 2>/dev/null | grep -o ' Restarts=[0-9]*')
+[ -z "${SLURM_RESTART_COUNT:-}" ] || counted=$(query scontrol --local -o show job "$job" | grep -o ' Restarts=[0-9]*')
 [ -z "${counted:-}" ] || SLURM_RESTART_COUNT=${counted#*=}
 start="${SLURM_RESTART_COUNT:-0}"
+rm -f "$RUN/ledger/refused/$job" # of an earlier start
 echo "$start" >"$RUN/logs/trainer-$job.start"
 newest() { find "$ours/$1" -type f -name '[0-9]*.json' 2>/dev/null | sort | tail -n 1; }
 commit=$(newest commits) entered=$(newest trainers)
@@ -25,15 +28,13 @@ private=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/megaflow-pod.$(uname -n).$
 trap 'rm -rf -- "$private"' EXIT
 
 # USR2: the walltime is near, and the trainer finishes its step. A step that takes too long is repeated from its plan.
-# TERM: the job is preempted or cancelled, and Slurm decides about a requeue. If a user's own job runs this script as one
-# of its commands, the user decides.
-case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) requeues=yes ;; *) requeues=no ;; esac
+# TERM: the job is preempted or cancelled, and Slurm decides about a requeue.
 near=no step='' serving=''
 trap 'near=yes; kill -USR1 "$step" 2>/dev/null; (sleep 270; kill -KILL "$step" 2>/dev/null) &' USR2
 trap 'requeues=no; kill -USR1 "$step" 2>/dev/null' TERM
 
-# Applies a command to the pods that are held because they were idle while the trainer was queued. It is repeated after a
-# minute for pods that were just draining.
+# Applies a command to the pods that are held because they were idle while the trainer was queued. It is repeated for pods
+# that were just draining, and because Slurm may be away.
 held_pods() {
     for held in "$RUN"/logs/pod-*.held; do
         [ -e "$held" ] || continue
@@ -43,11 +44,18 @@ held_pods() {
     done
 }
 held_pods scontrol release
-(sleep 60; held_pods scontrol release) &
+(
+    for minute in {1..32}; do
+        sleep 60
+        [ -d "$private" ] || exit
+        ((minute & (minute - 1))) || held_pods scontrol release
+    done
+) &
 
 # The interpreter may be an engine's, which has torch but not this package.
 if [ "$("$MEGAFLOW_TRAINER_PYTHON" -c 'import sys; print(sys.version_info >= (3, 11))' 2>&1)" != True ]; then
-    echo "MEGAFLOW_TRAINER_PYTHON=$MEGAFLOW_TRAINER_PYTHON: expected Python 3.11 or later" >&2
+    echo "MEGAFLOW_TRAINER_PYTHON=$MEGAFLOW_TRAINER_PYTHON: expected Python 3.11 or later that runs on $(uname -m);" \
+        "export another one in slurm.trainer.setup" >&2
     exit 2
 fi
 
@@ -75,8 +83,10 @@ serve() {
     local server='' stop=no vain=0 began ended=1
     while [ "$stop" = no ]; do
         began=$SECONDS
-        srun --overlap --export=ALL --mpi=none --nodes=1 --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
-            bash -c "$task" server "$MEGAFLOW_PYTHON" -m megaflow_hpc.model.server "$RUN" --policy "$policy" &
+        # shellcheck disable=SC2086 # env.sh sets words without blanks
+        srun --overlap --export=ALL --mpi=none --nodes=1 --ntasks=1 --wait=0 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+            ${megaflow_srun:-} bash -c "$task" server "$MEGAFLOW_PYTHON" \
+            -m megaflow_hpc.model.server "$RUN" --policy "$policy" &
         server=$!
         while :; do
             wait "$server"
@@ -126,8 +136,10 @@ if [ "$((nodes * processes))" -gt 1 ]; then
 fi
 command+=(-m megaflow_hpc.training.trainer "$RUN" --policy "$policy")
 
-srun --export=ALL --mpi=none --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
-    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c "$task" trainer "${command[@]}" &
+# shellcheck disable=SC2086 # as above
+srun --export=ALL --mpi=none --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=0 \
+    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${megaflow_srun:-} \
+    bash -c "$task" trainer "${command[@]}" &
 step=$!
 [ ! -e "$private/served" ] || kill -USR1 "$step"
 while :; do
@@ -186,6 +198,7 @@ if [ "$vain" -gt "$MEGAFLOW_TRAINER_REQUEUES" ]; then
 fi
 last requeued
 echo "requeueing the trainer ($vain of $MEGAFLOW_TRAINER_REQUEUES in a row that committed nothing)"
-scontrol requeue "$job"
-sleep 30 # until Slurm ends this shell
+if ! again trainer requeue "$job"; then
+    if [ "$requeues" = yes ]; then last lost; else last left; fi
+fi
 exit 1

@@ -98,7 +98,8 @@ def check_unchanged(task: Task) -> None:
         last = f"{error.filename} ({error.strerror})"
     raise ConfigError(
         f"the task was changed after the campaign was planned (last: {last}): its rewards would not be comparable with "
-        "earlier ones; restore its files and resume with --failed, or plan a new run"
+        "earlier ones; restore its files and resume with --failed, accept them with --failed --accept-changes, or plan "
+        "a new run"
     )
 
 

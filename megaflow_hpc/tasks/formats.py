@@ -64,8 +64,14 @@ class TaskFormat(Protocol):
     def claims(self, source: str, /) -> bool:
         """Returns whether a campaign's source has this format."""
 
-    def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles, /) -> list[Task]:
+    def read(
+        self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles, wanted: Callable[[str], bool], /
+    ) -> list[Task]:
         """Reads the tasks of a source; relative paths are relative to ``base``.
+
+        Args:
+            wanted: Returns whether the campaign uses the task of this id. Invalid tasks that are not wanted are
+                omitted.
 
         Raises:
             ConfigError: the source is invalid; names file, line, value and remedy.

@@ -55,13 +55,15 @@ def _of_source(
 ) -> Sequence[Task]:
     path = str(options["path"])
     source_format = format_of_source(path)
-    tasks = source_format.read(path, base_dir, dockerfiles)
     include, exclude = tuple(options.get("include") or ("*",)), tuple(options.get("exclude") or ())
-    kept = [
-        task
-        for task in sorted(tasks, key=lambda task: task.id)
-        if _matches(task.id, include) and not _matches(task.id, exclude)
-    ]
+
+    def wanted(name: str) -> bool:
+        return _matches(name, include) and not _matches(name, exclude)
+
+    tasks = source_format.read(path, base_dir, dockerfiles, wanted)
+    kept = [task for task in sorted(tasks, key=lambda task: task.id) if wanted(task.id)]
+    if not kept and not tasks:
+        raise ConfigError(f"tasks: {path}: every task of it is invalid or excluded; see megaflow-hpc tasks list")
     if not kept:
         raise ConfigError(
             f"tasks: {path}: {len(tasks)} tasks, but include {list(include)} and "

@@ -37,7 +37,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -267,7 +267,9 @@ class PythonClassFormat(OneStep):
 
     claims = staticmethod(looks_like_class)
 
-    def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles) -> list[Task]:
+    def read(
+        self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles, wanted: Callable[[str], bool]
+    ) -> list[Task]:
         return read_python_tasks(source, base)
 
     def files(self, task: Task) -> list[str]:

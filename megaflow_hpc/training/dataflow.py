@@ -29,6 +29,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import OpenLease
@@ -129,14 +131,15 @@ class Dataflow:
     # --- start and end ---
 
     def restore(self) -> Commit | None:
-        """Returns the last commit whose checkpoint exists, from which the trainer continues; ``None`` without one.
+        """Returns the last commit whose checkpoint exists, from which the trainer continues; ``None`` without one. Its
+        ``checkpoint`` is an absolute path.
 
         Raises:
             ConfigError: the files of an earlier start are damaged.
         """
         commit = self.files.committed(with_checkpoint=True)
         self._committed = commit.step if commit else 0
-        return commit
+        return commit and msgspec.structs.replace(commit, checkpoint=str(self.checkpoint(commit).absolute()))
 
     def checkpoint(self, commit: Commit) -> Path:
         """Returns the checkpoint directory of a commit."""

@@ -13,7 +13,7 @@ import pytest
 
 from launchers.solutions import script_from_patch
 from megaflow_hpc.agents import create
-from megaflow_hpc.errors import ModelServiceError, SandboxError
+from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError
 from megaflow_hpc.host.wire import pack, unpack
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import AgentResult, CallBudget, Task
@@ -204,3 +204,31 @@ def test_a_cancelled_rollout_leaves_no_thread(servers: Servers, tmp_path: Path) 
         "the agent's thread has ended",
         timeout_s=5,
     )
+
+
+CONFIGURATION = """\
+agent: {system_template: "You solve tasks.", instance_template: "{{task}}"}
+environment: {interpreter: ["bash", "-c"], env: {PAGER: cat}}
+model:
+  observation_template: "{{output.output}}"
+  format_error_template: "one command, please"
+"""
+
+
+def test_commands_run_with_the_interpreter_of_the_configuration(servers: Servers, tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(CONFIGURATION + '  action_regex: "```bash\\\\s*\\\\n(.*?)\\\\n```"\n')
+    command = "[[ a == a ]] && echo bash-$PAGER > understood"
+    answers = [f"I look.\n\n```bash\n{line}\n```" for line in (command, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
+    servers.script({"default": answers})
+    sandbox = LocalSandbox(tmp_path / "box")
+    result, _ = asyncio.run(roll(servers, sandbox, args={"config": str(path)}))
+    assert (result.status, result.error) == ("completed", "")
+    assert (sandbox.work / "understood").read_text() == "bash-cat\n"
+
+
+def test_a_configuration_for_tool_calls_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tools.yaml"
+    path.write_text(CONFIGURATION)
+    with pytest.raises(ConfigError, match=r"tools\.yaml: neither model\.action_regex nor mswea_bash_command"):
+        create({"name": "mini-swe-agent", "args": {"config": str(path)}})

@@ -4,9 +4,10 @@ Each seed is one campaign of real sandboxes, pods and engine servers (``tests/be
 at drawn instants: a rank, rank 0, a runner, a whole pod, an engine, a slurmd or slurmctld killed with SIGKILL; a
 preemption, a walltime, a cancelled and a requeued element; a node that Slurm takes for lost while its pods go on;
 rank 0 stopped for longer than its lease, a worker stopped within a large message; a pod that drains while its files
-cannot grow. A seed decides what is hit, how long after the work has begun, and whether the campaign is submitted from
-Python, by hand with --export=NONE or from inside an allocation; what the machine does meanwhile it cannot. Exit status
-0 only if nothing was lost, doubled or left behind.
+cannot grow; slurmctld away, a rate limit or Requeue=0 while a pod asks for its requeue. A seed decides what is hit, how
+long after the work has begun, whether the campaign is submitted from Python, by hand with --export=NONE or from inside
+an allocation, and the site's WaitTime; what the machine does meanwhile it cannot. Exit status 0 only if nothing was
+lost, doubled or left behind.
 All but --peers drive a Slurm lab.
 """
 
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--seeds", 20, "with --chaos: campaigns")
     add_count(parser, "--first", 1, "with --chaos: the first seed", least=0)
     add_count(parser, "--strikes", 4, "with --chaos: faults in each campaign", least=0)
+    parser.add_argument("--log", metavar="FILE", help="with --chaos: append each seed's result, and skip those in it")
     parser.add_argument("--directory", metavar="DIR", help="make the runs there; what is in order is removed again")
 
 

@@ -4,12 +4,14 @@ Each rollout works in its sandbox for some seconds (hashing, writing, two model 
 what its test expects. A *strike* counts as inside rollouts when such work was seen running, as a process in a sandbox,
 at the instant of the kill. Afterwards every planned rollout must be in ``trajectories.h5``, rebuilt from the journals,
 exactly once, and nothing of the run may be left: no process, no mount, no file outside its directory. The seed also
-draws the way of submission: from Python, by hand with ``--export=NONE``, or from inside an allocation.
+draws the way of submission: from Python, by hand with ``--export=NONE``, or from inside an allocation; and
+whether the site has a WaitTime. In every tenth seed slurmctld is away for ten minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import secrets
@@ -17,7 +19,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,9 @@ from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.cleanup import POD_DIRECTORY, sweep_directories, sweep_shared_memory
 from megaflow_hpc.ledger import read_blocks
 from tests.bench.chaos_campaign import WAYS, submit, write_campaign
-from tests.bench.faults import KINDS, Faults, current_lab
+from tests.bench.faults import AWAY_S, KINDS, Faults, current_lab, limit_requests
 from tests.bench.figures import Figure, median
+from tests.support.labs import Lab
 from tests.support.processes import environment, processes
 from tests.support.waiting import eventually
 
@@ -37,6 +40,12 @@ INSIDE = 0.8
 """Share of strikes that wait for work in sandboxes; the others may hit a start, an end or nothing."""
 DEADLINE_S = 1200.0
 """A campaign that is not done by then is cancelled, and what it lacks is counted as lost."""
+LONG_AWAY = 10
+"""In each seed that this number divides, slurmctld goes away for :data:`LONG_AWAY_S`."""
+LONG_AWAY_S = 600.0
+AWAY = "slurmctld away"
+WAIT_S = 15
+"""WaitTime of the site in every second seed: after the first task has ended, srun would kill the others."""
 LEAVE_S = 200.0
 """What jobs may take to leave: a world in which a rank dies as it starts ends after two minutes."""
 
@@ -62,6 +71,8 @@ class Verdict:
 
     seed: int
     way: str = WAYS[0]
+    wait_s: int = 0
+    """The site's WaitTime."""
     strikes: list[Strike] = field(default_factory=list)
     planned: int = 0
     lost: list[str] = field(default_factory=list)
@@ -141,13 +152,18 @@ def trial(
     variables = {"CHAOS": mark, "TMPDIR": str(scratch), "MEGAFLOW_SCRATCH": str(scratch)}
     os.environ.update(variables)
     plan = draw.sample(kinds, min(strikes, len(kinds)))
-    verdict = Verdict(seed, draw.choice(WAYS))
+    away_s = AWAY_S if seed % LONG_AWAY else LONG_AWAY_S
+    if away_s == LONG_AWAY_S and plan and AWAY not in plan:
+        plan[-1] = AWAY
+    verdict = Verdict(seed, draw.choice(WAYS), draw.choice((0, WAIT_S)))
+    set_wait_time(lab, verdict.wait_s)
     since, began = time.time(), time.monotonic()
+    jobs_variables = variables | {"PATH": f"{limit_requests(scratch)}:{os.environ['PATH']}"}
     run = submit(
-        write_campaign(folder, image, tasks, mark, ranks=draw.choice((2, 4)), variables=variables), verdict.way
+        write_campaign(folder, image, tasks, mark, ranks=draw.choice((2, 4)), variables=jobs_variables), verdict.way
     )
-    note(f"seed {seed}: submitted {verdict.way}")
-    faults = Faults(lab, run, draw)
+    note(f"seed {seed}: submitted {verdict.way}, WaitTime {verdict.wait_s}")
+    faults = Faults(lab, run, draw, away_s)
     try:
         for kind in plan:
             _await_moment(run, mark, draw)
@@ -162,16 +178,24 @@ def trial(
             if hit:
                 verdict.strikes.append(Strike(kind, hit, after, working))
                 note(f"seed {seed}: {verdict.strikes[-1]}")
-        verdict.resumed = _finish(run, began)
+        verdict.resumed = _finish(run, began + away_s)
     finally:
         faults.settle()
         _clear(run)
+        set_wait_time(lab, 0)
     verdict.planned, verdict.lost, verdict.double, verdict.failed = check(run)
     verdict.left = _leave(run, scratch, mark, since)
     verdict.seconds = time.monotonic() - began
     if verdict.good:
         shutil.rmtree(folder)
     return verdict
+
+
+def set_wait_time(lab: Lab, seconds: int) -> None:
+    """Sets WaitTime in the lab's slurm.conf, until the lab starts anew."""
+    lines = [line for line in lab.conf.read_text().splitlines() if not line.startswith("WaitTime=")]
+    lab.conf.write_text("\n".join([*lines, f"WaitTime={seconds}"]) + "\n")
+    lab.slurm("scontrol", "reconfigure")
 
 
 def _await_moment(run: Run, mark: str, draw: random.Random) -> None:
@@ -238,9 +262,16 @@ def measure(folder: Path, image: Path, note: Callable[[str], None], arguments: a
     verdicts: list[Verdict] = []
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         note(f"seed {seed}: {time.strftime('%H:%M:%S')}")
+        if done := logged(arguments.log).get(seed):
+            note(f"seed {seed}: is in {arguments.log}")
+            verdicts.append(done)
+            continue
         own, scratch = folder / f"seed-{seed}", folder / "scratch"
         verdict = trial(seed, own, scratch, image, note, arguments.tasks, arguments.strikes)
         verdicts.append(verdict)
+        if arguments.log:
+            with open(arguments.log, "a") as file:
+                print(json.dumps(asdict(verdict)), file=file)
         said = f"{verdict.planned} rollouts, {len(verdict.lost)} lost, {len(verdict.double)} double, "
         said += f"{len(verdict.failed)} not solved, {len(verdict.left)} things left, resumed {verdict.resumed} times"
         note(f"seed {seed}: {said}, {verdict.seconds:.0f} s")
@@ -263,6 +294,15 @@ def measure(folder: Path, image: Path, note: Callable[[str], None], arguments: a
     if sums["lost"] or sums["double"] or sums["left"]:
         raise MegaflowError("\n".join(f"{f.name}: {f.value:g} {f.unit}" for f in figures) + f"\nsee {folder}")
     return figures
+
+
+def logged(path: str | None) -> dict[int, Verdict]:
+    """The verdicts in a log of earlier seeds."""
+    lines = Path(path).read_text().splitlines() if path and os.path.exists(path) else []
+    verdicts = [Verdict(**json.loads(line)) for line in lines]
+    for verdict in verdicts:
+        verdict.strikes = [Strike(**strike) for strike in verdict.strikes]  # type: ignore[arg-type]
+    return {verdict.seed: verdict for verdict in verdicts}
 
 
 def figures_of(verdicts: Sequence[Verdict]) -> dict[str, Any]:

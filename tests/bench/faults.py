@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -40,6 +41,9 @@ KINDS = (
     "rank 0 frozen",
     "worker frozen",
     "full drain",
+    "slurmctld away",
+    "refused requeue",
+    "rate limit",
 )
 
 LOST_NODE_S = (35.0, 60.0)
@@ -49,6 +53,11 @@ FROZEN_RANK_0_S = 240.0
 FROZEN_WORKER_S = (20.0, 60.0)
 """Rank 0 gives a worker up after 30 s."""
 FULL_S = (5.0, 50.0)
+AWAY_S = 60.0
+"""For how long slurmctld is away while a pod asks for a requeue."""
+LIMITED_S = (10.0, 60.0)
+LIMITED = "limited"
+"""File in ``TMPDIR``: while it is there, the ``scontrol`` of jobs (:func:`limit_requests`) refuses."""
 LARGE_BYTES = 4 << 20
 """By so much a worker rank grows that has a large message in its hands."""
 FULL_BYTES = 8192
@@ -81,11 +90,31 @@ def current_lab() -> Lab:
     return Lab(directory)
 
 
-class Faults:
-    """The faults of one campaign on a lab; ``draw`` decides what each of them hits."""
+def limit_requests(scratch: Path) -> Path:
+    """Makes a directory with a ``scontrol`` that refuses requests while a rate limit is on. Slurm has such limits since
+    version 23.02 (rl_enable); labs may be older.
 
-    def __init__(self, lab: Lab, run: Run, draw: random.Random) -> None:
-        self._lab, self._run, self._draw = lab, run, draw
+    Returns:
+        The directory, which jobs have first on ``PATH``.
+    """
+    folder = scratch / "bin"
+    folder.mkdir(exist_ok=True)
+    real, refusal = shutil.which("scontrol"), "scontrol: error: RPC rate limit exceeded"
+    wrapper = folder / "scontrol"
+    wrapper.write_text(
+        f"#!/bin/sh\n[ ! -e {scratch / LIMITED} ] || {{ echo '{refusal}' >&2; exit 1; }}\nexec {real} \"$@\"\n"
+    )
+    wrapper.chmod(0o755)
+    (scratch / LIMITED).unlink(missing_ok=True)
+    return folder
+
+
+class Faults:
+    """The faults of one campaign on a lab; ``draw`` decides what each of them hits, ``away_s`` is the time for which
+    slurmctld goes away."""
+
+    def __init__(self, lab: Lab, run: Run, draw: random.Random, away_s: float = AWAY_S) -> None:
+        self._lab, self._run, self._draw, self._away_s = lab, run, draw, away_s
         self._later: list[threading.Timer] = []
 
     def strike(self, kind: str) -> str | None:
@@ -204,6 +233,41 @@ class Faults:
         time.sleep(down)
         self._lab.start()
         return f"{name}, down for {down:.0f} s"
+
+    def _drain(self, pod: str) -> bool:
+        """Signals the batch shell of a pod as Slurm does before the walltime, without Slurm; whether it was there."""
+        for pid, name in self.ranks(first=True):
+            directory = environment(pid).get("MEGAFLOW_POD_DIR", "")
+            if name == pod and directory:
+                shell = Identity.of(int(directory.rsplit(".", 2)[1].partition("-")[0]))
+                return shell is not None and shell.send(signal.SIGUSR2)
+        return False
+
+    def _slurmctld_away(self) -> str | None:
+        """A pod asks for a requeue while slurmctld is away for longer than its walltime lasts."""
+        if (pod := self._element()) is None:
+            return None
+        self._lab.kill("slurmctld")
+        try:
+            drained = self._drain(pod)
+            time.sleep(self._away_s)
+        finally:
+            self._lab.start()
+        return f"for {self._away_s:.0f} s, and the walltime of {pod} is near" if drained else None
+
+    def _refused_requeue(self) -> str | None:
+        if (pod := self._element()) is None:
+            return None
+        site.ask("scontrol", "update", f"jobid={pod}", "requeue=0")
+        return f"element {pod}, whose walltime is near" if self._drain(pod) else None
+
+    def _rate_limit(self) -> str | None:
+        if (pod := self._element()) is None:
+            return None
+        held, flag = self._draw.uniform(*LIMITED_S), Path(os.environ["TMPDIR"], LIMITED)
+        flag.touch()
+        self._after(held, lambda: flag.unlink(missing_ok=True))
+        return f"of jobs for {held:.0f} s, and the walltime of {pod} is near" if self._drain(pod) else None
 
     def _node_lost(self) -> str | None:
         """Slurm takes a node for lost whose processes go on: its daemon and every srun there are out of reach."""

@@ -123,3 +123,17 @@ def test_every_state_is_among_the_cases() -> None:
         for b in (False, True)
     }
     assert possible == {state for state, _, _ in CASES.values()}
+
+
+def test_a_list_and_a_status_count_what_a_killed_pod_stored_last(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    Ledger(run).create()
+    write_run(run, RunRecord(campaign={"name": "x"}, total=10))
+    pod(run, "local-1", dead=True)
+    with open(run.event_file("local-1", "0"), "a") as file:
+        for number in range(1, 5):
+            event = {"event": "rollout", "id": f"local-1/p/{number}", "status": "completed"}
+            file.write(json.dumps({**event, "t": time.time() + number}) + "\n")
+    look = _Look(run.path)
+    assert (look.glance.done, Monitor(run).status()["rollouts"]["completed"]) == (5, 5)

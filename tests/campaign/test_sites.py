@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,9 @@ import pytest
 from megaflow_hpc.campaign.job_environment import environment_script
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.host.address import unproxied
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import cause
+from megaflow_hpc.slurm import script
 from tests.support.campaigns import Make, cli, rows
 
 AGENT = """\
@@ -62,3 +66,107 @@ def test_jobs_keep_their_interpreter_and_the_loopback_whatever_setup_does(tmp_pa
     assert said[:2] == [local["no_proxy"], local["NO_PROXY"]] == ["127.0.0.1,localhost,::1,.site.example"] * 2
     assert said[2:] == ["http://proxy:3128", sys.executable, f"{tmp_path}/conda/bin"]
     assert unproxied({})["no_proxy"] == "127.0.0.1,localhost,::1"
+
+
+def of_role(tmp_path: Path, role: str, config: CampaignConfig, *names: str, **environ: str) -> list[str]:
+    """The values of variables in a job of a role after it has sourced ``env.sh``."""
+    (tmp_path / "env.sh").write_text(environment_script(config, "pmi2"))
+    words = f"role={role}; . $0; printf '%s\\n' " + " ".join(f'"${{{name}:-}}"' for name in names)
+    environment = os.environ | environ
+    said = subprocess.check_output(["bash", "-uc", words, tmp_path / "env.sh"], env=environment, text=True)
+    return said.splitlines()
+
+
+def test_each_role_may_have_its_own_interpreter_and_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods on x86 nodes, engines on Grace nodes: neither has the interpreter of the machine that plans."""
+    monkeypatch.setenv("MEGAFLOW_SCRATCH", "/planner")
+    by_machine = 'case "$TEST_MACHINE" in aarch64) export MEGAFLOW_PYTHON=/arm/python;; esac'
+    slurm = {
+        "setup": [by_machine],
+        "pods": {
+            "setup": "export MEGAFLOW_SCRATCH=/local/nvme",
+            "pools": [{"setup": ["export MEGAFLOW_PYTHON=/x86/other"]}, {"count": 2}],
+        },
+        "servers": {"setup": ["export MEGAFLOW_PYTHON=/grace/python", "export MEGAFLOW_ENGINE_VENV=/grace/engine"]},
+    }
+    config = CampaignConfig(name="x", tasks="t", agent="nop", slurm=slurm)
+    names = ("MEGAFLOW_PYTHON", "MEGAFLOW_SCRATCH", "MEGAFLOW_ENGINE_VENV")
+
+    def of(role: str, **environ: str) -> list[str]:
+        return of_role(tmp_path, role, config, *names, **{"MEGAFLOW_ENGINE_VENV": "/e", "TEST_MACHINE": "", **environ})
+
+    monkeypatch.setenv("MEGAFLOW_ENGINE_VENV", "/e")
+    assert of("pods") == [sys.executable, "/local/nvme", "/e"]
+    assert of("pods", TEST_MACHINE="aarch64", MEGAFLOW_PYTHON="/submitter")[0] == "/arm/python"
+    assert of("pods", MEGAFLOW_PYTHON="/submitter")[0] == sys.executable
+    assert of("pods.0") == ["/x86/other", "/local/nvme", "/e"]
+    assert of("pods.1") == [sys.executable, "/local/nvme", "/e"]
+    assert of("servers", TEST_MACHINE="aarch64") == ["/grace/python", "/planner", "/grace/engine"]
+    assert of("trainer") == [sys.executable, "/planner", "/e"]
+
+
+def test_a_trainer_follows_the_interpreter_of_its_setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MEGAFLOW_TRAINER_PYTHON", "MEGAFLOW_ENGINE_VENV"):
+        monkeypatch.delenv(name, raising=False)
+
+    def python(*setup: str, **environ: str) -> str:
+        fields = {
+            "name": "x",
+            "tasks": "t",
+            "agent": "nop",
+            "model": {"path": "m"},
+            "slurm": {"trainer": {"setup": setup}},
+        }
+        config = CampaignConfig(**fields, training={"policies": {"default": {}}}, samples=2)
+        (value,) = of_role(tmp_path, "trainer", config, "MEGAFLOW_TRAINER_PYTHON", **environ)
+        return value
+
+    assert python() == python(MEGAFLOW_TRAINER_PYTHON="/submitter") == sys.executable
+    assert python("export MEGAFLOW_PYTHON=/grace/python") == "/grace/python"
+    (tmp_path / "engine" / "bin").mkdir(parents=True)
+    assert python(f"export MEGAFLOW_ENGINE_VENV={tmp_path}/engine") == f"{tmp_path}/engine/bin/python"
+    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", "/planner")
+    assert python() == "/planner"
+    assert python("export MEGAFLOW_TRAINER_PYTHON=/grace/torch") == "/grace/torch"
+
+
+def test_scripts_tell_env_sh_their_role(tmp_path: Path) -> None:
+    pools = [{"count": 1}, {"partition": "arm"}]
+    config = CampaignConfig(name="x", tasks="t", agent="nop", slurm={"pods": {"pools": pools}})
+    roles = {
+        name: re.findall(r"^role=(\S+)", script.script(job), re.MULTILINE)
+        for name, job in {
+            "pods": script.pod_job(config, RunDir("/r")),
+            "pool": script.pod_job(config, RunDir("/r"), pool=config.slurm.pods.pools[1]),
+            "gather": script.gather_job(config, RunDir("/r"), ""),
+            "servers": script.server_job(config, RunDir("/r"), 1, 1),
+            "trainer": script.trainer_job(config, RunDir("/r"), "default"),
+        }.items()
+    }
+    assert roles == {
+        "pods": ["pods"],
+        "pool": ["pods.1"],
+        "gather": ["pods"],
+        "servers": ["servers"],
+        "trainer": ["trainer"],
+    }
+    job = script.pod_job(config, RunDir("/r"), pool=config.slurm.pods.pools[1])
+    assert script.command(job, "s.sbatch").endswith(" s.sbatch /r 1")
+
+
+def test_an_interpreter_for_another_architecture_is_named(tmp_path: Path) -> None:
+    """The header of an ELF file for a machine that does not exist here stands for the other architecture."""
+    foreign = tmp_path / "python"
+    foreign.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x02\x00\xfe\xca" + bytes(100))
+    foreign.chmod(0o755)
+    config = CampaignConfig(
+        name="x", tasks="t", agent="nop", slurm={"servers": {"setup": f"export MEGAFLOW_PYTHON={foreign}"}}
+    )
+    (tmp_path / "env.sh").write_text(environment_script(config, "pmi2"))
+    text = script.script(script.server_job(config, RunDir(tmp_path), 1, 1))
+    done = subprocess.run(["bash", "-c", text.split("set -u")[0]], capture_output=True, text=True, check=False)
+    assert done.stderr == (
+        f"MEGAFLOW_PYTHON={foreign} cannot run on {os.uname().nodename} ({os.uname().machine}): Exec format error; "
+        "export another one in slurm.servers.setup\n"
+    )
+    assert cause(["pod: MPI sees", *done.stderr.splitlines(), "x"]) == done.stderr.strip()

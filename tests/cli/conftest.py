@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import Campaign
+from megaflow_hpc.campaign import facade
+from megaflow_hpc.campaign.planning import draft
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli import main
 from megaflow_hpc.cli.progress import PlanProgress
+from megaflow_hpc.environments.sandbox import probe
 from tests.support.harbor_tasks import write_solved_task
 
 Megaflow = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -26,7 +29,9 @@ def bare_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).mkdir()
     monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path / "scratch"))
     monkeypatch.setenv("MEGAFLOW_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("MEGAFLOW_SITE_CHECK", "0")
+    monkeypatch.setattr(draft, "check_models", lambda *_: [])  # there are no engines
+    monkeypatch.setattr(facade, "check_packages", lambda *_: None)
+    monkeypatch.setattr(probe, "require", lambda *_, **__: None)  # there is no Apptainer
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(PlanProgress, "EVERY_S", 3600.0)  # the speed of the machine does not change the output
 

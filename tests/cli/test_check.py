@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import config
+from megaflow_hpc.campaign.planning import draft, model_paths
+from megaflow_hpc.campaign.planning.starter import Starter
 from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.environments.images.build_progress import BuildProgress
 from megaflow_hpc.slurm import site
@@ -137,7 +139,8 @@ def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_
 ) -> None:
     right = campaign.read_text()
     campaign.write_text(
-        f"{right}slurm:\n  pods:\n    time: 2-0\n    mem_gb: 400\n    nodes: 9\n    ranks_per_node: 40\n"
+        f"{right}slurm:\n  pods:\n    partition: cpu\n    time: 2-0\n    mem_gb: 400\n    nodes: 9\n"
+        "    ranks_per_node: 40\n"
         "  gather:\n    partition: gpu\n    time: 180\n"
     )
     write_program(slurm / "sacctmgr", "exit 1")
@@ -146,12 +149,12 @@ def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_
         done = megaflow(*words, campaign)
         assert done.returncode == (3 if words == ["check"] else 2)
         for line in (
-            "7: slurm.pods.time: 2-0 is longer than partition cpu allows (1-00:00:00); ask for less",
-            "8: slurm.pods.mem_gb: 400 GB on each node, and a node of partition cpu has 257; ask for less",
-            "9: slurm.pods.nodes: 9 nodes, and partition cpu has 4; ask for fewer",
-            "10: slurm.pods.ranks_per_node and cpus_per_rank: 80 CPUs on each node, and one of partition cpu has 64; "
+            "8: slurm.pods.time: 2-0 is longer than partition cpu allows (1-00:00:00); ask for less",
+            "9: slurm.pods.mem_gb: 400 GB on each node, and a node of partition cpu has 257; ask for less",
+            "10: slurm.pods.nodes: 9 nodes, and partition cpu has 4; ask for fewer",
+            "11: slurm.pods.ranks_per_node and cpus_per_rank: 80 CPUs on each node, and one of partition cpu has 64; "
             "ask for fewer",
-            "13: slurm.gather.time: 180 is longer than partition gpu allows (2:00:00); ask for less",
+            "14: slurm.gather.time: 180 is longer than partition gpu allows (2:00:00); ask for less",
         ):
             assert f"{campaign}:{line}" in done.stderr, done.stderr
     write_program(slurm / "scontrol", f"printf %s {shlex.quote(CONFIGURATION.replace('= none', '= limits'))}")
@@ -172,8 +175,149 @@ def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_
     campaign.write_text(right)
     done = megaflow("submit", campaign)
     assert (done.returncode, done.stdout) == (3, "")
-    assert "sbatch refused the pods job (slurm.pods of the campaign): sbatch: error: Invalid account" in done.stderr
+    refused = "sbatch refused the pods job (slurm.pods of the campaign): Invalid account; see slurm.account\n"
+    assert refused in done.stderr
     assert files(campaign) == before
+
+
+def test_without_a_named_partition_the_default_one_refuses_nothing(
+    campaign: Path, slurm: Path, megaflow: Megaflow
+) -> None:
+    """A site may choose partitions by QOS, constraint or a submit plugin."""
+    write_program(slurm / "sacctmgr", "exit 1")
+    right = campaign.read_text()
+    pods = "time: 2-0, mem_gb: 400, nodes: 9"
+    campaign.write_text(f"{right}slurm: {{extra: {{constraint: cpu}}, pods: {{{pods}}}}}\n")
+    done = megaflow("check", campaign)
+    assert (done.returncode, done.stdout) == (0, f"{campaign}: ok: 2 tasks, 4 rollouts\n"), done.stderr
+    for line in (
+        "5: slurm.pods.time: 2-0 is longer than partition cpu allows (1-00:00:00); ask for less",
+        "5: slurm.pods.mem_gb: 400 GB on each node, and a node of partition cpu has 257; ask for less",
+        "5: slurm.pods.nodes: 9 nodes, and partition cpu has 4; ask for fewer",
+    ):
+        unnamed = "no partition is named, and the site may choose another than its default one"
+        assert f"warning: {campaign}:{line} ({unnamed})\n" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 3
+
+
+def test_findings_about_the_site_are_warnings_if_checks_are_lifted(
+    campaign: Path, slurm: Path, megaflow: Megaflow
+) -> None:
+    write_program(slurm / "sacctmgr", "exit 1")
+    right = campaign.read_text()
+    for pods, finding in (
+        ("partition: cpu, nodes: 9", "slurm.pods.nodes: 9 nodes, and partition cpu has 4; ask for fewer"),
+        ("partition: secret", "slurm.pods.partition: no partition 'secret' here; there are: cpu, gpu"),
+    ):
+        campaign.write_text(f"{right}slurm: {{pods: {{{pods}}}}}\n")
+        done = megaflow("check", campaign)
+        assert (done.returncode, f"{campaign}:5: {finding}" in done.stderr) == (3, True), done.stderr
+        campaign.write_text(f"{right}slurm: {{check: false, pods: {{{pods}}}}}\n")
+        done = megaflow("check", campaign)
+        assert (done.returncode, f"warning: {campaign}:5: {finding}" in done.stderr) == (0, True), done.stderr
+        done = megaflow("submit", campaign, "--dry-run")
+        assert (done.returncode, finding in done.stderr) == (0, True), done.stderr
+
+
+def test_a_hidden_partition_can_be_named(campaign: Path, slurm: Path, megaflow: Megaflow) -> None:
+    hidden = "large|large|up|2|256|500000|(null)|1-00:00:00\n"
+    write_program(slurm / "sacctmgr", "exit 1")
+    shown = (
+        f"case $1 in -a) printf %s {shlex.quote(PARTITIONS + hidden)};; *) printf %s {shlex.quote(PARTITIONS)};; esac"
+    )
+    write_program(slurm / "sinfo", shown)
+    campaign.write_text(f"{campaign.read_text()}slurm: {{pods: {{partition: large, ranks_per_node: 100}}}}\n")
+    assert megaflow("check", campaign).returncode == 0
+    write_program(slurm / "sbatch", "echo slurm 24.05")
+    found = json.loads(megaflow("doctor", "--json").stdout)["findings"]
+    assert [one["found"].split(":")[0] for one in found if one["check"] == "partition"] == ["cpu", "gpu"]
+
+
+EXCLUSIVE = "PartitionName=cpu Default=YES OverSubscribe=EXCLUSIVE ExclusiveUser=NO MaxCPUsPerNode=UNLIMITED\n"
+
+
+def test_ranks_fill_a_node_and_whole_nodes_are_counted(campaign: Path, slurm: Path, megaflow: Megaflow) -> None:
+    write_program(slurm / "sacctmgr", "exit 1")
+    right = campaign.read_text()
+    printed = (
+        f"case $* in *partition) printf %s {shlex.quote(EXCLUSIVE)};; *) printf %s {shlex.quote(CONFIGURATION)};; esac"
+    )
+    write_program(slurm / "scontrol", printed)
+    rows = PARTITIONS + "cpu|cpu*|up|2|48|257000|(null)|1-00:00:00\n"
+    write_program(slurm / "sinfo", f"printf %s {shlex.quote(rows)}")
+    campaign.write_text(f"{right}slurm: {{pods: {{partition: cpu, count: 2, time: 60}}}}\n")
+    done = megaflow("submit", campaign, "--dry-run", "--rollout-seconds", "900", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["estimate"]
+    assert {(job["role"], job["cores"]) for job in found["jobs"]} == {("pods", 64), ("gather", 64)}
+    assert found["core_hours"]["by_walltime"] == 2 * 64 + 64
+    assert (
+        f"warning: {campaign}:5: slurm.pods: a pod uses 4 of the 64 CPUs that it is charged for, because cpu "
+        "allocates whole nodes; write slurm.pods.ranks_per_node: fill\n"
+    ) in megaflow("check", campaign).stderr
+    assert (
+        "    ranks_per_node: fill  # of 2 CPUs each, because jobs get whole nodes\n"
+        in Starter.of(campaign.parent).text()
+    )
+    campaign.write_text(
+        f"{right}slurm: {{pods: {{partition: cpu, time: 60, ranks_per_node: fill, cpus_per_rank: 4}}}}\n"
+    )
+    done = megaflow("submit", campaign, "--dry-run", "--json")
+    (script,) = [text for name, text in json.loads(done.stdout)["scripts"].items() if name.startswith("pods")]
+    assert ("--ntasks-per-node=12" in script, "--cpus-per-task=4" in script) == (True, True)  # of the smallest node
+    write_program(slurm / "sinfo", f"printf %s {shlex.quote(rows.replace('cpu*', 'cpu'))}")
+    site.partitions.cache_clear()
+    campaign.write_text(f"{right}slurm: {{pods: {{ranks_per_node: fill}}}}\n")
+    assert (
+        f"{campaign}:5: slurm.pods.ranks_per_node: fill: the size of a node is unknown; name the partition, or the "
+        "ranks\n"
+    ) in megaflow("check", campaign).stderr
+
+
+def test_gpus_that_a_server_leaves_idle_are_warned_of(campaign: Path, slurm: Path, megaflow: Megaflow) -> None:
+    """Where Slurm selects whole nodes only, every partition allocates them."""
+    write_program(slurm / "sacctmgr", "exit 1")
+    rows = EXCLUSIVE.replace("=EXCLUSIVE", "=NO") + "PartitionName=gpu OverSubscribe=NO ExclusiveUser=NO\n"
+    settings = f"{CONFIGURATION}SelectType = select/linear\n"
+    write_program(
+        slurm / "scontrol",
+        f"case $* in *partition) printf %s {shlex.quote(rows)};; *) printf %s {shlex.quote(settings)};; esac",
+    )
+    right = campaign.read_text().replace("[oracle, nop]", "oracle")
+    pods = "pods: {partition: cpu, ranks_per_node: fill}, servers: {partition: gpu, time: 60}"
+    campaign.write_text(f"{right}model: {{path: {campaign.parent}, gpus: 2}}\nslurm: {{{pods}}}\n")
+    done = megaflow("check", campaign)
+    assert (done.returncode, done.stderr) == (
+        0,
+        f"warning: {campaign}:6: slurm.servers: a server uses 2 of the 4 GPUs that it is charged for, because gpu "
+        "allocates whole nodes; raise gpus of the model\n",
+    )
+
+
+def test_gpus_of_a_type_are_refused_where_there_are_none(campaign: Path, slurm: Path, megaflow: Megaflow) -> None:
+    write_program(slurm / "sacctmgr", "exit 1")
+    rows = PARTITIONS.replace("gpu:a100:4", "gpu:3090:8,gpu:h100_1g.10gb:7(S:0,1)")
+    write_program(slurm / "sinfo", f"printf %s {shlex.quote(rows)}")
+    right = campaign.read_text().replace("[oracle, nop]", "oracle")
+
+    def said(model: str, servers: str = "") -> str:
+        campaign.write_text(
+            f"{right}model: {{path: {campaign.parent}, {model}}}\nslurm: {{servers: {{partition: gpu{servers}}}}}\n"
+        )
+        return megaflow("check", campaign).stderr
+
+    assert said("gpus: 8, gpu_type: 3090") == ""
+    assert said("gpus: 7, gpu_type: h100_1g.10gb") == ""
+    place = f"{campaign}:6: slurm.servers.partition"
+    assert said("gpus: 16").startswith(f"{place}: 16 GPUs on each node, and one of partition gpu has 15; ask for fewer")
+    assert said("gpu_type: a100").startswith(
+        f"{place}: GPUs of type 'a100', and partition gpu has types 3090, h100_1g.10gb; change gpu_type"
+    )
+    assert said("gpus: 9, gpu_type: 3090").startswith(f"{place}: 9 GPUs 3090 on each node, and partition gpu has 8")
+    assert said("gpu_type: 3090", ", extra: {gres: 'gpu:h100:1'}").startswith(
+        f"{campaign}:6: slurm.servers.extra: gres: gpu:h100:1: replaces model.gpu_type: 3090; write gpus and gpu_type"
+    )
+    assert "gpu_type: a100: gpus is 0; raise it, or leave gpu_type out" in said("gpus: 0, gpu_type: a100")
 
 
 def test_what_will_go_badly_is_warned_of(campaign: Path, slurm: Path, megaflow: Megaflow) -> None:
@@ -213,6 +357,7 @@ def test_what_will_go_badly_is_warned_of(campaign: Path, slurm: Path, megaflow: 
 
 
 def test_a_run_directory_that_cannot_be_finished_is_removed(campaign: Path) -> None:
+    campaign.write_text(campaign.read_text() + "slurm: {check: false}\n")
     before = files(campaign)
     code = "import sys; from megaflow_hpc.cli import main; sys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "plan", str(campaign), "--run-dir", str(campaign.parent / "a" / "b" / "run")]
@@ -229,7 +374,7 @@ def test_a_run_directory_that_cannot_be_finished_is_removed(campaign: Path) -> N
 def test_a_model_that_no_node_could_load_is_said_when_it_is_planned(
     campaign: Path, megaflow: Megaflow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("MEGAFLOW_SITE_CHECK")
+    monkeypatch.setattr(draft, "check_models", model_paths.check_models)
     monkeypatch.delenv("MEGAFLOW_ENGINE_VENV", raising=False)
     monkeypatch.setenv("HF_HOME", str(campaign.parent / "hub"))
     right = campaign.read_text().replace("[oracle, nop]", "oracle")
@@ -244,7 +389,7 @@ def test_a_model_that_no_node_could_load_is_said_when_it_is_planned(
     assert "hf download some/model" in path
     assert engine == (
         f"model: {sys.executable} has no vllm; name a virtual environment that has vllm: model.python or "
-        "MEGAFLOW_ENGINE_VENV; MEGAFLOW_SITE_CHECK=0 plans all the same, where only the nodes have it"
+        "MEGAFLOW_ENGINE_VENV; if only the nodes of the jobs have it, write slurm.check: false"
     )
     assert said(f"path: some/model, python: {campaign.parent}/venv")[1].startswith(
         f"model: the engine's interpreter {campaign.parent}/venv does not exist or cannot be run"
@@ -265,7 +410,7 @@ def test_a_model_that_no_node_could_load_is_said_when_it_is_planned(
     weights = directory / "model.safetensors"
     [line] = said("path: model")
     assert line.startswith(f"model.path: {weights}: is no safetensors file (2 bytes, its header would have")
-    assert "so no engine can load it; save the weights again; MEGAFLOW_SITE_CHECK=0 plans all the same" in line
+    assert "so no engine can load it; save the weights again; if only the nodes of the jobs" in line
     assert said("path: model, args: {load-format: dummy}") == []
     weights.write_bytes(safetensors(b"1234")[:-1])
     assert "bytes, and its header speaks of" in said("path: model")[0]
@@ -472,3 +617,45 @@ def test_planning_says_what_it_is_at_when_that_takes_long(
             time.sleep(0.01)
             said += capsys.readouterr().err
     assert "images: 1/1 made" in said
+
+
+def own_check(verb: str, campaign: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a verb in a process of its own, with the site's check."""
+    environment = {**os.environ, **variables}
+    for name in ("MEGAFLOW_APPTAINER", "MEGAFLOW_MPI"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "megaflow_hpc", verb, str(campaign)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize("verb", ["check", "plan", "run", "submit"])
+def test_a_missing_apptainer_is_found_before_anything_is_made(campaign: Path, slurm: Path, verb: str) -> None:
+    before = files(campaign)
+    done = own_check(verb, campaign)
+    assert done.returncode == 3
+    assert "apptainer: not on PATH; load the site's module" in done.stderr
+    assert "slurm.check: false" in done.stderr
+    assert files(campaign) == before
+    campaign.write_text(campaign.read_text() + "slurm: {setup: [module load apptainer]}\n")
+    assert "apptainer" not in own_check("check", campaign).stderr
+
+
+@pytest.mark.parametrize("verb", ["check", "plan", "run"])
+@pytest.mark.parametrize("package", ["mpi4py", "aiohttp"])
+def test_a_missing_package_of_pods_is_found_before_anything_is_made(
+    campaign: Path, slurm: Path, verb: str, package: str, tmp_path: Path
+) -> None:
+    lacking = tmp_path / "lacking"
+    lacking.mkdir()
+    (lacking / f"{package}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{package}'\")\n")
+    path = os.pathsep.join([str(lacking), os.environ.get("PYTHONPATH", "")])
+    before = files(campaign)
+    done = own_check(verb, campaign, PYTHONPATH=path)
+    assert done.returncode == 3
+    assert f"No module named '{package}'; pip install 'megaflow-hpc[run]'" in done.stderr
+    assert files(campaign) == before
+
+
+def test_check_asks_for_the_type_of_mpi_as_run_does(campaign: Path, slurm: Path) -> None:
+    write_program(slurm / "srun", "echo 'MPI plugin types are...\n\tnone'")
+    assert "srun --mpi=list offers none of pmi2, pmix" in own_check("check", campaign).stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.cli import main
+from megaflow_hpc.host import mounts
 
 
 def test_every_finding_has_a_level_and_what_fails_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,3 +52,31 @@ def test_an_agent_that_lacks_a_dependency_is_not_ok(
     assert "No module named 'jinja2'" in found["found"]
     assert "pip install" not in found["found"]
     assert found["remedy"] == "pip install 'megaflow-hpc[agents]'"
+
+
+def findings(check: str, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str, str]]:
+    capsys.readouterr()
+    main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    return [(one["level"], one["found"], one["remedy"]) for one in found if one["check"] == check]
+
+
+def test_the_file_system_of_runs_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    [(level, found, _)] = findings("run directory", capsys)
+    assert (level, found.endswith(": hard links work")) == ("ok", True)
+    options = ("rw", "nocto", "acregmax=600")
+    monkeypatch.setattr(mounts, "mount_of", lambda path: mounts.MountInfo("/home", "nfs4", options))
+    _, nocto, cached = findings("run directory", capsys)
+    assert nocto[:2] == ("warn", "/home is mounted with nocto")
+    assert cached[:2] == ("warn", "/home caches attributes for up to 600 s, so pods see one another's files late")
+    monkeypatch.setattr(mounts, "why_no_links", lambda path: "Operation not supported")
+    level, found, remedy = findings("run directory", capsys)[0]
+    assert (level, found) == (
+        "FAIL",
+        f"{tmp_path} on nfs4: no hard links, by which pods claim (Operation not supported)",
+    )
+    assert remedy.startswith("set run_dir to a directory on Lustre")
+    assert list(tmp_path.glob(".link*")) == []

@@ -167,7 +167,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "other.jsonl").write_text('{"a": 1}\n')
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(folder / "programs"))
-        patch.setenv("MEGAFLOW_SITE_CHECK", "0")
         run = Campaign.from_yaml(folder / "good.yaml").plan(folder / "run", launcher="local")
     run.gather()
     return folder

@@ -41,7 +41,7 @@ models:
     path: models/tiny
     servers: 2
     args: {max-model-len: 16384, dtype: float32, distributed-executor-backend: uni}
-  scripted: {engine: scripted, script: answers.yaml, samples: 1}
+  scripted: {engine: scripted, script: answers.yaml, samples: 1, gpus: 1}
 slurm:
   pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 3, mem_gb: 2, time: 15}
   servers: {partition: gpu, time: 15}

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import Campaign
-from tests.support.campaigns import Make, rows
+from tests.support.campaigns import Make, rows, stored
 from tests.support.labs import Lab, own_lab, pods
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.lab,
@@ -33,7 +33,7 @@ class Variant:
     slurm: str = pods(count=1)
     model: str = ""
     where: dict[str, str] | None = None
-    """Role of a job → its partition."""
+    """Role of a job → a field of accounting, and its value."""
 
 
 SERVERS = "{{engine: scripted, script: answers.yaml, gpus: {}}}"
@@ -46,16 +46,23 @@ VARIANTS = {
     "hidden": Variant(
         "scontrol show partition gpu",
         "Hidden=YES",
-        pods(count=1).replace("partition: cpu, ", "") + "  servers: {extra: {constraint: gpu}, time: 10, mem_gb: 1}\n",
-        SERVERS.format(0),
-        {"pods": "cpu", "servers": "gpu", "gather": "cpu"},
+        pods(count=1).replace("partition: cpu, ", "")
+        + "  check: false\n  servers: {extra: {constraint: gpu}, time: 10, mem_gb: 1}\n",
+        SERVERS.format(1),
+        {"pods": "partition=cpu", "servers": "partition=gpu", "gather": "partition=cpu"},
     ),
-    "exclusive": Variant("scontrol show partition cpu", "OverSubscribe=EXCLUSIVE"),
+    "exclusive": Variant(
+        "scontrol show partition cpu",
+        "OverSubscribe=EXCLUSIVE",
+        pods(count=1).replace("ranks_per_node: 2", "ranks_per_node: fill"),
+        where={"pods": "ncpus=8"},
+    ),
     "gputypes": Variant(
         "scontrol show node gpu2",
         "Gres=gpu:a100:4",
         pods(count=1) + "  servers: {partition: gpu, time: 10, mem_gb: 1}\n",
-        SERVERS.format(1),
+        SERVERS.format("1, gpu_type: a100"),
+        {"servers": "nodelist=gpu2"},
     ),
     "ratelimit": Variant("scontrol show config", "rl_enable"),
     "psslurm": Variant("srun --mpi=none --mem=100 sh -c 'cat /proc/$PPID/comm'", "psid"),
@@ -96,7 +103,20 @@ def test_a_campaign_runs_on_a_lab_with_a_trait_of_real_sites(name: str, place: P
         assert rows(run.path) == {
             f"task{n}/{policy}/0": ("completed", rewards[policy]) for n in range(2) for policy in policies
         }
-        for role, partition in (variant.where or {}).items():
-            ids = ",".join(run.job_ids(role))
-            said = subprocess.check_output(["sacct", "-nXP", "-j", ids, "-o", "partition"], text=True).split()
-            assert set(said) == {partition}, role
+        for role, expected in (variant.where or {}).items():
+            field, _, value = expected.partition("=")
+            shown = lab.slurm("sacct", "-nXP", "-j", ",".join(run.job_ids(role)), "-o", field)
+            assert set(shown.split()) == {value}, role
+
+
+def test_a_pod_drains_and_starts_again_where_psslurm_starts_batch_scripts(place: Path, make_campaign: Make) -> None:
+    assert Lab(place).call("start", "--site", "psslurm").returncode == 0
+    with own_lab(place) as lab:
+        campaign = make_campaign(6, pods(count=1), agent="oracle", solution="sleep 3; echo 42 > answer")
+        run = Campaign.from_yaml(campaign).submit()
+        until(lambda: stored(run) >= 1, "a rollout is stored")
+        pod = f"{run.job_ids('pods')[0]}_0"
+        lab.slurm("scancel", "--signal=USR2", "--batch", pod)
+        assert run.wait(timeout_s=120)["state"] == "finished"
+        assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(6)}
+        assert "Restarts=1 " in lab.slurm("scontrol", "show", "job", pod)

@@ -86,7 +86,7 @@ FULL = """
     io.push()
     while not io.stuck:
         collect()
-    early = len(durable)
+    early, error, warning = len(durable), io.state.error, run.full()
     ledger.renew(force=True)
     renewed = json.loads(lease.read_text())["counter"]
     os.unlink(filler)
@@ -96,6 +96,7 @@ FULL = """
     collect()
     pod.journal.close()
     print(json.dumps({"early": early, "renewed": renewed, "late": len(durable), "stuck": io.stuck}))
+    print(error, warning, run.full(), sep="|")
 """
 
 
@@ -127,7 +128,11 @@ def test_a_full_file_system_keeps_results_waiting_and_the_lease_alive(tmp_path: 
         env={**os.environ, "PYTHONPATH": str(Path(megaflow_hpc.__file__).parents[1])},
     )
     assert done.returncode == 0, done.stderr
-    said, *rest = done.stdout.splitlines()
+    said, problem, *rest = done.stdout.splitlines()
+    error, warning, later = problem.split("|")
+    assert error == "No space left on device"
+    assert "no space left on its file system" in warning
+    assert later == ""
     assert json.loads(said) == {"early": 0, "renewed": 2, "late": 1, "stuck": False}
     assert any("No space left on device" in line for line in rest)
     assert "finished" in rest

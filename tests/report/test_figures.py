@@ -22,6 +22,7 @@ from megaflow_hpc.report.files import charts_of
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.policies import STAGES
 from megaflow_hpc.report.prometheus import text as metrics
+from megaflow_hpc.report.rollouts import attempt_spans, read_rollouts
 from megaflow_hpc.report.series import lanes, mean_level, peak_level, thinned
 from megaflow_hpc.report.timeline import bars_of
 from megaflow_hpc.report.transcripts import chosen, messages_of, transcripts
@@ -259,3 +260,20 @@ def test_transcripts_are_cut_and_chosen_failures_first(attacked: RunDir) -> None
     assert len(long[0]["text"]) < 13_000
     assert long[0]["text"].endswith("end")
     assert "601 messages are left out" in long[200]["text"]
+
+
+def test_attempts_of_a_run_that_is_not_gathered_yet_are_those_of_its_file(tmp_path: Path) -> None:
+    run = samples.run_dir(tmp_path / "run", "run")
+    earlier = Attempt(0, "failed", "node", "lost", "node-2", "17_9", 5.0, 6.0)
+    final = Attempt(1, "completed", "", "", "", "17_3")
+    rollouts = [samples.trajectory(n, attempts=[earlier, final]) for n in range(3)]
+    samples.commit(run, "pod0", *[(0, 0, rollout) for rollout in rollouts])
+
+    def spans() -> list[tuple[str, tuple[float, float]]]:
+        with open_trajectories(run.path) as store:
+            return sorted(attempt_spans(store, read_rollouts(store)))
+
+    before = spans()
+    assert ("17_9", (5.0, 6.0)) in before
+    gather(run, {})
+    assert spans() == before

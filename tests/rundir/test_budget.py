@@ -76,7 +76,7 @@ def test_a_campaign_over_its_gpu_hours_starts_nothing_and_goes_on_when_they_are_
     tmp_path: Path, make_campaign: Callable[..., Path]
 ) -> None:
     (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
-    model = "model: {engine: scripted, script: answers.yaml}\nlimits: {gpu_hours: 1}\n"
+    model = "model: {engine: scripted, script: answers.yaml, gpus: 1}\nlimits: {gpu_hours: 1}\n"
     run = Campaign.from_yaml(make_campaign(1, model, agent="oracle")).plan(launcher="local")
     run.dir.gpus.mkdir()
     (run.dir.gpus / "default.7.json").write_text('{"gpus": 1, "gpu_s": 7200}')  # from an earlier server

@@ -33,3 +33,19 @@ def test_the_line_that_says_most_is_the_cause(run: RunDir, said: str, cause: str
     assert marks.unstarted() == []
     marks.forget_unstarted()
     assert not list(folder.glob("7_*"))
+
+
+def test_refused_requeues_are_read_and_only_those_of_jobs(run: RunDir) -> None:
+    marks, folder = Marks(run), run.ledger / "refused"
+    assert marks.refused() == []
+    folder.mkdir()
+    for name in ("7_0", "9@other", "--me", "7_0; ls", "7_1", "８", ".7_2"):
+        (folder / name).write_text("1700000000 pod cpu1 /a log/pod.log\nInvalid job id specified\x1b[2J\n")
+    (folder / "7_1").write_text("half")
+    assert [one.job for one in marks.refused()] == ["7_0", "9@other"]
+    assert marks.refused()[0].log == "/a log/pod.log"
+    assert "\x1b" not in marks.refused()[0].words
+    marks.forget_refused(["7_0"])
+    assert [one.job for one in marks.refused()] == ["9@other"]
+    marks.forget_refused()
+    assert marks.refused() == []

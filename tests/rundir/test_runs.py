@@ -72,3 +72,21 @@ def test_a_search_has_a_bound_and_near_runs_are_found_before_it(
     monkeypatch.setattr(runs, "ENTRIES", 15)
     assert runs.find(tmp_path).cut
     assert runs.latest(near) == near
+
+
+def test_runs_are_found_beside_more_task_directories_than_a_search_may_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "DIRECTORIES", 20)
+    for number in range(50):
+        (tmp_path / "many" / f"t{number:02}" / "tests").mkdir(parents=True)
+        (tmp_path / "many" / f"t{number:02}" / "task.toml").touch()
+    old, new = planned(tmp_path / "runs" / "old", 1000), planned(tmp_path / "runs" / "new", 2000)
+    found = runs.find(tmp_path)
+    assert (found.runs, found.cut, found.cut_runs) == ([new, old], True, False)
+    assert runs.latest(tmp_path) == new
+    monkeypatch.setattr(runs, "DIRECTORIES", 60)
+    assert not runs.find(tmp_path).cut, "tasks are not searched"
+    monkeypatch.setattr(runs, "DIRECTORIES", 3)
+    with pytest.raises(ConfigError, match="too many files"):
+        runs.latest(tmp_path)

@@ -51,7 +51,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     for name in ("SLURM_CONF", "SLURM_JOB_ID", "MEGAFLOW_SITE_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path))
-    monkeypatch.setenv("MEGAFLOW_SITE_CHECK", "0")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # a machine without Slurm
     write_solved_task(tmp_path / "tasks", "task0")
     (tmp_path / "image" / "bin").mkdir(parents=True)

@@ -37,7 +37,6 @@ def plan(tmp_path: Path, rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyP
     for name in ("SLURM_CONF", "SLURM_JOB_ID", "MEGAFLOW_SITE_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MEGAFLOW_SCRATCH", str(scratch))
-    monkeypatch.setenv("MEGAFLOW_SITE_CHECK", "0")
     write_solved_task(tmp_path / "tasks", "task0")
 
     def planned(tasks: str = "tasks/*") -> Path:

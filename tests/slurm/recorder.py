@@ -85,15 +85,16 @@ WORK = "/work"
 """Stands for the directory in which a test works."""
 COMMANDS = ("sacct", "sacctmgr", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 ASKED = re.compile(
-    r"squeue .*-o '?(%i\|%T|%i\|%k|QOS )|sinfo .*-o '?%R\||scontrol (-M \S+ )?(show config|-o show (partition|job))|"
+    r"squeue .*-o '?(%i\|%T|%i\|%k|QOS )|sinfo .*-o '?%R\||"
+    r"scontrol (-M \S+ |--local )?(show config|(-a )?-o show (partition|job))|"
     r"scontrol release|sacctmgr -nP show |sacct -n -X (-P -j .*NodeList|-S)|sacct -n -P -D|srun --mpi=list|"
     r"sbatch (SCRIPT|--version)|scancel (-M \S+ )?--quiet"
 )
 """The product's own queries, and not what tests ask besides."""
-SITE = re.compile(r"sinfo|scontrol show config|scontrol -o show partition|sacctmgr|srun")
+SITE = re.compile(r"sinfo|scontrol show config|scontrol -a -o show partition|sacctmgr|srun")
 """Queries about the site and not about jobs."""
 CONFIGURATION = re.compile(
-    r"AccountingStorage(Enforce|Host|Port|Type)|ClusterName|MaxArraySize|JobDefaults|SLURM_VERSION"
+    r"AccountingStorage(Enforce|Host|Port|Type)|ClusterName|MaxArraySize|JobDefaults|SelectType|SLURM_VERSION"
 )
 """Lines kept of ``scontrol show config``."""
 
@@ -135,7 +136,7 @@ class Slurm:
 
     def __init__(self, scene: str, folder: Path) -> None:
         self._answers: dict[str, list[Call]] = {}
-        for call in read(scene):
+        for call in map(of_user, read(scene)):
             out = call.out.replace(WORK, str(folder))
             self._answers.setdefault(call.words, []).append(replace(call, out=out))
         for call in read(SOUND):
@@ -151,6 +152,19 @@ class Slurm:
         answers = self._answers[words]
         call = answers.pop(0) if len(answers) > 1 else answers[0]
         return subprocess.CompletedProcess(command, call.status, call.out, call.err)
+
+
+def of_user(call: Call) -> Call:
+    """Returns a call as it is made today, when squeue is asked for a user's jobs and not for ids.
+
+    In scenes that were recorded before, the answers list those of the user's jobs that were asked for.
+    """
+    words = re.sub(r"^squeue (-M \S+ )?-h -j \S+ -t", lambda m: f"squeue {m[1] or '--local '}-h --me -t", call.words)
+    words = re.sub(r"^squeue -h (--me --name|-r)", r"squeue --local -h \1", words)
+    words = words.replace("scontrol -o show job", "scontrol --local -o show job")
+    if words.startswith("squeue") and "Invalid job id" in call.err:  # none of them is left
+        return Call(words, 0, "", "")
+    return replace(call, words=words)
 
 
 def neutral(text: str) -> str:

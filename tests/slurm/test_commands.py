@@ -94,24 +94,49 @@ SQUEUE = """\
 10+0|COMPLETED|1795335100|node3|None
 10+1|RUNNING|1795335100|node4|None
 11|PENDING|N/A||late | ask Ada
+12_0|RUNNING|1795335100|node5|None
 """
 
 
 def test_elements_that_squeue_knows_are_told_apart(prints: Print) -> None:
     called = prints("squeue", SQUEUE)
     found = accounting.live_jobs(["7", "8", "9", "10", "11"])
-    assert called.read_text() == "-h -j 7,8,9,10,11 -t all -o %i|%T|%S|%N|%r\n"
+    assert called.read_text() == "--local -h --me -t all -o %i|%T|%S|%N|%r\n", "ids would fetch the whole job table"
+    assert "12_0" not in found, "a job of another campaign"
     assert found["7_0"] == JobState("7_0", "RUNNING", "None", "node1")
     assert {name for name, job in found.items() if job.live} == {"7_0", "7_2", "7_3", "8_0", "8_1", "9_0", "10", "11"}
     assert {name for name, job in found.items() if job.held} == {"8_0", "8_1", "9_0"}
     assert found["10"].node == "node4", "a heterogeneous job lives while a part of it does"
-    pods, held, other = reasons.waiting(("pods", job) for job in found.values())
+    pods, held, requeued, other = reasons.waiting(("pods", job) for job in found.values())
     assert pods | {"means": ""} == {
         "role": "pods", "reason": "Resources", "jobs": 2, "first": "7_2", "means": "", "remedy": "",
         "starts_at": 1795335600.0,
     }  # fmt: skip
     assert (held["reason"], held["remedy"]) == ("JobHeldUser", "scontrol release JOB")
+    assert (requeued["reason"], requeued["remedy"]) == ("REQUEUE_HOLD", "scontrol release JOB")
     assert (other["reason"], other["means"], other["starts_at"]) == ("late | ask Ada", "", None)
+
+
+@pytest.mark.parametrize(
+    ("state", "live", "held", "remedy"),
+    [
+        ("RESV_DEL_HOLD", True, True, "name another reservation"),
+        ("SPECIAL_EXIT", True, True, "scontrol release"),
+        ("REQUEUED", True, False, ""),
+        ("EXPEDITING", True, False, ""),
+        ("STAGE_OUT", True, False, None),
+        ("POWER_UP_NODE", True, False, None),
+        ("REVOKED", False, False, None),
+        ("LAUNCH_FAILED", False, False, None),
+        ("UPDATE_DB", False, False, None),
+    ],
+)
+def test_rare_states_are_told_apart_and_explained(state: str, live: bool, held: bool, remedy: str | None) -> None:
+    job = JobState("7_0", state, "None")
+    assert (job.live, job.held, job.waits) == (live, held, remedy is not None)
+    rows = reasons.waiting([("pods", job)])
+    assert [row["reason"] for row in rows] == ([] if remedy is None else [state])
+    assert all((remedy or "") in row["remedy"] for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +157,7 @@ def test_reasons_that_no_recording_has_are_said_in_plain_words(reason: str, word
 
 
 def test_jobs_that_slurm_has_forgotten_are_gone_and_a_controller_that_is_away_is_an_error(prints: Print) -> None:
-    prints("squeue", status=1, said="slurm_load_jobs error: Invalid job id specified\n")
+    prints("squeue")
     assert accounting.live_jobs(["7"]) == {}
     prints("squeue", status=1, said="slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n")
     with pytest.raises(SiteError, match="Unable to contact slurm controller"):
@@ -215,9 +240,28 @@ old|old|down|1|4|8000|(null)|1:00:00
 def test_partitions_are_read_from_sinfo(prints: Print) -> None:
     prints("sinfo", SINFO)
     found = site.partitions()
-    assert (found["cpu"].nodes, found["cpu"].default, found["cpu"].gpus) == (4, True, False)
-    assert (found["gpu"].cpus, found["gpu"].memory_mb, found["gpu"].gpus) == (64, 512000, True)
+    assert (found["cpu"].nodes, found["cpu"].default, found["cpu"].gpus) == (4, True, 0)
+    assert (found["gpu"].cpus, found["gpu"].memory_mb, found["gpu"].gpus) == (64, 512000, 4)
     assert not found["old"].up
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("(null)", {}),
+        ("gpu:8", {"": 8}),
+        ("gpu", {"": 1}),
+        ("gpu:3090:8", {"3090": 8}),
+        ("gpu:a100:4(S:0-1)", {"a100": 4}),
+        ("gpu:a100:4(S:0,2),shard:8(S:0-1)", {"a100": 4}),
+        ("gpu:h100_1g.10gb:7", {"h100_1g.10gb": 7}),
+        ("gpu:v100:2,gpu:a100:4(S:0-1),gpu:a100:2", {"v100": 2, "a100": 6}),
+        ("gpu:tesla:no_consume:2", {"tesla": 2}),
+        ("mps:gpu:200,nvme:1", {}),
+    ],
+)
+def test_gpus_of_a_node_are_counted_by_type(gres: str, gpus: dict[str, int]) -> None:
+    assert site.gpus_in(gres) == gpus
 
 
 MIXED = "mixed|mixed|up|1|32|64000|gpu:tesla:2(S:0),shard:8|1:00:00\nmixed|mixed|up|1|12|64000|gpu:4|1:00:00\n"
@@ -299,6 +343,12 @@ def test_the_mpi_plugin_is_the_first_that_fits_of_those_offered(prints: Print) -
     assert site.mpi_attempts() == "pmix cray_shasta"
 
 
+def test_parastations_own_type_of_pmix_comes_before_slurms(prints: Print, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "mpi_library", lambda: "Open MPI v5.0.11")
+    prints("srun", said="MPI plugin types are...\n\tnone\n\tpspmi\n\tpspmix\n\tpmix\n")
+    assert site.mpi_attempts() == "pspmix pmix"
+
+
 @pytest.mark.parametrize(
     ("library", "first"),
     [
@@ -309,7 +359,8 @@ def test_the_mpi_plugin_is_the_first_that_fits_of_those_offered(prints: Print) -
     ],
 )
 def test_each_mpi_gets_the_plugin_that_it_speaks_first(library: str, first: str) -> None:
-    assert mpi.mpi_order(library)[0] == first
+    everywhere = [plugin for plugin in mpi.mpi_order(library) if plugin != "pspmix"]  # but at ParaStation's sites
+    assert everywhere[0] == first
     assert set(mpi.mpi_order(library)) == {*mpi.PMI2, *mpi.PMIX}
 
 
@@ -383,7 +434,18 @@ def test_submissions_of_a_killed_process_are_adopted_by_their_comment(prints: Pr
 def test_one_scancel_for_each_cluster(prints: Print) -> None:
     called = prints("scancel")
     ids.scancel(["7_1", "9@other", "8"], "--state=PENDING")
-    assert called.read_text().splitlines() == ["--quiet --state=PENDING 7_1 8", "-M other --quiet --state=PENDING 9"]
+    assert called.read_text().splitlines() == ["--quiet --state=PENDING 8 7_1", "-M other --quiet --state=PENDING 9"]
+
+
+def test_elements_of_an_array_are_one_request() -> None:
+    assert ids.compressed(["7_3", "8", "7_1", "7_2", "7_9", "9_1", "8_4", "10+1"]) == [
+        "8",
+        "8_4",
+        "10+1",
+        "7_[1-3,9]",
+        "9_1",
+    ]
+    assert ids.compressed(["7", "7_3"]) == ["7", "7_3"], "the whole array is named already"
 
 
 def test_without_slurm_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megaflow_hpc import config
+from megaflow_hpc.campaign import job_requests
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import ServerGroup
 from megaflow_hpc.slurm import arrays, limits
-from megaflow_hpc.slurm.resources import Cap, amounts, asked, at_once, caps, impossible, shared
+from megaflow_hpc.slurm.resources import Cap, amounts, asked, at_once, caps, gpu_requests, impossible, shared
 
 GPUS = Cap("MaxTRESPerUser", "gres/gpu", 4, "QOS a")
 CPUS = Cap("GrpTRES", "cpu", 64, "QOS a")
@@ -81,3 +85,41 @@ def test_pods_are_throttled_to_what_resources_leave_beside_the_engines() -> None
     assert job.indices == "0-19%3"
     (job,) = arrays.pod_jobs(parsed, RunDir("/r"), allowed, engines=2, server_amounts=[{"cpu": 60}])
     assert job.indices == "0-19%1"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"gres": "gpu:4"}, {"gres": 4}),
+        ({"gres": "gpu:a100:2,gpu:h100:1,tmp:3", "gpus_per_node": "a100:3"}, {"gres": 3, "gpus-per-node": 3}),
+        ({"gpus": 8, "nodes": 2, "gpus-per-task": 1, "ntasks-per-node": 4}, {"gpus": 4, "gpus-per-task": 4}),
+        ({"gres": "tmp:3"}, {}),
+    ],
+)
+def test_each_option_for_gpus_is_counted_for_a_node(options: dict[str, object], expected: dict[str, float]) -> None:
+    assert gpu_requests(options) == expected
+
+
+@pytest.mark.parametrize(
+    ("slurm", "words"),
+    [
+        (
+            {"servers": {"extra": {"gpus-per-node": 4}}},
+            r"slurm.servers.extra: gpus of the model \(2\) and .*-node \(4\)",
+        ),
+        (
+            {"servers": {"extra": {"gres": "gpu:a100:1"}}},
+            r"slurm.servers.extra: gpus of the model \(2\) and gres \(1\)",
+        ),
+        ({"extra": {"gres": "gpu:1"}}, r"slurm.extra: gpus of the model \(2\) and gres \(1\)"),
+        ({"pods": {"extra": {"gres": "gpu:1", "gpus-per-node": 2}}}, r"slurm.pods.extra: .*different numbers of GPUs"),
+        ({"servers": {"extra": {"gres": "gpu:a100:2", "gpus-per-node": 2}}}, None),
+        ({}, None),
+    ],
+)
+def test_contradictory_requests_for_gpus_are_refused(slurm: dict[str, object], words: str | None) -> None:
+    parsed = config.parse({"name": "x", "tasks": "t/*", "agent": "oracle", "slurm": slurm})
+    found = job_requests._gpu_contradictions(parsed, [ServerGroup(0, 1, 2)], lambda key: "c.yaml:3")
+    assert len(found) == (words is not None)
+    assert words is None or re.search(words, found[0]), found
+    assert all(line.startswith("c.yaml:3: slurm.") for line in found)

@@ -39,7 +39,7 @@ class Lab:
     """A Slurm lab in a directory, as ``launchers/lab.py`` makes it."""
 
     def __init__(self, directory: Path) -> None:
-        self.dir = directory
+        self.dir, self.conf = directory, directory / "slurm.conf"
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))} | {"PATH": path}
 

@@ -83,7 +83,8 @@ def lead(run: RunDir, comm: Comm) -> str:
     results.SYSTEMATIC_LAST = settings.pop("systematic_last", 10**6)
     drain = settings.pop("drain", None)
     if drain is not None:
-        drain_rules.DRAIN_S, drain_rules.DRAIN_NOW_S = 0.2, 0.1
+        drain_rules.DRAIN_NOW_S = 0.1
+        settings["drain_s"] = 0.2
         settings["walltime"] = Walltime(drain["whole_s"], time.monotonic() + drain["whole_s"])
     pod = make_pod(run, comm, **settings)
     if drain is not None:

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megaflow_hpc.campaign.planning.agents import check_agents
-from megaflow_hpc.campaign.planning.gpu_sharing import check_sharing, sleeping
+from megaflow_hpc.campaign.planning.gpu_sharing import check_gpu_types, check_sharing, sleeping
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.config.sections import TaskSource
+from megaflow_hpc.config.slurm import LIFTED
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
+from megaflow_hpc.ledger.blocks import RolloutGroups
 from megaflow_hpc.rundir.record import ServerGroup, ServerRecord
 from megaflow_hpc.types import Rollout, Task
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.trajectories.reading.durations import Durations
+
+MAX_ROLLOUTS = 10**7
+"""Default maximum number of rollouts of a campaign. More are usually a typing error."""
 
 
 class PlanWatch(Protocol):
@@ -66,7 +71,7 @@ class Draft:
     """Tasks with rollouts, followed by held-out tasks."""
     held_out: tuple[str, ...] = ()
     """Ids of tasks that are used only for evaluation during training."""
-    rollouts: list[Rollout] = field(default_factory=list)
+    rollouts: RolloutGroups = field(default_factory=RolloutGroups)
     durations: Durations | None = None
     own_code: tuple[str, ...] = ()
     """Files and directories in ``base`` that contain the campaign's agents."""
@@ -79,13 +84,15 @@ class Draft:
     """The campaign file's text as written by the user."""
     mistakes: list[str] = field(default_factory=list)
     """Mistakes in the file, each with its location."""
+    warnings: list[str] = field(default_factory=list)
+    """Findings about this machine that do not prevent planning, because of ``slurm.check: false``."""
     refusal: SiteError | None = None
     """Reason why images are unavailable here. Reported after the mistakes."""
 
     @property
     def servers(self) -> list[ServerRecord]:
         """Policy and model of each element of the engine array, by index."""
-        return list_servers(self.policies, sleeping(self.config))
+        return list_servers(self.policies, sleeping(self.config), self.config.slurm.srun)
 
     @property
     def server_groups(self) -> list[ServerGroup]:
@@ -109,13 +116,19 @@ class Draft:
 
 
 def read(
-    config: CampaignConfig, base: Path, where: Where, only: Sequence[str] = (), watch: PlanWatch | None = None
+    config: CampaignConfig,
+    base: Path,
+    where: Where,
+    only: Sequence[str] = (),
+    watch: PlanWatch | None = None,
+    most: int = MAX_ROLLOUTS,
 ) -> Draft:
     """Reads the tasks of a campaign and collects mistakes, which :meth:`Draft.check` raises.
 
     Args:
         base: Directory against which relative paths are resolved.
         only: Rollout or task ids (shell patterns). Empty selects all.
+        most: Maximum number of rollouts of the whole campaign.
     """
     watch, draft = watch or Silent(), Draft(config, base)
     watch.step("looking at models and agents")
@@ -124,13 +137,17 @@ def read(
             draft.policies[name] = absolute(policy, base, where, name, bool(config.models))
     if config.training:
         _read_training(draft, config, base, where)
-    draft.mistakes += check_models(draft.policies, draft.config, where)
+    unloadable = check_models(draft.policies, draft.config, where)
+    if config.slurm.check:
+        draft.mistakes += unloadable
+    else:
+        draft.warnings += [line + LIFTED for line in unloadable]
     if config.is_pool:
         draft.config = config.model_copy(update={"pool": config.pool or EnginePoolConfig()})
         return draft
     with draft.noting():
         draft.own_code = check_agents(draft.policies, config.environment.network, base, where)
-    for check in (check_together, check_sharing):
+    for check in (check_together, check_sharing, check_gpu_types):
         with draft.noting():
             check(config, where)
     with draft.noting():
@@ -138,7 +155,7 @@ def read(
     with draft.noting():
         draft.durations = learned(config, base, where)
     _open_images(draft, base, where)
-    _read_tasks(draft, base, where, only, watch)
+    _read_tasks(draft, base, where, only, watch, most)
     return draft
 
 
@@ -166,7 +183,7 @@ def _open_images(draft: Draft, base: Path, where: Where) -> None:
     draft.mapping = ImageMapping(environment.images, base, where("environment.images"))
 
 
-def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: PlanWatch) -> None:
+def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: PlanWatch, most: int) -> None:
     """Reads the tasks, and determines their rollouts and the images they need."""
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
     from megaflow_hpc.tasks.images import image_requests
@@ -197,14 +214,18 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
                 "on tells nothing when it is evaluated on (tasks: [{path: …, exclude: […]}])"
             )
     watch.step(f"listing the rollouts of {len(tasks)} tasks")
-    rollouts = expand(tasks, draft.policies, config.scheduling.spare)
-    draft.rollouts = [rollout for rollout in rollouts if wanted(rollout, only)]
+    evaluated = config.training.evaluate.samples if config.training and config.training.evaluate else 0
+    try:
+        draft.rollouts = only_wanted(expand(tasks, draft.policies, config.scheduling.spare, most), only)
+        check_count(len(held_out) * evaluated, most)
+    except ConfigError as error:
+        draft.mistakes.append(f"{where('samples')}: {error}")
     if not draft.rollouts and len(draft.mistakes) == before and len(draft.policies) == len(config.policies()):
         shown = f"--only {' '.join(only)}" if only else "the policies' include patterns"
         draft.mistakes.append(
             f"{where('tasks')}: no rollout is left by {shown}; ids look like <task>/<policy>/<sample>"
         )
-    used = {rollout.task_id for rollout in draft.rollouts}
+    used = {rollout.task_id for rollout in draft.rollouts.firsts()}
     draft.tasks = [task for task in tasks if task.id in used] + held_out
     draft.held_out = tuple(task.id for task in held_out)
     if config.environment.verification == "fresh":
@@ -218,8 +239,12 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
             draft.mistakes += draft.images.unmapped(draft.requests, draft.mapping)
 
 
-def try_sandboxes(draft: Draft, watch: PlanWatch) -> None:
-    """Raises :class:`SiteError` if images, or sandboxes with the required networks, are unavailable here."""
+def try_sandboxes(draft: Draft, watch: PlanWatch, slurm: bool) -> None:
+    """Raises :class:`SiteError` if images, or sandboxes with the required networks, are unavailable here.
+
+    Args:
+        slurm: The sandboxes will run in Slurm jobs, whose ``slurm.setup`` may provide Apptainer.
+    """
     from megaflow_hpc.environments.sandbox.probe import require
     from megaflow_hpc.environments.sandbox.scratch import default_scratch
 
@@ -228,7 +253,7 @@ def try_sandboxes(draft: Draft, watch: PlanWatch) -> None:
     networks = {draft.config.environment.network_of(task) for task in draft.tasks}
     if networks:
         watch.step("trying a sandbox")
-        require(networks, default_scratch())
+        require(networks, default_scratch(), provided=slurm and bool(draft.config.slurm.setup))
 
 
 def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
@@ -244,15 +269,43 @@ def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | Non
         raise ConfigError(f"{where('scheduling.learn_from')}: {error}") from None
 
 
-def expand(tasks: Sequence[Task], policies: dict[str, Policy], spare: int = 0) -> list[Rollout]:
-    """Returns all rollouts. The samples of a group are consecutive, with spares last."""
-    return [
-        Rollout(task.id, name, sample, policy.agent.name)
+def expand(
+    tasks: Sequence[Task], policies: dict[str, Policy], spare: int = 0, most: int = MAX_ROLLOUTS
+) -> RolloutGroups:
+    """Returns all rollouts. The samples of a group are consecutive, with spares last.
+
+    Raises:
+        ConfigError: There are more than ``most``. They are counted, not listed.
+    """
+    groups = [
+        (Rollout(task.id, name, 0, policy.agent.name), policy.samples + spare)
         for task in tasks
         for name, policy in policies.items()
-        if not policy.include or any(fnmatch.fnmatchcase(task.id, pattern) for pattern in policy.include)
-        for sample in range(policy.samples + spare if policy.samples else 0)
+        if policy.samples
+        and (not policy.include or any(fnmatch.fnmatchcase(task.id, pattern) for pattern in policy.include))
     ]
+    check_count(sum(samples for _, samples in groups), most)
+    return RolloutGroups((first, range(samples)) for first, samples in groups)
+
+
+def check_count(rollouts: int, most: int) -> None:
+    """Raises :class:`ConfigError` if there are more than ``most`` rollouts."""
+    if rollouts > most:
+        raise ConfigError(
+            f"{rollouts:,} rollouts (tasks x policies x samples), expected at most {most:,}; lower samples, or allow "
+            "more with --max-rollouts N"
+        )
+
+
+def only_wanted(rollouts: RolloutGroups, only: Sequence[str]) -> RolloutGroups:
+    """Returns the rollouts that match a ``--only`` pattern."""
+    if not only:
+        return rollouts
+    groups: dict[str, tuple[Rollout, list[int]]] = {}
+    for rollout in rollouts:
+        if wanted(rollout, only):
+            groups.setdefault(rollout.group_id, (rollout, []))[1].append(rollout.sample_index)
+    return RolloutGroups(groups.values())
 
 
 def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
@@ -267,11 +320,14 @@ def whole_groups(config: CampaignConfig) -> bool:
     return bool(scheduling.spare or scheduling.signal_after)
 
 
-def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None = None) -> list[ServerRecord]:
+def list_servers(
+    policies: dict[str, Policy], sleeping: Mapping[str, int] | None = None, srun: Sequence[str] = ()
+) -> list[ServerRecord]:
     """Returns the engine array, with each policy's maximum number of servers, sorted by resources.
 
     Args:
         sleeping: Sleep level by policy, for policies whose server runs in the trainer's job. These servers come last.
+        srun: Additional options for srun, with which engines over several nodes start.
     """
     servers = [
         ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)
@@ -282,6 +338,8 @@ def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None
         for number in range(model.servers.max)
     ]
     for server in servers:
+        if srun and server.model["nodes"] > 1:
+            server.model["srun"] = list(srun)
         if level := (sleeping or {}).get(server.policy):
             server.model["sleep_level"], server.held = level, False
     return sorted(servers, key=_shape)
@@ -294,17 +352,18 @@ def group_servers(servers: Sequence[ServerRecord]) -> list[ServerGroup]:
     for index, server in enumerate(servers):
         if server.model.get("sleep_level"):
             continue
-        shape = (server.model["gpus"], server.held, server.model["nodes"])
+        shape = (server.model["gpus"], server.held, server.model["nodes"], server.model["gpu_type"] or "")
         last = groups[-1] if groups else None
-        if last and (last.gpus, last.held, last.nodes) == shape:
+        if last and (last.gpus, last.held, last.nodes, last.gpu_type) == shape:
             last.count += 1
         else:
             groups.append(ServerGroup(index, 1, *shape))
     return groups
 
 
-def _shape(server: ServerRecord) -> tuple[bool, int, int, bool]:
-    return "sleep_level" in server.model, -server.model["nodes"], -server.model["gpus"], server.held
+def _shape(server: ServerRecord) -> tuple[bool, int, int, str, bool]:
+    model = server.model
+    return "sleep_level" in model, -model["nodes"], -model["gpus"], model["gpu_type"] or "", server.held
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:

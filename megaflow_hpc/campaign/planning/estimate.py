@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
@@ -22,7 +21,7 @@ from megaflow_hpc.config.quotas import gateways
 from megaflow_hpc.config.slurm import CPUS_PER_RANK
 from megaflow_hpc.environments.images.disk_quota import disk_quota
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.ledger.blocks import split
+from megaflow_hpc.ledger.blocks import count_blocks
 from megaflow_hpc.slurm import fits, resources
 from megaflow_hpc.slurm.script import Job, option_name
 
@@ -143,7 +142,7 @@ def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path 
         except ConfigError as error:
             raise ConfigError(f"--like {error}") from None
     if earlier is not None:
-        seconds = [earlier.expected_s(rollout) for rollout in draft.rollouts]
+        each = [earlier.expected_s(first) for first in draft.rollouts.firsts()]
     else:
         basis = (
             "every rollout takes as long as the time-outs of agent and tests allow, the maximum; --like RUN or "
@@ -154,10 +153,11 @@ def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path 
             for task in draft.tasks
             for name, policy in draft.policies.items()
         }
-        seconds = [limits[rollout.task_id, rollout.policy] for rollout in draft.rollouts]
-    if not seconds:
+        each = [limits[first.task_id, first.policy] for first in draft.rollouts.firsts()]
+    if not each:
         return DurationEstimates(0.0, 0.0, basis)
-    return DurationEstimates(mean(seconds), max(seconds), basis)
+    total_s = sum(seconds * len(places) for seconds, places in zip(each, draft.rollouts.spans(), strict=True))
+    return DurationEstimates(total_s / len(draft.rollouts), max(each), basis)
 
 
 def estimate(
@@ -182,7 +182,7 @@ def estimate(
     config = draft.config
     notes = list(site)
     rollouts = len(draft.rollouts)
-    blocks = len(split(draft.rollouts, config.slurm.pods.total, whole=whole_groups(config))) if rollouts else 0
+    blocks = count_blocks(draft.rollouts, config.slurm.pods.total, whole=whole_groups(config)) if rollouts else 0
     if config.training and rollouts:
         training = config.training
         samples = sum(draft.policies[name].samples for name in training.policies)
@@ -234,7 +234,8 @@ def _listed(job: Job) -> list[JobEstimate]:
     parts = []
     for role, options in [(str(job.role), job.options), *(("servers", {**job.options, **e}) for e in job.engines)]:
         named_options = {option_name(name): value for name, value in options.items()}
-        asks, elements = resources.asked(named_options), job.elements or 1
+        asks = resources.asked(named_options) if job.cluster else fits.charged(named_options)
+        elements = job.elements or 1
         try:
             walltime_s = fits.walltime_s(named_options) if not job.cluster else fits.seconds(named_options.get("time"))
         except SiteError:

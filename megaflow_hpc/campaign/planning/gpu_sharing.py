@@ -1,10 +1,11 @@
-"""Checks campaigns in which a trainer and an engine take turns on the same GPUs (``slurm.trainer.share: sleep``)."""
+"""Checks requests for GPUs: types, and trainers that take turns with an engine (``slurm.trainer.share: sleep``)."""
 
 from __future__ import annotations
 
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import Mistakes
+from megaflow_hpc.slurm.script import option_name
 
 SLEEPING = ("vllm", "scripted")
 """Engines that support sleeping."""
@@ -62,8 +63,41 @@ def check_sharing(config: CampaignConfig, where: Where) -> None:
             conflict(f"{key}.servers", servers, "one server sleeps in the trainer's job: write 1")
         if any(kind.nodes > 1 for kind in kinds):
             conflict(f"{key}.nodes", max(kind.nodes for kind in kinds), "both are on one node: leave it out")
+        if any(kind.gpu_type != trainer.gpu_type for kind in kinds):
+            types = ", ".join(str(kind.gpu_type) for kind in kinds)
+            remedy = f"slurm.trainer.gpu_type is {trainer.gpu_type}: write the same in both"
+            conflict(f"{key}.gpu_type", types, remedy)
         if any(kind.gpus != trainer.gpus for kind in kinds):
             gpus = ", ".join(str(kind.gpus) for kind in kinds)
             conflict(f"{key}.gpus", gpus, f"slurm.trainer.gpus is {trainer.gpus}: write the same in both")
+    if conflicts:
+        raise Mistakes(conflicts)
+
+
+GPU_OPTIONS = ("gres", "gpus", "G", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
+"""sbatch options that request GPUs. In ``extra`` they replace the request that ``gpus`` and ``gpu_type`` make."""
+
+
+def check_gpu_types(config: CampaignConfig, where: Where) -> None:
+    """Checks that no sbatch option in ``extra`` contradicts a ``gpu_type``.
+
+    Raises:
+        Mistakes: An option would replace the request for this type.
+    """
+    slurm, conflicts = config.slurm, list[str]()
+    typed = [
+        (f"models.{name}" if config.models else "model", kind.gpu_type, "servers", slurm.servers.extra)
+        for name, policy in config.policies().items()
+        for kind in (policy.model.kinds() if policy.model and not policy.model.pool else ())
+    ]
+    typed += [("slurm.trainer", slurm.trainer.gpu_type, "trainer", slurm.trainer.extra)] if config.training else []
+    for key, gpu_type, role, extra in typed:
+        for section, options in (("slurm.extra", slurm.extra), (f"slurm.{role}.extra", extra)):
+            for name, value in options.items() if gpu_type else ():
+                if option_name(name) in GPU_OPTIONS:
+                    conflicts.append(
+                        f"{where(section)}: {section}: {name}: {value}: replaces {key}.gpu_type: {gpu_type}; write "
+                        "gpus and gpu_type, or this option alone"
+                    )
     if conflicts:
         raise Mistakes(conflicts)

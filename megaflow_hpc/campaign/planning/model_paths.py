@@ -20,7 +20,7 @@ Where = Callable[[str], str]
 """Maps a dotted key to ``file:line``, for use in messages."""
 
 
-ELSEWHERE = "; MEGAFLOW_SITE_CHECK=0 plans all the same, where only the nodes have it"
+ELSEWHERE = "; if only the nodes of the jobs have it, write slurm.check: false"
 
 
 def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -> Policy:
@@ -62,14 +62,11 @@ def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: 
     """Returns a message for each reason, with its location, why engines or trainers could not load their model on a
     node.
 
-    ``MEGAFLOW_SITE_CHECK=0`` skips the check, for login nodes that lack what compute nodes provide. A missing engine is
-    not an error if ``slurm.setup`` may provide it.
+    A missing engine is not an error if ``slurm.setup`` or ``slurm.servers.setup`` may provide it.
 
     Args:
         policies: Policies with absolute paths. Paths in ``config.training`` must be absolute too.
     """
-    if os.environ.get("MEGAFLOW_SITE_CHECK") == "0":
-        return []
     reasons: dict[str, str] = {}
     for name, policy in policies.items():
         section = f"models.{name}" if config.models else "model"
@@ -77,7 +74,7 @@ def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: 
             fields = kind.model_dump()
             if why := _why_not_loaded(fields):
                 reasons.setdefault(why, f"{where(f'{section}.path')}: {section}.path: {why}{ELSEWHERE}")
-            if not config.slurm.setup and (why := why_no_engine(fields)):
+            if not (config.slurm.setup or config.slurm.servers.setup) and (why := why_no_engine(fields)):
                 reasons.setdefault(why, f"{where(f'{section}.engine')}: {section}: {why}{ELSEWHERE}")
     for name, trained in config.training.policies.items() if config.training else ():
         why = _why_not_loaded({"engine": "transformers", "path": trained.base})

@@ -1,16 +1,50 @@
-"""Warns about valid campaigns that waste resources: idle pods, and rollouts longer than the walltime."""
+"""Checks that pods can run with this Python, and warns about campaigns that waste resources: idle pods, and rollouts
+longer than the walltime."""
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 
 from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.model_paths import Where
-from megaflow_hpc.config import Policy
-from megaflow_hpc.ledger.blocks import split
-from megaflow_hpc.slurm.script import WARN_S
+from megaflow_hpc.config import CampaignConfig, Policy
+from megaflow_hpc.config.slurm import lead_s
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.mpi import LIBRARY
+from megaflow_hpc.ledger.blocks import count_blocks
 from megaflow_hpc.types import Task
+
+PACKAGES_S = 60.0
+"""Timeout for importing the packages of pods. A shared file system may be slow at first."""
+
+
+def check_packages(config: CampaignConfig, slurm: bool) -> None:
+    """Checks that this interpreter, which is also that of the jobs, has the packages that pods and engines import.
+
+    A child process imports them, because loading an MPI library can crash.
+    An MPI library that cannot be loaded is accepted if ``slurm.setup`` may provide it.
+
+    Raises:
+        SiteError: A package is missing or cannot be loaded. The message names it and the remedy.
+    """
+    command = [sys.executable, "-c", "import aiohttp, cryptography\n"]
+    if slurm and not config.is_pool:
+        command[-1] += LIBRARY
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PACKAGES_S, check=False)
+    except subprocess.TimeoutExpired:
+        return  # tells nothing about the nodes
+    why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+    if done.returncode and ("No module named" in why or not config.slurm.setup):
+        raise SiteError(
+            f"{sys.executable}: pods cannot run with this Python: {why}; pip install 'megaflow-hpc[run]' there, load "
+            "the MPI module that mpi4py was built with, or write slurm.check: false if only the nodes of the "
+            "jobs have it"
+        )
 
 
 def warnings(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]) -> list[str]:
@@ -28,10 +62,10 @@ def _idle_pods(draft: Draft, where: Where) -> list[str]:
     config, pods = draft.config, draft.config.slurm.pods.total
     if config.training or pods == 1:  # a trainer requests rollouts round by round
         return []
-    blocks = len(split(draft.rollouts, pods, whole=whole_groups(config)))
+    blocks = count_blocks(draft.rollouts, pods, whole=whole_groups(config))
     if blocks >= pods:
         return []
-    groups = len({rollout.group_id for rollout in draft.rollouts})
+    groups = len(draft.rollouts.firsts())
     why = "which stay whole (scheduling: spare or signal_after)" if whole_groups(config) else ""
     of = f"{len(draft.rollouts)} rollouts in {groups} groups, {why}" if why else f"{len(draft.rollouts)} rollouts"
     idle = pods - blocks
@@ -48,7 +82,8 @@ def _cut_off(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]
         if walltime_s is None or math.isinf(walltime_s) or walltime_s in seen:
             continue
         seen.add(walltime_s)  # warn once about pools with equal walltimes
-        left_s = walltime_s - WARN_S
+        lead = lead_s(draft.config.slurm)
+        left_s = walltime_s - lead
         long = [task for task in _own(draft) if longest_s(task, draft.policies.values()) > left_s]
         if not long:
             continue
@@ -56,7 +91,7 @@ def _cut_off(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]
         lines.append(
             f"{where(f'{key}.time')}: rollouts of {len(long)} of {len(_own(draft))} tasks may take up to "
             f"{worst:.0f} s (time-outs of agent and tests), and a pod runs them for {max(0, left_s):.0f} s, its "
-            f"walltime less {WARN_S} s: one that is cut off begins again, and fails after two; raise {key}.time, or "
+            f"walltime less {lead} s: one that is cut off begins again, and fails after two; raise {key}.time, or "
             "lower agent.timeout_s"
         )
     return lines

@@ -46,6 +46,8 @@ class Starter:
     accounts: list[str] = field(default_factory=list)
     """Accounts, default account first."""
     partitions: list[Partition] = field(default_factory=list)
+    whole_nodes: set[str] = field(default_factory=set)
+    """Partitions that allocate whole nodes."""
     notices: list[str] = field(default_factory=list)
     """Explanations of values that could not be detected."""
 
@@ -63,7 +65,8 @@ class Starter:
         starter.agent = importlib.util.find_spec("minisweagent") is not None
         if site.has_slurm():
             try:
-                starter.partitions = [partition for partition in site.partitions().values() if partition.up]
+                starter.partitions = [partition for partition in site.partitions(hidden=False).values() if partition.up]
+                starter.whole_nodes = site.whole_nodes()
                 starter.slurm = True
             except SiteError as error:
                 starter.notices.append(f"{error}; written without partitions and accounts")
@@ -170,7 +173,7 @@ class Starter:
     def _partition(choice: list[Partition]) -> list[str]:
         if not choice:
             return []
-        first = max(choice, key=lambda partition: (partition.default, partition.nodes))
+        first = _first(choice)
         names = [first.name, *(partition.name for partition in choice if partition is not first)]
         gpus = ", with GPUs" if first.gpus else ""
         size = f"{first.nodes} nodes of {first.cpus} CPUs, {first.memory_mb / 1000:.0f} GB{gpus}, at most {first.time}"
@@ -181,14 +184,20 @@ class Starter:
             f"    time: {minutes // 60}:{minutes % 60:02d}:00",
         ]
 
-    @staticmethod
-    def _ranks(choice: list[Partition]) -> list[str]:
+    def _ranks(self, choice: list[Partition]) -> list[str]:
+        if choice and _first(choice).name in self.whole_nodes:
+            return ["    ranks_per_node: fill  # of 2 CPUs each, because jobs get whole nodes"]
         cpus = max((partition.cpus for partition in choice), default=0)
         ranks = max(2, min(RANKS, cpus // 2))
         return [f"    ranks_per_node: {ranks}  # of 2 CPUs each: one schedules, the others run 2 rollouts at once"]
 
     def _limits(self) -> list[str]:
         return ["limits: {core_hours: 100}  # then pods start no more rollouts"]
+
+
+def _first(choice: list[Partition]) -> Partition:
+    """Returns the partition to write into the file."""
+    return max(choice, key=lambda partition: (partition.default, partition.nodes))
 
 
 def _quoted(value: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from megaflow_hpc.cli.campaigns.following import add_max_rollouts
 from megaflow_hpc.cli.output import note, print_json, say
 from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.cli.verb import Subparsers, add_verb
@@ -26,13 +27,14 @@ def register(subparsers: Subparsers) -> None:
     )
     parser.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML)")
     parser.add_argument("--no-site", action="store_true", help="check only the file, without Slurm and Apptainer")
+    add_max_rollouts(parser)
 
 
 def _check(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import check
 
     with PlanProgress() as watch:
-        result = check(arguments.campaign, not arguments.no_site, watch)
+        result = check(arguments.campaign, not arguments.no_site, watch, arguments.max_rollouts)
     if arguments.json:
         print_json(
             {

@@ -38,7 +38,14 @@ def register(subparsers: Subparsers) -> None:
     )
     add_run(resume)
     resume.add_argument("--failed", action="store_true", help="also repeat failed rollouts")
-    resume.add_argument("--only", nargs="+", default=[], metavar="ID", help="also repeat these rollouts if they failed")
+    resume.add_argument(
+        "--only", action="extend", nargs="+", default=[], metavar="ID", help="also repeat these rollouts if they failed"
+    )
+    resume.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="accept tasks whose files were changed after planning, and record their digests",
+    )
     resume.add_argument(
         "--limit",
         action="append",
@@ -118,10 +125,14 @@ def _resume(arguments: argparse.Namespace) -> int:
         note(line)
     if edited := run.edits.tasks():
         shown = f"{', '.join(edited[:3])}{', …' if len(edited) > 3 else ''}"
-        note(
-            f"{len(edited)} tasks were changed after the run was planned, so their rollouts fail: {shown}; restore "
-            "their files, or plan a new run"
-        )
+        changed = f"{len(edited)} tasks were changed after the run was planned"
+        if arguments.accept_changes:
+            note(f"{changed} and are accepted as they are: {shown}")
+        else:
+            note(
+                f"{changed}, so their rollouts fail: {shown}; restore their files, accept them with --accept-changes, "
+                "or plan a new run"
+            )
     requests: dict[str, dict[str, Any]] = {}
     for role, key, value in arguments.requests:
         requests.setdefault(role, {})[key] = value
@@ -129,7 +140,13 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     def start() -> bool:
         if not run.resume(
-            arguments.failed, arguments.only, arguments.launcher, arguments.ranks, limits=limits, requests=requests
+            arguments.failed,
+            arguments.only,
+            arguments.launcher,
+            arguments.ranks,
+            limits=limits,
+            requests=requests,
+            accept_changes=arguments.accept_changes,
         ):
             more = "" if arguments.failed else "; repeat the failed ones with --failed"
             note(f"nothing to do: every rollout is stored{more}")
@@ -199,6 +216,10 @@ def _gather(arguments: argparse.Namespace) -> int:
         if arguments.wait:
             note(f"waiting for the pods of {run.path}")
             run.slurm_jobs.until_pods_left()
+        if run.slurm_jobs.gather_later(arguments.end_servers):
+            note("pods will come back: another gather job waits for them")
+            return 0
+        say_notices(run.slurm_jobs)
         with under_way(f"gathering {run.path}"):
             # End the servers first: gathering may take long, and engines receive no more requests.
             ended = run.slurm_jobs.end_servers(arguments.end_servers) if arguments.end_servers else []

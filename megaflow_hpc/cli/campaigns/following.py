@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaflow_hpc.cli.output import (
@@ -12,6 +12,7 @@ from megaflow_hpc.cli.output import (
     note,
     print_json,
     say,
+    stop_lines,
     summary,
     training_lines,
     unstarted_lines,
@@ -63,10 +64,12 @@ def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[]
         return 130
     finally:
         progress.close()
-    return _conclude(result, arguments.json)
+    changed = bool("user" in result["failures"] and run.edits.tasks())
+    return _conclude(result, arguments.json, changed)
 
 
-def _conclude(result: dict[str, Any], as_json: bool) -> int:
+def _conclude(result: dict[str, Any], as_json: bool, changed: bool) -> int:
+    """Prints the result of a run. ``changed``: Whether tasks were changed since planning."""
     counts = result["rollouts"]
     missing = counts["total"] - sum(counts[state] for state in FINAL)
     if as_json:
@@ -76,23 +79,42 @@ def _conclude(result: dict[str, Any], as_json: bool) -> int:
         if result["failures"]:
             say("failures: " + ", ".join(f"{kind} {n}" for kind, n in result["failures"].items()))
             say("\n".join(failure_lines(result)))
+        if result["errors"]:
+            counted = ", ".join(f"{cause['kind']} {cause['count']}" for cause in result["errors"])
+            say(f"errors in verified rollouts: {counted}")
+            say("\n".join(failure_lines(result, "errors")))
         for server in result["servers"]:
             if server["state"] == "failed":
                 log = f"\n  log: {server['log']}" if server.get("log") else ""
                 say(f"server {server['server']}: {server.get('cause', 'failed')}{log}")
         for line in [*training_lines(result), *unstarted_lines(result), *map(in_one_line, result["warnings"])]:
             say(line)
-        if missing:
-            say(
-                f"{missing} of {counts['total']} rollouts are missing; "
-                f"continue with: megaflow-hpc resume {result['run']}"
-            )
-        elif counts["failed"]:
-            say(f"repeat the failed rollouts with: megaflow-hpc resume {result['run']} --failed")
+        stops = stop_lines(result) if missing else []
+        for line in [*stops, *next_step(result, missing, bool(stops), changed)]:
+            say(line)
         say(f"results: {result['run']}")
     if missing and result["unstarted"] and not result["pods"]:
         return SiteError.exit_status
     return 1 if missing or counts["failed"] else 0  # rollouts cancelled by the campaign's group rules are not failures
+
+
+def next_step(result: Mapping[str, Any], missing: int, broken: bool, changed: bool) -> list[str]:
+    """Returns how to continue the run, if continuing can help.
+
+    Args:
+        missing: Number of rollouts without a stored result.
+        broken: Whether pods ended for a reason that continuing alone does not remove.
+        changed: Whether rollouts fail until the changes of their tasks are accepted.
+    """
+    run, counts = result["run"], result["rollouts"]
+    lines = [f"{missing} of {counts['total']} rollouts are missing"] * bool(missing)
+    if set(result["failures"]) == {"agent"}:  # a run continues with the command and the images that were planned
+        return [*lines, "the agent's program could not be started: correct its command or the image; plan a new run"]
+    if missing:
+        first = "once that is corrected, " if broken or result["unstarted"] else ""
+        return [f"{lines[0]}; {first}continue with: megaflow-hpc resume {run}"]
+    accept = " --accept-changes" if changed else ""
+    return [f"repeat the failed rollouts with: megaflow-hpc resume {run} --failed{accept}"] * bool(counts["failed"])
 
 
 def say_notices(*of: Any) -> None:
@@ -108,8 +130,19 @@ def add_launcher(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         choices=("auto", "local", "slurm"),
         default="auto",
-        help="where pods and engines run; auto (the default): on Slurm if it is available",
+        help="where pods and engines run; auto (the default): on Slurm; without Slurm, here, "
+        "unless the file has a slurm: section",
     )
     parser.add_argument(
         "--ranks", type=whole(1), default=1, metavar="N", help="local only: MPI ranks of the pod (1: no MPI)"
+    )
+
+
+def add_max_rollouts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-rollouts",
+        type=whole(1),
+        default=10**7,
+        metavar="N",
+        help="refuse a campaign with more rollouts than N (10,000,000)",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.campaigns.following import add_launcher, say_notices, start_and_follow
+from megaflow_hpc.cli.campaigns.following import add_launcher, add_max_rollouts, say_notices, start_and_follow
 from megaflow_hpc.cli.output import note, print_json, say, seconds
 from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.cli.values import above_zero
@@ -61,8 +61,14 @@ def _add_campaign(parser: argparse.ArgumentParser) -> None:
         "--run-dir", metavar="RUN", help="run directory; default: a new one under the campaign's run_dir"
     )
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="ID", help="plan only these tasks, groups or rollouts (shell patterns)"
+        "--only",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="ID",
+        help="plan only these tasks, groups or rollouts (shell patterns)",
     )
+    add_max_rollouts(parser)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -70,11 +76,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.slurm import site
 
     campaign = Campaign.from_yaml(arguments.campaign)
+    campaign.max_rollouts = arguments.max_rollouts
+    slurm = site.has_slurm()
     with PlanProgress(arguments.campaign) as watch:
-        run = campaign.plan(arguments.run_dir, arguments.only, watch=watch)
+        run = campaign.plan(arguments.run_dir, arguments.only, "slurm" if slurm else "local", watch)
     say_notices(campaign)
-    here = f"megaflow-hpc resume {run.path} --launcher local"
-    commands = _by_hand(run) if site.has_slurm() else [here]
+    commands = _by_hand(run) if slurm else [f"megaflow-hpc resume {run.path} --launcher local"]
     if arguments.json:
         print_json({"run": str(run.path), "commands": commands})
         return 0
@@ -95,6 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Campaign
 
     campaign = Campaign.from_yaml(arguments.campaign)
+    campaign.max_rollouts = arguments.max_rollouts
     if arguments.dry_run:
         return dry_run(campaign, arguments)
     with PlanProgress(arguments.campaign) as watch:
@@ -115,6 +123,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Campaign
 
     campaign = Campaign.from_yaml(arguments.campaign)
+    campaign.max_rollouts = arguments.max_rollouts
     if arguments.dry_run:
         return dry_run(campaign, arguments)
     with PlanProgress(arguments.campaign) as watch:

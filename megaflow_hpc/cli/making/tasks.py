@@ -59,7 +59,7 @@ def register(subparsers: Subparsers) -> None:
     add_output(build, "where the task directories go, one each", required=True, metavar="DIR")
     build.add_argument("--base", metavar="SIF", help="image to build the tasks' image on; without it no image is built")
     build.add_argument("--image", metavar="SIF", help="the image to build; default: images/NAME.sif next to DIR")
-    build.add_argument("--only", metavar="ID", nargs="+", default=[], help="only these bugs")
+    build.add_argument("--only", metavar="ID", action="extend", nargs="+", default=[], help="only these bugs")
     build.add_argument(
         "--cache", metavar="DIR", help="where source distributions are kept; default: ~/.cache/megaflow-hpc"
     )
@@ -78,7 +78,7 @@ def register(subparsers: Subparsers) -> None:
     )
     validate.add_argument("directory", metavar="DIR", help="a task directory, or a directory of tasks")
     validate.add_argument("--image", metavar="SIF", help="the tasks' image; default: images/NAME.sif next to DIR")
-    validate.add_argument("--only", metavar="ID", nargs="+", default=[], help="only these tasks")
+    validate.add_argument("--only", metavar="ID", action="extend", nargs="+", default=[], help="only these tasks")
     validate.add_argument(
         "--campaign", metavar="FILE", help="use this campaign's limits, network, verification and images"
     )

@@ -25,15 +25,15 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import (
     clean_environment,
+    explained,
     find_apptainer,
-    last_line,
     version,
 )
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import boot_id, node_name
 
-FORMAT = 4
+FORMAT = 5
 PROBE_S = 20.0
 """Seconds within which a container of the probe must finish."""
 
@@ -144,29 +144,29 @@ def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Sit
     return site
 
 
-def require(networks: Iterable[str], scratch: str | os.PathLike[str]) -> None:
+def require(networks: Iterable[str], scratch: str | os.PathLike[str], provided: bool = False) -> None:
     """Rejects a campaign whose sandboxes cannot start at this site, before anything is queued.
 
-    ``MEGAFLOW_SITE_CHECK=0`` skips the check, for login nodes with fewer capabilities than compute nodes. For the same
-    reason there is no check if Apptainer is missing.
+    Args:
+        provided: True if Apptainer may be missing here, because the jobs set up an environment of their own.
 
     Raises:
         SiteError: Names the network, the reason and the remedy.
     """
-    if os.environ.get("MEGAFLOW_SITE_CHECK") == "0":
-        return
     try:
         apptainer = find_apptainer()
-    except SiteError:
-        return
+    except SiteError as error:
+        if provided:
+            return
+        raise SiteError(f"{error}, or write slurm.check: false if only the nodes of the jobs have it") from None
     site = cached(scratch, apptainer)
     for network in sorted(set(networks)):
         if reason := site.refuses(network):
             others = [name for name in ("gateway", "none", "host") if not site.refuses(name)]
             remedy = f"use environment.network {' or '.join(others)}" if others else "ask the site"
             raise SiteError(
-                f"network {network!r} of a sandbox cannot be had on {node_name()}: {reason}; {remedy}, or set "
-                "MEGAFLOW_SITE_CHECK=0 if the nodes of the jobs can do more than this one (megaflow-hpc doctor)"
+                f"network {network!r} of a sandbox cannot be had on {node_name()}: {reason}; {remedy}, or write "
+                "slurm.check: false if the nodes of the jobs can do more than this one (megaflow-hpc doctor)"
             )
 
 
@@ -291,4 +291,4 @@ def _failure_of(argv: Sequence[str], temporary: str | None = None) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return "" if done.returncode == 0 else last_line(done.stderr + done.stdout)
+    return "" if done.returncode == 0 else explained(done.stderr + done.stdout)

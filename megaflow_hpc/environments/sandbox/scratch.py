@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from megaflow_hpc.host.mounts import mount_of
 from megaflow_hpc.host.private import own_directories, own_directory, private_directory
 from megaflow_hpc.host.process import Identity
 
@@ -49,23 +50,7 @@ _numbers = itertools.count(1)
 
 def file_system(path: str | os.PathLike[str], mountinfo: str | None = None) -> str:
     """Returns the type of the file system that contains ``path``, as named in ``/proc/self/mountinfo``."""
-    real = os.path.realpath(path)
-    if mountinfo is None:
-        try:
-            mountinfo = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
-        except OSError:
-            return ""
-    longest, type_ = -1, ""
-    for line in mountinfo.splitlines():
-        before, separator, after = line.partition(" - ")
-        fields = before.split()
-        if not separator or len(fields) < 5:
-            continue
-        point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
-        is_inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if is_inside and len(point) >= longest:  # of two mounts at the same path, the later one hides the earlier
-            longest, type_ = len(point), after.split()[0]
-    return type_
+    return mount_of(path, mountinfo).type
 
 
 def is_full(path: str | os.PathLike[str]) -> bool:

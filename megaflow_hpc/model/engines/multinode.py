@@ -27,8 +27,13 @@ from megaflow_hpc.model.engines.container import make_directories
 from megaflow_hpc.model.engines.launch import Launch
 
 
-def over_nodes(launch: Launch, nodes: int, private: Path, environ: Mapping[str, str] = os.environ) -> Launch:
+def over_nodes(
+    launch: Launch, nodes: int, private: Path, options: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> Launch:
     """Wraps a launch in a job step of ``nodes`` tasks, one per node.
+
+    Args:
+        options: Additional options for srun.
 
     Raises:
         ConfigError: The allocation has too few nodes.
@@ -40,11 +45,11 @@ def over_nodes(launch: Launch, nodes: int, private: Path, environ: Mapping[str, 
             f"by hand: sbatch --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 …"
         )
     srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--mpi=none", "--overlap"]
-    srun += ["--kill-on-bad-exit=1", "--input=all", "--export=ALL"]
+    srun += ["--kill-on-bad-exit=1", "--wait=0", "--input=all", "--export=ALL"]
     if environ.get("SLURM_CPUS_PER_TASK"):  # job steps do not inherit this option from sbatch
         srun.append(f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}")
     part = [sys.executable, "-m", "megaflow_hpc.model.engines.multinode", str(private)]
-    return replace(launch, command=[*srun, *part, *launch.command])
+    return replace(launch, command=[*srun, *options, *part, *launch.command])
 
 
 def part_command(rank: int, command: Sequence[str]) -> list[str]:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from aiohttp import web
 
+from megaflow_hpc.host.address import listen_everywhere
 from megaflow_hpc.model.api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS, WEIGHT_VERSION
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.http_server import BadBody, HttpServer, read_body
@@ -72,11 +73,11 @@ class Proxy:
     """Reverse proxy in front of one engine.
 
     Args:
-        host: Address to listen on. The kernel chooses the port.
+        host: Address to listen on. Empty: all IPv4 and IPv6 addresses. The kernel chooses the port.
         tenants: The users of a pool; ``None`` if the server is not in a pool.
     """
 
-    def __init__(self, host: str = "0.0.0.0", tenants: Tenants | None = None) -> None:
+    def __init__(self, host: str = "", tenants: Tenants | None = None) -> None:
         self.tenants = tenants
         self.key, self.admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self.host, self.port = host, 0
@@ -105,7 +106,7 @@ class Proxy:
     async def start(self, context: ssl.SSLContext | None = None) -> None:
         """Starts listening, with TLS if ``context`` is given, and sets ``port``."""
         self._server = HttpServer(self._handle, LOG, max_per_owner=sys.maxsize)
-        listener = socket.create_server((self.host, 0))
+        listener = socket.create_server((self.host, 0)) if self.host else listen_everywhere()
         self.port = listener.getsockname()[1]
         self._server.listen(listener, context)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.address import address
+from megaflow_hpc.host.address import LOOPBACK, address, host_of_url
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.proxy import Proxy
@@ -70,10 +70,22 @@ class Registration:
         self._down = False
         """True while the server waits for an external endpoint that is unavailable."""
 
+    def check_address(self) -> None:
+        """Checks that other nodes can reach this one, if this is a Slurm job.
+
+        Raises:
+            ConfigError: The node has neither a host name that resolves nor a route to other nodes.
+        """
+        if os.environ.get("SLURM_JOB_ID") and address() == LOOPBACK:
+            raise ConfigError(
+                f"pods cannot reach this server: host name {socket.gethostname()!r} does not resolve, and the node has "
+                "no route to others; export MEGAFLOW_ADDRESS=… in slurm.servers.setup, with the node's name or address"
+            )
+
     async def register(self, launch: Launch, proxy: Proxy, fingerprint: str) -> str:
         """Collects the fields that :meth:`beat` publishes. Returns the address and template behaviour, for the log."""
         template = await probe(proxy.ask, launch, parses_thoughts(self.what.model))
-        url = f"{'https' if fingerprint else 'http'}://{address()}:{proxy.port}"
+        url = f"{'https' if fingerprint else 'http'}://{host_of_url(address())}:{proxy.port}"
         self._endpoint = Endpoint(
             server=self.what.name,
             policy=self.what.policy,

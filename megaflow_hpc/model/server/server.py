@@ -122,6 +122,7 @@ class EngineServer:
             loop.add_signal_handler(number, self.leave, f"signal {signal.Signals(number).name}")
         private = self.weights.scratch = Path(tempfile.mkdtemp(prefix="megaflow-", dir=scratch()))
         try:
+            self.files.check_address()
             context = None
             if os.environ.get("MEGAFLOW_TLS", "1") != "0":
                 try:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import gc
 import os
 import secrets
+import signal
 import sys
 import threading
+import time
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -19,12 +21,13 @@ from pathlib import Path
 import msgspec
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig, lead_s
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.pod.comm import Comm
+from megaflow_hpc.pod.master.drain import STOP_S
 from megaflow_hpc.pod.master.loop import Master
 from megaflow_hpc.pod.master.pod import Pod, Walltime
 from megaflow_hpc.rundir.events import EventWriter
@@ -72,7 +75,7 @@ def slots_per_rank(config: CampaignConfig) -> int:
 
 def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:
     """Returns the CPUs and the memory in MB of a rank. Each is ``None`` if the campaign file does not set it."""
-    return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks_per_node)
+    return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks)
 
 
 def lead(run: RunDir, comm: Comm) -> str:
@@ -88,6 +91,8 @@ def lead(run: RunDir, comm: Comm) -> str:
     journal = JournalWriter(run.journal_file(who.pod, who.start))
     pod = _pod(run, planned, comm, who, journal)
     pod.drain_file = Path(directory) / DRAIN if directory else None
+    if "SLURM_JOB_ID" in os.environ:
+        _note_signal(pod)
     tune()
     after_s = PACK_AFTER_S + zlib.crc32(who.name.encode()) % PACK_SPREAD_S
     packing = threading.Timer(after_s, pack_journals, [run.journal, who.pod, who.start])
@@ -100,6 +105,16 @@ def lead(run: RunDir, comm: Comm) -> str:
     if directory:
         write_atomic(Path(directory) / STATE, "superseded" if pod.ledger.superseded else state)
     return state
+
+
+def _note_signal(pod: Pod) -> None:
+    """Records when Slurm signals the step. The signal alone never ends rank 0 (:meth:`Drain.obey`)."""
+
+    def note(*_: object) -> None:
+        pod.signalled_at = min(pod.signalled_at, time.monotonic())
+
+    signal.signal(signal.SIGTERM, note)
+    signal.siginterrupt(signal.SIGTERM, False)  # so that the system calls of MPI are restarted
 
 
 def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal: JournalWriter) -> Pod:
@@ -130,5 +145,6 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
         scheduling=config.scheduling,
         learned=planned.learned,
         room=room_per_rank(config.slurm.pods),
-        walltime=Walltime.of_job(),
+        walltime=Walltime.of_job(lead_s(config.slurm)),
+        drain_s=config.slurm.lead_s - STOP_S,
     )

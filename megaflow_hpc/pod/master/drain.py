@@ -11,13 +11,14 @@ from megaflow_hpc.pod.master.pod import Pod
 from megaflow_hpc.pod.master.ranks import Ranks
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.rundir.events import PodEvent
-from megaflow_hpc.rundir.marks import WHY_DRAIN
+from megaflow_hpc.rundir.marks import PREEMPTED, WHY_DRAIN
 
-DRAIN_S = 25.0
-"""Time that running rollouts get once draining has begun. Stopping the workers takes extra time. The sum is less
-than the batch script's warning time."""
+STOP_S = 35.0
+"""Time that stopping the workers takes after a drain. The rest of the warning time is for running rollouts."""
 DRAIN_NOW_S = 4.0
-"""The same when Slurm is about to kill the step (preempted or cancelled)."""
+"""Time that running rollouts get when Slurm is about to kill the step (preempted or cancelled)."""
+SIGNAL_S = 1.0
+"""Seconds that the supervisor may need to write the reason for a signal, if the step received the signal first."""
 PATIENCE_S = 12.0
 """Time that agents may wait for a pending model response before they are suspended."""
 HURRIED = ("now", "cancelled")
@@ -32,17 +33,19 @@ NOT_AWAITED = "nothing to do, and no consumer that may add blocks has renewed it
 class DrainPhase(Enum):
     """Phase of a pod. Transitions only go down this table.
 
-    ======== ========================================================== =================
-    phase    entered when                                               rollouts may run
-    ======== ========================================================== =================
-    RUNNING  the pod starts                                             without limit
-    DRAINING the supervisor asks, a limit is exceeded, no work is left  :data:`DRAIN_S`
-    HURRYING Slurm will soon kill the step (:data:`HURRIED`)            :data:`DRAIN_NOW_S`
-    ======== ========================================================== =================
+    ========= ========================================================== =================
+    phase     entered when                                               rollouts may run
+    ========= ========================================================== =================
+    RUNNING   the pod starts                                             without limit
+    DRAINING  the supervisor asks, a limit is exceeded, no work is left  ``pod.drain_s``
+    PREEMPTED Slurm signals the step alone: the GraceTime begins         until it ends
+    HURRYING  Slurm will soon kill the step (:data:`HURRIED`)            :data:`DRAIN_NOW_S`
+    ========= ========================================================== =================
     """
 
     RUNNING = "running"
     DRAINING = "draining"
+    PREEMPTED = "preempted"
     HURRYING = "hurrying"
 
 
@@ -66,8 +69,19 @@ class Drain:
     @property
     def over(self) -> bool:
         """True once the grace period of running rollouts has expired."""
-        grace_s = DRAIN_NOW_S if self.phase is DrainPhase.HURRYING else DRAIN_S
-        return self.active and time.monotonic() - self._began_at >= grace_s
+        match self.phase:
+            case DrainPhase.HURRYING:
+                grace_s = DRAIN_NOW_S
+            case DrainPhase.DRAINING:
+                grace_s = self._pod.drain_s
+            case _:
+                return False
+        return time.monotonic() - self._began_at >= grace_s
+
+    @property
+    def preempted(self) -> bool:
+        """True if Slurm takes the allocation back before the walltime ends."""
+        return self.phase in (DrainPhase.PREEMPTED, DrainPhase.HURRYING)
 
     def read_word(self, wait_s: float = 0.0) -> str | None:
         """Reads the supervisor's current word. Returns ``None`` while no drain is requested.
@@ -80,10 +94,18 @@ class Drain:
         return word
 
     def obey(self) -> None:
-        """Begins to drain if the supervisor has requested it."""
+        """Begins to drain if the supervisor has requested it, or if Slurm has signalled the step alone.
+
+        At the start of a preemption's GraceTime, Slurm signals the tasks of a step and not the batch shell. At any
+        other end it signals both.
+        """
         word = self.read_word()
+        if word is None and time.monotonic() - self._pod.signalled_at >= SIGNAL_S:
+            word = self.word = self.word or PREEMPTED
         if word is not None:
-            self.begin(WHY_DRAIN.get(word, "asked to by the batch script"), hurry=word in HURRIED)
+            hurried = DrainPhase.HURRYING if word in HURRIED else DrainPhase.DRAINING
+            phase = DrainPhase.PREEMPTED if word == PREEMPTED else hurried
+            self.begin(WHY_DRAIN.get(word, "asked to by the batch script"), phase)
 
     def pause(self, why: str) -> None:
         """Begins to drain for a reason that a restart would not resolve. Does nothing if ``why`` is empty."""
@@ -91,16 +113,19 @@ class Drain:
             self.paused = why
             self.begin(why)
 
-    def begin(self, why: str, hurry: bool = False) -> None:
+    def begin(self, why: str, phase: DrainPhase = DrainPhase.DRAINING) -> None:
         """Stops starting rollouts, and suspends agents that can continue in another allocation."""
-        if self.phase is DrainPhase.HURRYING or (self.active and not hurry):
+        phases = list(DrainPhase)
+        if phases.index(phase) <= phases.index(self.phase):
             return
         if not self.active:
             self._began_at = time.monotonic()
             self._scheduler.clear()
             self._pod.events.write(PodEvent(state="draining", why=why))
-        self.phase = DrainPhase.HURRYING if hurry else DrainPhase.DRAINING
-        self._ranks.tell({"op": "suspend", "patience_s": 0.0 if hurry else PATIENCE_S})
+        self.phase = phase
+        if phase is DrainPhase.PREEMPTED and self._pod.drain_file is not None:
+            self._pod.drain_file.with_name(PREEMPTED).touch()  # this start does not count as one that stored nothing
+        self._ranks.tell({"op": "suspend", "patience_s": PATIENCE_S if phase is DrainPhase.DRAINING else 0.0})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megaflow_hpc.host.wire import Message
 from megaflow_hpc.pod.comm import Backoff
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
 from megaflow_hpc.pod.master.dispatch import Dispatch
-from megaflow_hpc.pod.master.drain import STUCK_S, Drain, DrainPhase, End, Situation, end_of
+from megaflow_hpc.pod.master.drain import STUCK_S, Drain, End, Situation, end_of
 from megaflow_hpc.pod.master.endpoints import Endpoints, Engines
 from megaflow_hpc.pod.master.live_status import LiveStatuses
 from megaflow_hpc.pod.master.pod import Pod
@@ -94,6 +94,8 @@ class Master:
         self._announced_images: list[str] = []
         self._reported_slow = False
         """True if the latest report said that the run directory does not respond."""
+        self._last_loss = ""
+        """Why the latest lost rank was lost."""
         self._reported_progress = False
         """True once the supervisor knows that this start has made progress."""
 
@@ -205,6 +207,9 @@ class Master:
         self._results.ended(rank, Outcome.from_message(message))
 
     def _lose(self, rank: int, why: str) -> None:
+        if rank not in self._ranks.everyone:  # it had said why before its runner ended
+            return
+        self._last_loss = why
         self._ranks.leave(rank)
         self._live.leave(rank)
         rollouts = self._results.lost(rank, why)
@@ -284,7 +289,8 @@ class Master:
         if slow == self._reported_slow:
             return
         self._reported_slow = slow
-        why = f"no answer for {stuck_s:.0f} s; results wait in memory" if slow else "answers again"
+        problem = self._io.state.error or "no answer"
+        why = f"{problem} for {stuck_s:.0f} s; results wait in memory" if slow else "answers again"
         print(printable(f"pod: {self.pod.run}: {why}"), file=sys.stderr, flush=True)
         self.pod.events.write(PodEvent(state="started", why=f"the run directory: {why}"))
 
@@ -306,10 +312,11 @@ class Master:
         self._ranks.stop()
         pod.comm.push()
         if state == "lost":
-            pod.events.write(PodEvent(state=state, stored=self._results.stored))
+            why = f"no worker rank is left: {self._last_loss}" if not self._ranks.all and self._last_loss else None
+            pod.events.write(PodEvent(state=state, stored=self._results.stored, why=why))
             self._io.finish(POLL_INTERVAL_S)
             return state  # release nothing: the pod that takes over seals the durable results
-        self._results.cut_short(preempted=self._drain.phase is DrainPhase.HURRYING)
+        self._results.cut_short(self._drain.preempted)
         if any(history.partial for history in self._results.histories.values()):
             self._report_progress()
         self._io.finish(STUCK_S, release=True, histories=self._results.histories)

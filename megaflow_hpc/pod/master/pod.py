@@ -23,9 +23,6 @@ from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
-MARGIN_S = 60.0
-"""Safety margin before the job ends. The batch script is warned, and the pod drains, this long before the end."""
-
 
 @dataclass(frozen=True)
 class Walltime:
@@ -40,10 +37,14 @@ class Walltime:
     """Monotonic time by which rollouts must have ended."""
 
     @classmethod
-    def of_job(cls) -> Walltime:
-        """Reads ``MEGAFLOW_END``, which ``pods.sh`` sets (Unix seconds; no limit if missing or empty)."""
+    def of_job(cls, lead_s: float) -> Walltime:
+        """Reads ``MEGAFLOW_END``, which ``pods.sh`` sets (Unix seconds; no limit if missing or empty).
+
+        Args:
+            lead_s: Seconds before the end at which the batch script is signalled, and the pod drains.
+        """
         try:
-            left_s = float(os.environ.get("MEGAFLOW_END", "")) - time.time() - MARGIN_S
+            left_s = float(os.environ.get("MEGAFLOW_END", "")) - time.time() - lead_s
         except ValueError:
             return cls()
         if left_s <= 0:
@@ -71,6 +72,10 @@ class Pod:
     servers: dict[str, int]
     """Number of engine servers that the campaign requests, by policy. Empty if no policy has a model."""
     drain_file: Path | None = None
+    drain_s: float = 25.0
+    """Seconds that running rollouts get once draining has begun."""
+    signalled_at: float = math.inf
+    """Monotonic time at which Slurm signalled the tasks of the step. Infinite before that."""
     job_id: str = ""
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     learned: Sequence[Sequence[Any]] = ()

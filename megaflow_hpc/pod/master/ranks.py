@@ -54,6 +54,11 @@ class Ranks:
         """Worker ranks that are ready or awaited."""
         return [*self.ready, *self.awaited]
 
+    @property
+    def everyone(self) -> list[int]:
+        """Worker ranks that are ready or awaited, and ranks that run an engine server."""
+        return [*self.all, *self._engines]
+
     def tell(self, message: Message | bytes) -> None:
         """Sends a message to every ready rank."""
         for rank in [*self.ready, *self._engines]:
@@ -62,14 +67,14 @@ class Ranks:
     def stop(self) -> None:
         """Tells every rank to leave. Ranks that are not ready also get the message, or they would wait for a
         heartbeat."""
-        for rank in [*self.all, *self._engines]:
+        for rank in self.everyone:
             self._comm.send(rank, STOP)
 
     def beat(self) -> None:
         """Sends a heartbeat to every rank when due."""
         if time.monotonic() - self._beaten_at >= BEAT_S:
             self._beaten_at = time.monotonic()
-            for rank in [*self.all, *self._engines]:
+            for rank in self.everyone:
                 self._comm.send(rank, BEAT)
 
     def lost(self) -> Iterator[tuple[int, str]]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megaflow_hpc.pod.master.drain import Drain
+from megaflow_hpc.pod.master.drain import SIGNAL_S, Drain
 from megaflow_hpc.pod.master.histories import History
 from megaflow_hpc.pod.master.pod import Pod
 from megaflow_hpc.pod.master.ranks import Ranks
@@ -30,12 +30,9 @@ from megaflow_hpc.pod.scheduling.groups import Groups, GroupStep
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
 from megaflow_hpc.rundir.events import AttemptEvent, WorkerEvent, shown
-from megaflow_hpc.rundir.marks import WHY_DRAIN
+from megaflow_hpc.rundir.marks import PREEMPTED, WHY_DRAIN
 from megaflow_hpc.trajectory import Attempt, Trajectory
 from megaflow_hpc.types import VERIFIED, Status
-
-SIGNAL_S = 1.0
-"""Seconds that the supervisor may need to write the reason for a signal, if workers received the signal first."""
 
 
 class Results:
@@ -100,7 +97,8 @@ class Results:
             if not self._drain.active:  # wait only once, because the loop waits too
                 self._drain.read_word(SIGNAL_S)
             self._cut_short(work, outcome)
-            self._drain.begin(WHY_DRAIN.get(self._drain.word, "a rollout was stopped by a signal to the step"))
+            self._drain.obey()
+            self._drain.begin("a rollout was stopped by a signal to the step")
             return
         if outcome.status == "failed":
             if why is not None:
@@ -216,7 +214,7 @@ class Results:
     def _cut_kind(self, outcome: Outcome) -> str:
         """Returns ``walltime`` or ``preemption``, or an empty string if the user or a limit ended the pod."""
         word = self._drain.word
-        if word in ("walltime", "now"):
+        if word in ("walltime", "now", PREEMPTED):
             return "walltime" if word == "walltime" else "preemption"
         if word in WHY_DRAIN or self._drain.paused:
             return ""

@@ -188,6 +188,8 @@ class RunState:
     phase: IoPhase = IoPhase.WORKING
     since: float = field(default_factory=time.monotonic)
     """Monotonic time when the thread became stuck, or otherwise when it completed its last turn."""
+    error: str = ""
+    """Why the last turn failed, such as ``No space left on device``. Empty unless the thread is stuck."""
     held: int = 0
     """Number of claimed blocks that are not done."""
     closes_at: float = float("-inf")
@@ -303,7 +305,7 @@ class RunIoThread(threading.Thread):
             if self.state.phase is IoPhase.WORKING:
                 why = f"the run directory cannot be written: {error}"
                 self._events.write(PodEvent(state="started", why=why))
-                self._enter(IoPhase.STUCK)
+                self._enter(IoPhase.STUCK, error.strerror or str(error))
         if self._asked.stop is not None:
             self._enter(IoPhase.STOPPED)
         self._events.flush()
@@ -408,8 +410,8 @@ class RunIoThread(threading.Thread):
 
     # --- reports ---
 
-    def _enter(self, phase: IoPhase) -> None:
-        self.state = replace(self.state, phase=phase, since=time.monotonic())
+    def _enter(self, phase: IoPhase, error: str = "") -> None:
+        self.state = replace(self.state, phase=phase, since=time.monotonic(), error=error)
         self._update_state()
 
     def _update_state(self) -> None:

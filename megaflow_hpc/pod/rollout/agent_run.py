@@ -15,7 +15,7 @@ from megaflow_hpc.agents import create
 from megaflow_hpc.agents.remote import forked
 from megaflow_hpc.config import Policy
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from megaflow_hpc.errors import LimitError, LostError, ModelServiceError, UserCodeError
+from megaflow_hpc.errors import LimitError, LostError, MegaflowError, ModelServiceError, UserCodeError
 from megaflow_hpc.model.gateway.open_rollout import SEEDS
 from megaflow_hpc.model.gateway.replay import calls_artifact
 from megaflow_hpc.pod.rollout.checkpoint import Checkpoint, CutShort
@@ -26,9 +26,15 @@ from megaflow_hpc.trajectory import Recording, Trajectory, linked
 from megaflow_hpc.types import Agent, AgentResult, CallBudget, ModelEndpoint, ResumableAgent, Rollout, Task
 
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+NO_PROGRAM = (126, 127)
+"""A shell's exit codes for a program that cannot be executed, or does not exist."""
 SETTLE_S = 1.0
 """Pause after an agent was killed, in seconds. If Slurm is ending the job, its signal also reaches this process
 within the pause, so the preempted rollout is not verified."""
+
+
+class NoProgramError(MegaflowError):
+    """The agent's program could not be started, so there is nothing to verify."""
 
 
 @contextmanager
@@ -103,6 +109,7 @@ class AgentRun:
         Raises:
             CutShort: the allocation ends, so the gateway refused a model call of the agent.
             ModelServiceError: the model service was down.
+            NoProgramError: the agent's program in the sandbox could not be started.
             UserCodeError: the agent's code failed before the model's first response.
             LostError: the sandbox was lost in the first attempt. In later attempts, the agent is blamed instead.
         """
@@ -154,6 +161,9 @@ class AgentRun:
             if not recording.turns:
                 raise raised
             result.exit_code, result.error = 1, str(raised)
+        called = bool(recording.turns or self._trajectory.turns)
+        if result.exit_code in NO_PROGRAM and getattr(agent, "in_sandbox", False) and not called:
+            raise NoProgramError(result.error or f"the agent's program ended with exit code {result.exit_code}")
         return result, recording
 
     async def _open_model(self, task: Task, agent: Agent, recorded: Mapping[str, Any] | None) -> ModelEndpoint:

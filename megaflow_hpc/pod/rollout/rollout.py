@@ -3,8 +3,9 @@
 The steps are: start the sandbox, run the agent, kill all of the agent's processes, verify. Tasks with several steps
 repeat the last three for each step. Every error becomes a status and a cause, never an exception. An infrastructure
 failure gives ``failed``, with an error kind that says what is to blame. A failed agent gives ``completed`` and is
-verified as usual. A failed verifier gives reward 0. If the allocation ends first, the rollout is ``cancelled`` and
-resumes in another allocation from its checkpoint (preemption.py).
+verified as usual, unless its program could not be started: that gives ``failed``. A failed verifier gives reward 0. If
+the allocation ends first, the rollout is ``cancelled`` and resumes in another allocation from its checkpoint
+(preemption.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megaflow_hpc.config import Policy
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.host.process import node_name
-from megaflow_hpc.pod.rollout.agent_run import AgentRun, timed
+from megaflow_hpc.pod.rollout.agent_run import AgentRun, NoProgramError, timed
 from megaflow_hpc.pod.rollout.checkpoint import Checkpoint, CutShort
 from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
@@ -84,6 +85,8 @@ async def run_attempt(
             ended.cause = "sandbox-start" if isinstance(error, NoSandboxError) else "sandbox-lost"
     except ModelServiceError as error:
         _end(trajectory, "failed", "model", str(error))
+    except NoProgramError as error:
+        _end(trajectory, "failed", "agent", str(error))
     except (ConfigError, UserCodeError) as error:  # the message names the location
         _end(trajectory, "failed", "user", str(error))
     except Exception as error:  # a bug in a scaffold or a task must cost one rollout, not the runner

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig, Policy, resolved
+from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.descriptors import raise_limit
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.host.wire import Message, frame, pack, read_parcel, unpack_all
@@ -72,7 +73,12 @@ class Runner:
         config = resolved(CampaignConfig, message["campaign"])
         policies = {name: resolved(Policy, p) for name, p in message["policies"].items()}
         code_places = (message["code"], message["beside"])
-        services = await Services.open(config, policies, Path(message["partial"]), code_places)
+        try:
+            services = await Services.open(config, policies, Path(message["partial"]), code_places)
+        except MegaflowError as error:  # this node lacks something; rank 0 must learn what
+            print(printable(f"runner: {error}"), file=sys.stderr)
+            await self._send({"op": "left", "why": f"{node_name()}: {error}"})
+            raise SystemExit(error.exit_status) from None
         self._opened = services
         # Slurm signals every process of a step that it preempts or cancels. Processes that die then have not failed.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, services.preemption.preempt)

@@ -6,7 +6,8 @@ dead engines can still be retried after a bad node.
 =================  ============  =======  ==========================================================================
 cause              stored as     retries  meaning
 =================  ============  =======  ==========================================================================
-``agent``          agent         0        the scaffold failed; the rollout is completed and verified, not failed
+``agent``          agent         0        the agent's program could not be started in the sandbox; other failures of
+                                          agents are completed and verified, not failed
 ``model``          model         2        no engine responded
 ``sandbox-start``  sandbox       3        no sandbox started; counts against the rank, which is excluded in the end
 ``sandbox-lost``   sandbox       2        the sandbox was lost while it was needed
@@ -20,8 +21,9 @@ The last two are not failures, but are kept as attempts. :data:`MAX_INTERRUPTION
 ``slurm.requeues`` for an element of the array. If a rollout had most of a walltime :data:`TOO_SHORT` times in a row and
 left no checkpoint, it needs a longer walltime and fails immediately.
 
-Failures are *systematic* when nearly all of the latest results failed for the same cause. The campaign is then to
-blame, and continuing would waste the allocation.
+Failures are *systematic* when nearly all of the latest results failed for the same cause, or when each of a pod's first
+results failed because the agent's program could not be started. The campaign is then to blame, and continuing would
+waste the allocation.
 """
 
 from __future__ import annotations
@@ -64,6 +66,8 @@ NEARLY_ALL = 0.9
 """Failures are systematic if at least this share of the latest results has the same cause."""
 SYSTEMATIC_LAST = 32
 """Number of latest results that a pod checks for systematic failures."""
+FIRST_WITHOUT_PROGRAM = 8
+"""Number of a pod's first results that stop it if the agent's program could not be started in any of them."""
 BAD_STARTS = 4
 """Number of consecutive failed sandbox starts after which a rank gets no more work, if other ranks succeed."""
 
@@ -85,14 +89,23 @@ class Pattern:
     def __init__(self, last: int) -> None:
         self._last: deque[str] = deque(maxlen=last)
         self._enough = last
+        self._without_program: int | None = 0
+        """Number of results so far, all without the agent's program. ``None`` once another result was added."""
 
     def add(self, cause: str) -> None:
         """Adds a final result. ``cause`` is empty if the rollout did not fail."""
         self._last.append(cause)
+        if self._without_program is not None:
+            self._without_program = self._without_program + 1 if cause == "agent" else None
 
     @property
     def systematic(self) -> str:
         """Why the pod should stop. Empty while failures are not systematic."""
+        if (self._without_program or 0) >= FIRST_WITHOUT_PROGRAM:
+            return (
+                f"the agent's program could not be started in any of the first {self._without_program} rollouts; "
+                "correct agent.args.command, or put the program into the tasks' images, and plan a new run"
+            )
         if len(self._last) < self._enough:
             return ""
         ((cause, count),) = Counter(self._last).most_common(1)

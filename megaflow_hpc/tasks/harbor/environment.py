@@ -18,7 +18,8 @@ from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.task_toml import TomlTable
 from megaflow_hpc.types import Limits, Network, Task
 
-COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+COMPOSE = "docker-compose.yaml"
+"""The only name of a Compose definition in Harbor. Files of similar names are data of the task."""
 
 
 def read_environment(
@@ -106,9 +107,8 @@ def inside(root: Path, path: Path) -> Path:
 
 def _refuse(table: TomlTable, directory: Path) -> None:
     """Rejects settings that a single rootless container cannot provide."""
-    for name in COMPOSE:
-        if (directory / name).is_file():
-            raise ConfigError(f"{directory / name}: tasks of several services cannot run here; leave this task out")
+    if (directory / COMPOSE).is_file():
+        raise ConfigError(f"{directory / COMPOSE}: tasks of several services cannot run here; leave this task out")
     for key in ("gpus", "tpu"):
         if table.data.get(key):
             raise table.error(key, table.data[key], "none: sandboxes run on CPU nodes; leave this task out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,13 +52,16 @@ class HarborFormat:
     def claims(self, source: str) -> bool:
         return True
 
-    def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles) -> list[Task]:
+    def read(
+        self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles, wanted: Callable[[str], bool]
+    ) -> list[Task]:
         tasks, mistakes = [], []
         for directory in find_tasks(source, Path(base)):
             try:
                 tasks.append(read_harbor_task(directory, dockerfiles))
             except ConfigError as error:
-                mistakes.append(str(error))
+                if wanted(os.path.basename(os.path.normpath(directory))):
+                    mistakes.append(str(error))
         if mistakes:
             raise Mistakes(mistakes)
         return tasks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Callable
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
@@ -20,12 +21,14 @@ class SwebenchFormat(OneStep):
     def claims(self, source: str) -> bool:
         return source.endswith(".jsonl")
 
-    def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles) -> list[Task]:
+    def read(
+        self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles, wanted: Callable[[str], bool]
+    ) -> list[Task]:
         pattern = os.path.join(base, os.path.expanduser(os.path.expandvars(source)))
         paths = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
         if not paths or not os.path.exists(paths[0]):
             raise ConfigError(f"tasks: {pattern}: no such file; correct the path")
-        return [task for path in paths for task in read_tasks(path)]
+        return [task for path in paths for task in read_tasks(path, wanted)]
 
     settle = staticmethod(plan.settle)
     prepare = staticmethod(runs.prepare)

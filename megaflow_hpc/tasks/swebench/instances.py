@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
-from collections.abc import Iterator, Mapping
+import tokenize
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -91,8 +93,10 @@ def image_name(pattern: str, instance_id: str) -> str:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_instances(path: str | os.PathLike[str]) -> Iterator[tuple[Line, Instance]]:
-    """Yields every instance of a file in order. Skips blank lines.
+def read_instances(
+    path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda _: True
+) -> Iterator[tuple[Line, Instance]]:
+    """Yields every instance of a file in order. Skips blank lines, and invalid lines whose id is not wanted.
 
     Raises:
         ConfigError: a line is invalid or an id is duplicated; names file, line, field, value and what was expected.
@@ -100,7 +104,12 @@ def read_instances(path: str | os.PathLike[str]) -> Iterator[tuple[Line, Instanc
     file = Path(path).absolute()
     seen: dict[str, int] = {}
     for line in _lines(file):
-        instance = parse(line)
+        try:
+            instance = parse(line)
+        except ConfigError:
+            if wanted(_id_of(line)):
+                raise
+            continue
         if instance.task_id in seen:
             raise ConfigError(
                 f"{line}: instance_id {instance.instance_id!r} is also on line {seen[instance.task_id]}; "
@@ -110,6 +119,15 @@ def read_instances(path: str | os.PathLike[str]) -> Iterator[tuple[Line, Instanc
         yield line, instance
     if not seen:
         raise ConfigError(f"{file}: contains no instance; expected one JSON object per line")
+
+
+def _id_of(line: Line) -> str:
+    """Returns the id of an invalid line, or an empty string."""
+    try:
+        raw = parse_json(line.data)
+    except ValueError:
+        return ""
+    return str(raw.get("instance_id") or "") if isinstance(raw, dict) else ""
 
 
 def _lines(file: Path) -> Iterator[Line]:
@@ -195,9 +213,31 @@ def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
     return text
 
 
+def _unseparated(text: str) -> bool:
+    """Returns whether two quoted names follow each other without a comma, as numpy prints lists. Python would join
+    them to one name."""
+    try:
+        parse_json(text)
+        return False
+    except ValueError:
+        pass
+    quoted = False
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.STRING and quoted:
+                return True
+            if token.type not in (tokenize.NL, tokenize.NEWLINE):
+                quoted = token.type == tokenize.STRING
+    except (tokenize.TokenError, SyntaxError):
+        pass
+    return False
+
+
 def _names(line: Line, key: str, value: Any) -> tuple[str, ...]:
     """Returns test names from a list, or from a list encoded as JSON or Python."""
     names = literal(value) if isinstance(value, str) else value
+    if isinstance(value, str) and names is not None and _unseparated(value):
+        raise line.error(key, value, "a list of test names, separated by commas")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise line.error(key, value, "a list of test names")
     return tuple(_writable(line, key, name) for name in names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -98,6 +99,10 @@ def load(task: Task) -> Instance:
     return parse(Line(Path(source.file), source.line, source.offset, data))
 
 
-def read_tasks(path: str | os.PathLike[str]) -> list[Task]:
-    """Creates a task for every line of a file. ``plan.settle`` makes the selected ones ready to run."""
-    return [to_task(line, instance) for line, instance in read_instances(path)]
+def read_tasks(path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda _: True) -> list[Task]:
+    """Creates a task for every line of a file. ``plan.settle`` makes the selected ones ready to run.
+
+    Args:
+        wanted: Returns whether the task of this id is used. Invalid lines of others are omitted.
+    """
+    return [to_task(line, instance) for line, instance in read_instances(path, wanted)]

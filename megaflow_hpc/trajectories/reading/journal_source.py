@@ -27,10 +27,12 @@ _CACHED = 8
 """Number of decoded trajectories to cache, because the parts of a row are usually read together."""
 _SCALARS = tuple(column.name for column in ROW_COLUMNS if column.name != "turns")
 _TIMES = ("model_s", "sandbox_s", "agent_s", "wait_s")
+_OF_ATTEMPTS = ("job_id", "started_at", "finished_at")
 _COLUMNS = (
     *(f"trajectories/{name}" for name in _SCALARS),
     *(f"sequences/{name}" for name in ("trajectory", "policy", "weight_version_min", "weight_version_max")),
     *(f"turns/{name}" for name in ("sequence", "token_start", "token_end", *_TIMES)),
+    *(f"attempts/{name}" for name in _OF_ATTEMPTS),
 )
 _OFFSETS = (
     *(f"trajectories/{item}_offset" for item in ("sequence", "turn", "message", "attempt")),
@@ -153,6 +155,9 @@ class JournalSource:
                 column = rewards.setdefault(f"rewards/{name}", np.full(len(self), np.nan, np.float32))
                 column[row] = reward
             self._add_sequences_and_turns(values, row)
+            for attempt in self.attempts(row):
+                for name in _OF_ATTEMPTS:
+                    values[f"attempts/{name}"].append(getattr(attempt, name))
             counts = {
                 "trajectories/sequence_offset": len(trajectory.sequences),
                 "trajectories/turn_offset": len(trajectory.turns),

@@ -162,13 +162,13 @@ def test_a_campaign_that_demands_what_the_site_cannot_give_is_refused(tmp_path: 
     (tmp_path / "scratch").mkdir()
     campaign = tmp_path / "campaign.yaml"
 
-    def plan(network: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    def plan(network: str, slurm: str = "{}") -> subprocess.CompletedProcess[str]:
         campaign.write_text(
-            f"name: c\ntasks: {task}\nagent: nop\n"
+            f"name: c\ntasks: {task}\nagent: nop\nslurm: {slurm}\n"
             f"environment: {{network: {network}, images: {{'org/base:1': {rootfs}}}}}\n"
         )
         scratch = str(tmp_path / "scratch")
-        return restricted(NO_NETWORKS, "-m", "megaflow_hpc", "plan", str(campaign), MEGAFLOW_SCRATCH=scratch, **environ)
+        return restricted(NO_NETWORKS, "-m", "megaflow_hpc", "plan", str(campaign), MEGAFLOW_SCRATCH=scratch)
 
     refused = plan("gateway")
     assert refused.returncode == 3
@@ -176,7 +176,9 @@ def test_a_campaign_that_demands_what_the_site_cannot_give_is_refused(tmp_path: 
     assert "use environment.network host" in refused.stderr
     assert not (tmp_path / "runs").exists()
     assert plan("host").returncode == 0
-    assert plan("gateway", MEGAFLOW_SITE_CHECK="0").returncode == 0
+    lifted = plan("gateway", "{check: false}")
+    assert lifted.returncode == 0
+    assert "network 'gateway' of a sandbox cannot be had" in lifted.stderr
 
 
 def test_an_apptainer_without_its_setuid_starter_is_not_setuid(tmp_path: Path) -> None:

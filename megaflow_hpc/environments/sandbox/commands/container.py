@@ -33,7 +33,7 @@ from megaflow_hpc.environments.sandbox.commands.streams import read_available
 from megaflow_hpc.environments.sandbox.processes import namespace_init
 from megaflow_hpc.environments.sandbox.spec import check_variables, is_without
 from megaflow_hpc.errors import LostError, SandboxError
-from megaflow_hpc.host.apptainer import last_line
+from megaflow_hpc.host.apptainer import explained, last_line
 from megaflow_hpc.host.descriptors import inherited
 from megaflow_hpc.host.process import Identity
 
@@ -178,7 +178,7 @@ class Container:
         text = self._stderr.decode("utf-8", "replace")
         if "/bin/sh" in text and "no such file" in text.lower():
             return f"the image has no /bin/sh, which every command needs ({last_line(text)})"
-        return last_line(text)
+        return explained(text)
 
     async def kill(self) -> None:
         """Kills all processes of the container and waits for them to exit. Idempotent."""

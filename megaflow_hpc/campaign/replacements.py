@@ -1,0 +1,143 @@
+"""Decides how many pods to add: those that limits kept back, and replacements for pods that ended for good.
+
+::
+
+    RUN/ledger/pods.json    number of pods wanted, how pods ended, and how the last replacements fared
+
+A pod is replaced if Slurm ended it (TIMEOUT, NODE_FAIL, a refused requeue) while blocks are left to run. It is not
+replaced if it ended because its work was done or a limit was reached, if the user cancelled it or scaled the campaign
+down, or if ``slurm.requeues`` of its starts in a row stored nothing. Replacements that store nothing are repeated later
+and in smaller numbers, and then given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from megaflow_hpc.rundir.json_files import try_read_json, write_record
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import JobRecord
+
+PAUSE_S = 60.0
+"""Seconds between two rounds of replacements. Doubles after each round that stored nothing."""
+PROBE = 10
+"""After a round that stored nothing, one pod in this many is replaced, to find out whether the cause is gone."""
+BARREN_ROUNDS = 3
+"""Number of rounds in a row that may store nothing before replacing is given up."""
+LISTED_S = 5.0
+"""A job that was submitted less than this before squeue was asked may be missing in the answer."""
+
+FINAL = {
+    "leaving": "left by scale",
+    "vain": "stored nothing in several starts",
+    "CANCELLED": "cancelled by scancel",
+    "COMPLETED": "ended in order",
+}
+"""Ends after which a pod is not replaced. Any other is a state of Slurm."""
+
+
+class Replacements(msgspec.Struct):
+    """Content of the file, and the rules."""
+
+    wanted: int = 0
+    """Number of pods that should be queued or running."""
+    settled: list[str] = []
+    """Arrays all of whose elements have ended and are taken in."""
+    ended: dict[str, str] = {}
+    """Elements of other arrays that have ended → a key of :data:`FINAL` or a state of Slurm."""
+    vain: list[str] = []
+    """Some of the pods that ended in vain."""
+    last: list[str] = []
+    """The last round of replacements."""
+    barren: int = 0
+    """Number of rounds in a row that ended and stored nothing."""
+    again_at: float = 0.0
+    """Time of the next round, in Unix seconds."""
+
+    def missed(self, arrays: Collection[JobRecord], live: Collection[str], asked_at: float) -> list[str]:
+        """Returns the elements that have ended since the last look.
+
+        Args:
+            arrays: Submissions of pods.
+            live: Elements that Slurm has.
+            asked_at: When Slurm was asked, in Unix seconds.
+        """
+        return [
+            element
+            for array in arrays
+            if array.id not in self.settled and array.submitted_at < asked_at - LISTED_S
+            for element in elements(array)
+            if element not in live and element not in self.ended
+        ]
+
+    def take_in(
+        self, arrays: Collection[JobRecord], live: Collection[str], ends: Mapping[str, str], stored: Collection[str]
+    ) -> None:
+        """Takes in how elements ended.
+
+        Args:
+            arrays: Submissions of pods.
+            live: Elements that Slurm has.
+            ends: Ended elements → a key of :data:`FINAL` or a state of Slurm.
+            stored: Elements that have stored rollouts.
+        """
+        self.ended |= ends
+        self.wanted -= sum(end in FINAL and end != "leaving" for end in ends.values())  # scale has counted leaving ones
+        self.vain = [*self.vain, *(element for element, end in ends.items() if end == "vain")][-20:]
+        failed = [element for element, end in ends.items() if end not in FINAL]
+        if any(element in stored for element in self.last):
+            self.last, self.barren = [], 0
+        elif self.last and not any(element in live for element in self.last):
+            self.last, self.barren = [], self.barren + 1
+        elif not self.last and failed and not any(element in stored for element in failed):
+            self.barren = max(1, self.barren)
+        for array in arrays:
+            if array.id not in self.settled and array.elements and all(e in self.ended for e in elements(array)):
+                self.settled.append(array.id)
+                for element in elements(array):
+                    del self.ended[element]
+
+    def due(self, live: int, open_blocks: int, now: float) -> int:
+        """Returns the number of pods to add now.
+
+        Args:
+            live: Number of pods that are queued or running and not leaving.
+            open_blocks: Number of blocks that are not done. More pods than blocks are not needed.
+            now: Unix seconds.
+        """
+        missing = min(self.wanted, open_blocks) - live
+        if missing <= 0 or self.given_up or now < self.again_at:
+            return 0
+        return -(-missing // PROBE) if self.barren else missing
+
+    @property
+    def given_up(self) -> bool:
+        """True after :data:`BARREN_ROUNDS` rounds that stored nothing. No more pods are added then."""
+        return self.barren >= BARREN_ROUNDS
+
+    def added(self, elements: Collection[str], now: float) -> None:
+        """Notes a round of replacements."""
+        self.last = list(elements)
+        self.again_at = now + PAUSE_S * 2**self.barren
+
+    def forgive(self) -> None:
+        """Lets pods be replaced again, after the user has removed the cause."""
+        self.last, self.vain, self.barren, self.again_at = [], [], 0, 0.0
+
+
+def elements(array: JobRecord) -> list[str]:
+    """Returns the elements of a pod array. Empty if their number is unknown."""
+    number, at, cluster = array.id.partition("@")
+    return [f"{number}_{index}{at}{cluster}" for index in range(array.elements or 0)]
+
+
+def read(run: RunDir, wanted: int) -> Replacements:
+    """Reads the file. ``wanted`` is the number of pods if the file is missing."""
+    return try_read_json(run.ledger / "pods.json", Replacements) or Replacements(wanted)
+
+
+def write(run: RunDir, replacements: Replacements) -> None:
+    """Publishes the file."""
+    write_record(run.ledger / "pods.json", replacements)

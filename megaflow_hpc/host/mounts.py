@@ -1,0 +1,85 @@
+"""Reads what a file system is and can do: its type, its mount options, hard links."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_CACHED_S = 60
+"""Seconds for which attributes of directories may be cached. This is NFS's default."""
+
+
+@dataclass(frozen=True)
+class MountInfo:
+    """One line of ``/proc/self/mountinfo``; see proc_pid_mountinfo(5)."""
+
+    point: str = ""
+    type: str = ""
+    options: tuple[str, ...] = ()
+    """Options of the mount and of its file system."""
+
+    def cached_s(self) -> int:
+        """Returns for how many seconds an NFS client may cache attributes (acregmax, acdirmax); 60 if not stated."""
+        values = dict(option.partition("=")[::2] for option in self.options)
+        return max(
+            (int(values[name]) for name in ("acregmax", "acdirmax") if values.get(name, "").isdigit()), default=60
+        )
+
+
+def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> MountInfo:
+    """Returns the mount that contains ``path``. Empty if it is unknown.
+
+    Args:
+        mountinfo: Content of ``/proc/self/mountinfo``. Default: that of this process.
+    """
+    real = os.path.realpath(path)
+    if mountinfo is None:
+        try:
+            mountinfo = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+        except OSError:
+            return MountInfo()
+    found = MountInfo()
+    for line in mountinfo.splitlines():
+        before, separator, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if not separator or len(fields) < 6 or not rest:
+            continue
+        point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+        is_inside = real == point or real.startswith(point.rstrip("/") + "/")
+        # If two mounts have the same path, the later one hides the earlier one.
+        if is_inside and len(point) >= len(found.point):
+            options = [*fields[5].split(","), *(rest[2].split(",") if len(rest) > 2 else [])]
+            found = MountInfo(point, rest[0], tuple(options))
+    return found
+
+
+def why_no_links(folder: Path) -> str:
+    """Returns why no hard link can be made in a directory, or an empty string if one can. Leaves nothing behind.
+
+    Raises:
+        OSError: No file can be made there.
+    """
+    first = folder / f".link-{os.getpid()}-{secrets.token_hex(4)}"
+    second = first.with_name(f"{first.name}-2")
+    first.touch(mode=0o600, exist_ok=False)
+    try:
+        os.link(first, second)
+        return "" if first.stat().st_nlink == 2 else "it does not count links"
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        second.unlink(missing_ok=True)
+        first.unlink(missing_ok=True)
+
+
+def refusal_of_links(folder: Path) -> str:
+    """Explains why a directory cannot hold a run, whose pods claim work by hard links. Empty if it can."""
+    if not (why := why_no_links(folder)):
+        return ""
+    mount = mount_of(folder)
+    return (
+        f"its file system ({mount.type or 'unknown'} at {mount.point or '?'}) makes no hard links ({why}), by which "
+        "pods claim work; DAOS, SMB and sshfs have none; use a directory on Lustre, GPFS, BeeGFS, NFS or a local disk"
+    )

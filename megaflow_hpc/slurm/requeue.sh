@@ -1,0 +1,48 @@
+# Is this shell the job's batch script? If a user's own job runs the script as one of its commands, the user decides about a
+# requeue.
+@REQUEUES@
+
+# Queries Slurm, several times while that fails.
+# shellcheck disable=SC2329 # not every script needs it
+query() {
+    local pause
+    for pause in 1 2 4 8 0; do
+        timeout 60 "$@" 2>/dev/null && return
+        sleep "$pause"
+    done
+    return 1
+}
+
+# Requeues or holds this job: again ROLE requeue|requeuehold ID [NAME]. Slurm may be away, busy or limit requests, so the
+# request is repeated until the walltime ends, and for another hour if Slurm is not there to end it. The file
+# ledger/refused/NAME has Slurm's words. It is removed once Slurm has agreed.
+again() {
+    local role=$1 verb=$2 id=$3 name=${4:-$3} pause=1 end now words where="$RUN/ledger/refused"
+    now=$(date +%s)
+    end=${walltime_end:-${SLURM_JOB_END_TIME:-$now}}
+    # After SIGTERM Slurm decides, unless the walltime is the reason.
+    while [ "$requeues" = yes ] || [ "$now" -ge "$end" ]; do
+        if words=$(timeout 60 scontrol "$verb" "$id" 2>&1); then words=; fi
+        # An earlier request has succeeded although it reported an error.
+        case $words in '' | *"ob is pending execution"*)
+            rm -f "$where/$name"
+            sleep 30 # until Slurm ends this shell
+            return
+            ;;
+        esac
+        words=${words##*$'\n'}
+        echo "scontrol $verb $id: $words"
+        if [ -e "$RUN/run.json" ] && mkdir -p "$where"; then
+            printf '%s\n' "$(date +%s) $role $(uname -n) $(readlink /proc/$$/fd/1)" "$words" >"$where/.$name" &&
+                mv "$where/.$name" "$where/$name"
+        fi
+        # Slurm would answer the same to every further request.
+        case $words in *"presently disabled"* | *"nvalid job id"* | *"ccess/permission denied"*) break ;; esac
+        now=$(date +%s)
+        [ "$now" -lt "$((end + 3600))" ] || break
+        sleep "$((pause + RANDOM % pause))"
+        [ "$pause" -ge 32 ] || pause=$((pause * 2))
+        now=$(date +%s)
+    done
+    return 1
+}

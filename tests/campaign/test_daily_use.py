@@ -1,0 +1,209 @@
+"""Faults in daily use: a program that is missing, errors that every rollout has, and hints that help."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.config import ModelConfig
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.swebench.lines import read_tasks
+from tests.support.campaigns import Make, cli, planned, rows, run_local
+
+
+def with_command(make_campaign: Make, tasks: int, line: str, extra: str = "") -> Path:
+    """Returns a campaign whose agent is a shell command that makes no model call."""
+    agent = f"{{name: command, args: {{command: {line!r}}}}}"
+    model = "model: {engine: scripted, script: answers.yaml, gpus: 0}\n"
+    campaign = make_campaign(tasks, model + extra, agent=agent, answers=["42"])
+    campaign.write_text(campaign.read_text().replace("network: none", "network: gateway"))
+    return campaign
+
+
+def test_an_agent_whose_program_the_image_lacks_fails_and_ends_the_campaign(make_campaign: Make) -> None:
+    campaign = with_command(make_campaign, 1, "my-agnet --help", extra="samples: 30\n")
+    result, done = run_local(campaign)
+    assert done.returncode == 1
+    counts = result["rollouts"]
+    assert (counts["failed"], counts["completed"], counts["total"]) == (sum(result["failures"].values()), 0, 30)
+    assert set(result["failures"]) == {"agent"}
+    assert not result["retries"]
+    assert 8 <= counts["failed"] < 30, "the first rollouts end it"
+    [cause] = result["first_failures"]
+    assert "exit code 127" in cause["error"]
+    assert "my-agnet" in cause["error"]
+    assert "could not be started in any of the first" in result["pods"][0]["why"]
+    shown = cli("resume", result["run"], "--launcher", "local").stdout
+    assert "could not be started in any of the first" in shown
+    assert "plan a new run" in shown
+    assert "megaflow-hpc resume" not in shown, "continuing cannot help"
+
+
+def test_errors_of_agents_are_verified_and_named_in_the_summary(make_campaign: Make) -> None:
+    campaign = with_command(make_campaign, 2, "echo no licence >&2; exit 3")
+    done = cli("run", campaign, "--launcher", "local")
+    assert done.returncode == 0, done.stderr
+    assert "errors in verified rollouts: agent 2" in done.stdout
+    assert re.search(r"first of agent: task\d/default/0: .* ended with exit code 3: no licence", done.stdout)
+    assert "policy default: its agent ended with an error in all its verified rollouts (2)" in done.stdout
+
+
+@pytest.mark.parametrize(("line", "status"), [("chmod -x run.sh; ./run.sh", "failed"), ("true", "completed")])
+def test_a_program_that_may_not_be_executed_fails_its_rollout(make_campaign: Make, line: str, status: str) -> None:
+    campaign = with_command(make_campaign, 1, f"touch run.sh; {line}")
+    result, _ = run_local(campaign)
+    assert rows(result["run"])["task0/default/0"][0] == status
+
+
+def test_a_pod_on_a_node_without_apptainer_says_so(make_campaign: Make) -> None:
+    campaign = make_campaign(1, "slurm: {check: false}\n")
+    done = cli("run", campaign, "--launcher", "local", PATH="/usr/bin:/bin")
+    assert done.returncode == 1
+    assert "ended: no worker rank is left: " in done.stdout
+    assert "apptainer: not on PATH" in done.stdout
+    assert "2 of 2 rollouts are missing; once that is corrected, continue with: megaflow-hpc resume" in done.stdout
+    run = done.stdout.splitlines()[-1].removeprefix("results: ")
+    assert "apptainer: not on PATH" in cli("status", run).stdout
+
+
+def test_a_campaign_for_slurm_does_not_run_on_a_login_node_by_default(make_campaign: Make) -> None:
+    campaign = make_campaign(1, "slurm: {check: false, pods: {partition: cpu}}\n")
+    done = cli("run", campaign, PATH="/nowhere")
+    assert done.returncode == 3
+    assert "has a slurm: section" in done.stderr
+    assert "--launcher local" in done.stderr
+    assert not campaign.with_name("runs").exists()
+    checked = cli("check", campaign, PATH="/nowhere")
+    assert checked.returncode == 0
+    assert "warning: checked without Slurm: " in checked.stderr
+    run = planned(campaign)
+    again = cli("resume", run.path, PATH="/nowhere")
+    assert again.returncode == 3
+    assert "--launcher local" in again.stderr
+
+
+@pytest.mark.parametrize("verb", ["check", "plan", "run"])
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("samples: 1e9\n", "2,000,000,000 rollouts (tasks x policies x samples), expected at most 10,000,000"),
+        (f"scheduling: {{spare: {10**30}}}\n", "rollouts (tasks x policies x samples)"),
+        ("slurm: {pods: {count: 1e9}}\n", "expected a whole number of at least 1 and of at most 100000"),
+        ("slurm: {pods: {pools: [{count: 1e9}]}}\n", "of at least 1 and of at most 100000"),
+    ],
+)
+def test_counts_beyond_all_bounds_are_refused_in_little_memory(
+    make_campaign: Make, verb: str, extra: str, said: str
+) -> None:
+    campaign = make_campaign(1, extra)
+    done = in_one_gigabyte(verb, campaign)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert not campaign.with_name("runs").exists()
+
+
+def test_servers_beyond_all_bounds_are_refused_in_little_memory(make_campaign: Make) -> None:
+    model = "model: {engine: scripted, script: answers.yaml, servers: [1, 1000000000]}\n"
+    campaign = make_campaign(1, model, agent="mini-swe-agent", answers=["42"])
+    done = in_one_gigabyte("check", campaign)
+    assert done.returncode == 2
+    assert "at most 10000 servers" in done.stderr
+
+
+def test_millions_of_rollouts_are_counted_in_little_memory(make_campaign: Make) -> None:
+    campaign = make_campaign(1, "samples: 4_000_000\nslurm: {pods: {count: 3}}\n")
+    done = in_one_gigabyte("check", campaign, "--no-site")
+    assert "1 tasks, 8000000 rollouts" in done.stdout
+    assert in_one_gigabyte("check", campaign, "--no-site", "--max-rollouts", "5000").returncode == 2
+    done = in_one_gigabyte("run", campaign, "--launcher", "local", "--dry-run", "--rollout-seconds", "1")
+    assert "8000000 rollouts of 1 task in " in done.stderr, done.stderr
+
+
+def in_one_gigabyte(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs ``megaflow-hpc`` with an address space of 1 GiB."""
+
+    def confine() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+
+    command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, preexec_fn=confine, env=environment, check=False
+    )
+
+
+def test_a_repaired_test_is_accepted_and_recorded(tmp_path: Path, make_campaign: Make) -> None:
+    campaign = make_campaign(1, agent="oracle")
+    script = tmp_path / "tasks" / "task0" / "tests" / "test.sh"
+    run = planned(campaign)
+    script.write_text(script.read_text() + "# repaired\n")
+    done = cli("resume", run.path, "--launcher", "local")
+    assert done.returncode == 1
+    assert f"repeat the failed rollouts with: megaflow-hpc resume {run.path} --failed --accept-changes" in done.stdout
+    again = cli(*re.findall(r"megaflow-hpc (resume .*)", done.stdout)[-1].split(), "--launcher", "local")
+    assert again.returncode == 0, again.stdout
+    assert rows(run.path) == {"task0/oracle/0": ("completed", 1)}
+    [(task, change)] = json.loads((run.path / "ledger" / "tasks.json").read_text()).items()
+    [step] = change["changes"]
+    assert task == "task0"
+    assert step["before"] != step["after"] == change["files"]["content"]
+    for verb in (["status"], ["report", "--json", "--no-pictures"]):
+        assert "1 tasks were changed during the run and accepted" in cli(verb[0], run.path, *verb[1:]).stdout
+    assert "changed after the run was planned" not in cli("resume", run.path, "--launcher", "local").stderr
+
+
+def test_tasks_that_a_campaign_leaves_out_may_be_invalid(tmp_path: Path, make_campaign: Make, make_task: Make) -> None:
+    campaign = make_campaign(1)
+    services = make_task(tmp_path / "tasks", "services") / "environment"
+    services.mkdir(exist_ok=True)
+    (services / "docker-compose.yaml").write_text("services: {}\n")
+    data = make_task(tmp_path / "tasks", "data") / "environment"
+    data.mkdir(exist_ok=True)
+    (data / "docker-compose.yml").write_text("services: {}\n")
+    assert "tasks of several services cannot run here" in cli("check", campaign, "--no-site").stderr
+    campaign.write_text(campaign.read_text().replace("tasks: tasks/*", "tasks: [{path: tasks/*, exclude: [serv*]}]"))
+    done = cli("check", campaign, "--no-site")
+    assert "ok: 2 tasks, 4 rollouts" in done.stdout, done.stderr
+
+
+def test_lines_that_a_campaign_leaves_out_may_be_invalid(tmp_path: Path) -> None:
+    good = {"instance_id": "a__a-1", "repo": "a/a", "problem_statement": "Mend it.", "base_commit": "HEAD"}
+    good |= {"patch": "", "test_patch": "", "image": "x", "FAIL_TO_PASS": ["t"], "test_cmd": "pytest"}
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(good | more) + "\n" for more in ({}, {"instance_id": "b", "repo": 7})))
+    with pytest.raises(ConfigError, match=r"lines\.jsonl:2"):
+        read_tasks(path)
+    assert [task.id for task in read_tasks(path, lambda name: name != "b")] == ["a__a-1"]
+    for names in ("['t::a'\n 't::b']", "[\"t::a\" 't::b']"):
+        path.write_text(json.dumps(good | {"FAIL_TO_PASS": names}) + "\n")
+        with pytest.raises(ConfigError, match="separated by commas"):
+            read_tasks(path)
+    for names in ("['t[\" \"]', 't2']", json.dumps(["t[' ']", 't[" "]'])):
+        path.write_text(json.dumps(good | {"FAIL_TO_PASS": names}) + "\n")
+        assert len(read_tasks(path)) == 1
+
+
+def test_scripted_engines_ask_for_no_gpu_unless_told() -> None:
+    assert ModelConfig(engine="scripted", script="a").gpus == 0
+    assert ModelConfig(engine="scripted", script="a", gpus=2).gpus == 2
+    assert ModelConfig(path="m").gpus == 1
+
+
+def test_only_may_be_repeated(make_campaign: Make) -> None:
+    campaign = make_campaign(3, "slurm: {check: false}\n")
+    run = cli("plan", campaign, "--only", "task0/*", "--only", "task2/*", PATH="/nowhere")
+    assert Run(run.stdout.strip()).record.total == 4, run.stderr
+
+
+def test_two_agents_of_one_class_are_refused_with_a_remedy(make_campaign: Make) -> None:
+    done = cli("check", make_campaign(1, agent="[oracle, oracle]"), "--no-site")
+    assert done.returncode == 2
+    assert "give each a class or function of its own" in done.stderr

@@ -1,0 +1,218 @@
+"""What the batch scripts do when Slurm refuses or is away: they run with stand-ins for Slurm's commands on PATH."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import config
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.model.engines import multinode
+from megaflow_hpc.model.engines.launch import Launch
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.slurm import script
+from tests.support.places import ROOT
+
+SRUN = """
+touch "$MEGAFLOW_POD_DIR/world"
+case ${SCENE:-} in preempted) touch "$MEGAFLOW_POD_DIR/preempted" ;; esac
+echo "$*" >>"$NOTES/srun"
+echo "${STATE:-drained}" >"$MEGAFLOW_POD_DIR/state"
+"""
+SLEEP = 'echo "$1" >>"$NOTES/sleep"'  # no test waits
+
+
+class Site:
+    """Stand-ins for Slurm's commands, a run directory and the variables of a job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bin, self.notes = folder / "bin", folder / "notes"
+        self.run = RunDir(folder / "run")
+        for path in (self.bin, self.notes, self.run.ledger, self.run.logs, folder / "tmp"):
+            path.mkdir(parents=True)
+        (self.run.path / "run.json").touch()
+        python = self.notes.parent / "python"
+        python.write_text(f'#!/bin/sh\ncase $2 in megaflow_hpc) exit 0;; esac\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        lines = [
+            f"MEGAFLOW_PYTHON={python}",
+            "MEGAFLOW_MPI=none",
+            "MEGAFLOW_REQUEUES=3",
+            "megaflow_srun='--site=a --other'",
+        ]
+        (self.run.path / "env.sh").write_text("\n".join(lines))
+        self.command("srun", SRUN)
+        self.command("sleep", SLEEP)
+        self.variables = {
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "TMPDIR": str(folder / "tmp"),
+            "NOTES": str(self.notes),
+            "SLURM_JOB_ID": "7",
+            "SLURM_ARRAY_JOB_ID": "7",
+            "SLURM_ARRAY_TASK_ID": "0",
+            "SLURM_JOB_END_TIME": str(int(time.time()) + 60),
+        }
+
+    def command(self, name: str, body: str) -> None:
+        (self.bin / name).write_text(f"#!/bin/bash\n{body}\n")
+        (self.bin / name).chmod(0o755)
+
+    def scontrol(self, *answers: str) -> None:
+        """Makes ``scontrol`` give these answers to requeues in order, and agree to those after them."""
+        lines = [f'echo "$*" >>"{self.notes}/scontrol"', f'case $(wc -l <"{self.notes}/scontrol") in']
+        lines += [f"{n}) echo '{answer}' >&2; exit 1 ;;" for n, answer in enumerate(answers, 1)]
+        self.command("scontrol", "\n".join([*lines, "esac"]))
+
+    def said(self, name: str) -> list[str]:
+        path = self.notes / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def play(self, role: script.Role = "pods", text: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+        text = text or script.script(script.Job(role, {}, run=str(self.run)))
+        path = self.notes.parent / "slurm_script"
+        path.write_text(text)
+        return subprocess.run(
+            ["bash", str(path), str(self.run)],
+            env={**self.variables, **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_a_refused_requeue_is_repeated_until_slurm_agrees(here: Site) -> None:
+    here.scontrol("Unable to contact slurm controller (connect failure)", "Unexpected message received for job 7_0")
+    done = here.play()
+    assert here.said("scontrol") == ["requeue 7_0"] * 3, done
+    pauses = [int(pause) for pause in here.said("sleep")]
+    assert pauses[0] == 1
+    assert pauses[1] in (2, 3)
+    assert pauses[2:] == [30], "it waits for Slurm to end the shell"
+    assert Marks(here.run).refused() == []
+
+
+def test_requests_end_an_hour_after_the_walltime_and_leave_slurms_words(here: Site) -> None:
+    here.scontrol(*["Unable to contact slurm controller (connect failure)"] * 99)
+    here.variables["SLURM_JOB_END_TIME"] = str(int(time.time()) - 3597)
+    here.command("sleep", SLEEP + "; /bin/sleep 0.6")
+    done = here.play()
+    assert done.returncode == 1
+    assert 2 <= len(here.said("scontrol")) < 9
+    assert max(map(int, here.said("sleep"))) < 64
+    (refused,) = Marks(here.run).refused()
+    assert (refused.job, refused.role) == ("7_0", "pod")
+    assert refused.words == "Unable to contact slurm controller (connect failure)"
+    assert time.time() - refused.at < 60
+    assert "scontrol requeue 7_0: Unable to contact" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", ["Requested operation is presently disabled for job 7_0", "Invalid job id specified for job 7_0"]
+)
+def test_a_final_refusal_is_not_repeated(here: Site, words: str) -> None:
+    here.scontrol(*[words] * 99)
+    assert here.play().returncode == 1
+    assert here.said("scontrol") == ["requeue 7_0"]
+    assert [refused.words for refused in Marks(here.run).refused()] == [words]
+    here.scontrol()
+    here.play(STATE="done")
+    assert Marks(here.run).refused() == [], "a later start removes the record"
+
+
+def test_a_request_whose_answer_was_lost_counts(here: Site) -> None:
+    here.scontrol("slurm_requeue error: Zero Bytes were transmitted", "7_0: Job is pending execution")
+    here.play()
+    assert here.said("scontrol") == ["requeue 7_0"] * 2
+    assert Marks(here.run).refused() == []
+
+
+def test_after_sigterm_slurm_decides(here: Site) -> None:
+    here.scontrol(*["Unable to contact slurm controller"] * 99)
+    here.command("sleep", SLEEP + "; kill -TERM $PPID; /bin/sleep 0.3")
+    assert here.play().returncode == 1
+    assert here.said("scontrol") == ["requeue 7_0"]
+
+
+def test_engines_and_trainers_repeat_their_requests_too(here: Site) -> None:
+    python = here.notes.parent / "python"
+    python.write_text("#!/bin/sh\ncase $* in *model.server*) exit 75;; *marks*) exit 1;; *-c*) echo True;; esac\n")
+    here.scontrol("Unable to contact slurm controller")
+    assert here.play("servers").returncode == 0
+    assert here.said("scontrol") == ["requeuehold 7_0"] * 2
+    (here.notes / "scontrol").unlink()
+    (here.run.path / "training" / "default").mkdir(parents=True)
+    (here.run.path / "training" / ".package").mkdir()
+    with (here.run.path / "env.sh").open("a") as file:
+        file.write(f"\nMEGAFLOW_TRAINER_PYTHON={python} MEGAFLOW_TRAINER_REQUEUES=3\n")
+    here.command("srun", "exit 1")
+    here.scontrol("Unable to contact slurm controller", "Requested operation is presently disabled")
+    text = script.script(script.Job("trainer", {}, run=str(here.run), policy="default"))
+    assert here.play(text=text).returncode == 1
+    assert here.said("scontrol") == ["requeue 7"] * 2
+    assert [(one.job, one.role) for one in Marks(here.run).refused()] == [("7", "trainer")]
+    assert (here.run.path / "training" / "default" / "last").read_text().startswith("lost ")
+
+
+def test_a_submitted_script_knows_that_it_is_the_batch_script_whatever_its_parent(here: Site) -> None:
+    """Under ParaStation's psslurm no process is called slurmstepd."""
+    here.scontrol()
+    here.play()
+    assert here.said("scontrol") == ["requeue 7_0"]
+    by_hand = (ROOT / "sbatch" / "sandbox_pods.sbatch").read_text()
+    here.play(text=by_hand)
+    assert here.said("scontrol") == ["requeue 7_0"], "a command of a user's own job: the user decides"
+    here.play(text="#!/bin/bash\nexport SLURM_TASK_PID=$$\n" + by_hand)
+    assert here.said("scontrol") == ["requeue 7_0"] * 2
+
+
+def test_a_preempted_start_does_not_count_as_one_that_stored_nothing(here: Site) -> None:
+    here.scontrol()
+    for _ in range(6):
+        here.play(SCENE="preempted")
+    assert len(here.said("scontrol")) == 6
+    assert not list(here.run.logs.glob("*.requeues"))
+    for _ in range(6):
+        here.play()
+    assert len(here.said("scontrol")) == 6 + 3
+
+
+def test_every_srun_waits_for_all_tasks_and_has_the_sites_options(here: Site) -> None:
+    here.scontrol()
+    here.play()
+    (words,) = here.said("srun")
+    assert "--wait=0" in words
+    assert " --site=a --other " in words
+    for path in (ROOT / "megaflow_hpc" / "slurm").glob("*.sh"):
+        for call in path.read_text().replace("\\\n", " ").splitlines():
+            if call.strip().startswith("srun "):
+                assert "--wait=0" in call, (path, call)
+    over = multinode.over_nodes(Launch(["engine"], {}), 2, Path("/p"), ["--site"], {"SLURM_JOB_NUM_NODES": "2"})
+    assert "--wait=0" in over.command
+    assert over.command.index("--site") < over.command.index("engine")
+
+
+def test_lead_time_and_srun_options_come_from_the_campaign_file() -> None:
+    slurm = {"lead_s": 300, "srun": ["--network=job_vni"]}
+    parsed = config.parse({"name": "x", "tasks": "t/*", "agent": "oracle", "slurm": slurm})
+    assert script.pod_job(parsed, RunDir("/r")).options["signal"] == "B:USR2@300"
+    for wrong, why in (
+        ({"lead_s": 39}, "a whole number of at least 40"),
+        ({"srun": ["job_vni"]}, "not an option of srun"),
+        ({"srun": ["--network=a b"]}, "without blanks"),
+        ({"srun": ["--x=$(id)"]}, "not an option of srun"),
+        ({"srun": ["--mpi=pmix"]}, "the jobs set --mpi themselves"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            config.parse({"name": "x", "tasks": "t/*", "agent": "oracle", "slurm": wrong})
