@@ -4,7 +4,6 @@ longer than the walltime."""
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
