@@ -1,4 +1,4 @@
-"""``prove``: tries a real site for half an hour and writes a report."""
+"""``prove``: tests a real site in about half an hour and writes a report."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TRIALS = ("nodes", "worker", "walltime", "model", "preemption")
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``prove``."""
+    """Adds the ``prove`` command."""
     parser = add_verb(
         subparsers,
         "prove",
         _prove,
         "try this site with real jobs and write a report",
-        examples=["prove campaign.yaml", "prove campaign.yaml --preempt '--partition=urgent --account=me'"],
+        examples=["prove campaign.yaml", "prove campaign.yaml --preempt=--partition=urgent"],
         description="Submits a job on two nodes and small campaigns with the site's settings of a campaign file. It "
         "tests the file system, network and sandboxes of the nodes, kills a worker, lets a walltime end, calls the "
         "campaign's model and, if asked, has a pod preempted. It then looks for processes that are left. It takes "
@@ -55,9 +55,9 @@ def _prove(arguments: argparse.Namespace) -> int:
 
     if arguments.wait <= 0:
         raise ConfigError(f"--wait {arguments.wait:g}: give the minutes to wait, more than 0")
+    campaign = Campaign.from_yaml(arguments.campaign)
     if not site.has_slurm():
         raise SiteError("sbatch is not on PATH: prove submits jobs; load the site's Slurm module")
-    campaign = Campaign.from_yaml(arguments.campaign)
     image = trials.check_image(arguments.image and str(Path(arguments.image).absolute()), campaign)
     folder = campaign.base / campaign.config.run_dir / time.strftime("prove-%Y%m%dT%H%M%SZ", time.gmtime())
     folder.mkdir(parents=True, mode=0o700)
@@ -85,7 +85,7 @@ def _prove(arguments: argparse.Namespace) -> int:
 
 
 def _trials(place: Site, report: Report, wanted: set[str], preempting: list[str]) -> Iterator[Finding]:
-    """Runs the wanted trials. Their jobs wait in the queue at the same time, except for that of the preemption."""
+    """Runs the selected trials. Their jobs wait in the queue at the same time, except those of the preemption trial."""
     from megaflow_hpc.prove import trials
     from megaflow_hpc.prove.report import Finding
 
@@ -137,7 +137,7 @@ def _nodes(place: Site, report: Report, nodes: int) -> Iterator[Finding]:
 
 
 def _left(place: Site) -> Iterator[Finding]:
-    """Looks for processes that campaigns left on the nodes that they used."""
+    """Looks for leftover processes of the campaigns on the nodes that they used."""
     from megaflow_hpc.prove import trials
 
     place.cancel()

@@ -41,6 +41,7 @@ WRONG = {
     "logs": ("/no/run", "/no/run", NO_RUN),
     "status": ("/no/run", "/no/run", NO_RUN),
     "watch": ("/no/run", "/no/run", NO_RUN),
+    "prove": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "doctor": ("--jobs", "--jobs", "no such option"),
     "show": ("/no/run 0", "/no/run", NO_STORE),
     "validate": ("/no/file.h5", "/no/file.h5", NO_STORE),

@@ -9,6 +9,7 @@ import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.cli import main
+from megaflow_hpc.environments.sandbox import probe
 from tests.support.harbor_tasks import write_solved_task
 
 GOOD = "name: small\ntasks: tasks/*\nagent: [oracle, nop]\nenvironment: {network: none, images: {base: image}}\n"
@@ -167,6 +168,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "other.jsonl").write_text('{"a": 1}\n')
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(folder / "programs"))
+        patch.setattr(probe, "require", lambda *_, **__: None)  # there is no Apptainer
         run = Campaign.from_yaml(folder / "good.yaml").plan(folder / "run", launcher="local")
     run.gather()
     return folder
