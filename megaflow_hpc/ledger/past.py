@@ -3,6 +3,10 @@
 A start takes over the sums of the element's earlier starts into its own lease, under the key ``earlier``. For pods
 that ended for good, the coordinator adds them to the record ``ledger/ended/<n>``. A new version of the record is linked
 under the next number, so of two coordinators only one can add to the same version. The latest number counts.
+
+An element may start again after its last start was recorded and before that lease is removed. So a lease states under
+``took`` which leases it has taken over. The record keeps the facts of each start apart, under ``recent``, until the
+start's lease has been absent for long enough. Facts of a start that a lease has taken over do not count.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ from megaflow_hpc.rundir.record import JOB_ID
 Facts = dict[str, Any]
 """``starts``: their number, ``core_s``, ``began_at`` of the first in Unix seconds, ``stored`` rollouts, ``journals``:
 the number of starts that stored any, ``arrays``: ids of their Slurm jobs. Empty before the first start."""
+TOOK = "took"
+MAX_TOOK = 100
+"""Maximum number of names under ``took``. A name is needed for some minutes."""
 MAX_LOOKS = 10
 """Number of attempts to read the record. Each fails only if a coordinator has just replaced it."""
 
@@ -64,6 +71,25 @@ def facts_of_starts(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
     return add_facts(several)
 
 
+def take_over(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
+    """Returns what a start states about these leases of earlier starts of its element, under the key ``earlier``."""
+    facts = facts_of_starts(leases)
+    took = sorted(taken_over(leases) | leases.keys(), key=lambda name: (len(name), name))
+    return {**facts, TOOK: took[-MAX_TOOK:]} if facts else {}
+
+
+def taken_over(leases: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Returns the starts that later starts, whose leases are given, have taken over."""
+    return {name for lease in leases.values() for name in _texts(_earlier(lease).get(TOOK))}
+
+
+def recent(record: Mapping[str, Any]) -> dict[str, Facts]:
+    """Returns the facts that a record of ended pods keeps apart, by ``<pod>.<start>``."""
+    found = record.get("recent")
+    found = found if isinstance(found, Mapping) else {}
+    return {name: facts for name, facts in found.items() if isinstance(name, str) and isinstance(facts, Mapping)}
+
+
 def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any]) -> dict[str, Facts]:
     """Returns the facts of every start that the run ever had, as a mapping for
     :meth:`~megaflow_hpc.rundir.budget.CampaignBudget.exceeded`.
@@ -73,7 +99,9 @@ def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any])
         record: The latest record of ended pods.
     """
     counted = set(record.get("names", ()))
-    found: dict[str, Facts] = {"": add_facts([record])} if record else {}
+    took = taken_over(leases)
+    ended = [record, *(facts for name, facts in recent(record).items() if name not in took)]
+    found: dict[str, Facts] = {"": facts} if (facts := add_facts(ended)) else {}
     for name in newest_starts(leases) - counted:
         found[name] = facts_of(leases[name])
         if earlier := _earlier(leases[name]):

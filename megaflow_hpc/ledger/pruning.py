@@ -44,7 +44,7 @@ from megaflow_hpc.ledger.names import (
     newest_starts,
     pairs,
 )
-from megaflow_hpc.ledger.past import add_facts, facts_of_starts, read_record
+from megaflow_hpc.ledger.past import Facts, add_facts, facts_of_starts, read_record, recent, taken_over
 from megaflow_hpc.ledger.rules import LedgerRules
 
 PRUNE_S = 60.0
@@ -103,14 +103,16 @@ class Pruning:
             if name.endswith(".json") and name.removesuffix(".json") not in wanted | active
         ]
         paths += [f"{ENDED}/{older}" for older in (yield Names(ENDED)) if older.isdigit() and int(older) < number]
-        absent = [name for name in recorded if name not in leases]
+        unread = {name.rpartition(".")[0] for name in current - known.keys()}  # they may have taken starts over
+        absent = [name for name in recorded if name not in leases and name.rpartition(".")[0] not in unread]
         unneeded = [*paths, *absent]
         self._since = {path: self._since.get(path, began) for path in unneeded}
         due = {path for path in unneeded if began - self._since[path] > self._rules.times.lease_s}
         new = sorted(over - recorded - holders)[:MAX_NAMES]
         if new or due & set(absent):
             names = [name for name in [*recorded, *new] if name not in due or name in leases]
-            yield from self._record(number + 1, record, {name: known[name] for name in new}, names)
+            apart = {**recent(record), **{name: facts_of_starts({name: known[name]}) for name in new}}
+            yield from self._record(number + 1, record, apart, names, taken_over(known))
         for path in sorted(due - set(absent)):
             yield Remove(path)
             del self._since[path]
@@ -131,9 +133,18 @@ class Pruning:
         return holders, ever
 
     def _record(
-        self, number: int, record: Mapping[str, Any], leases: Mapping[str, Mapping[str, Any]], names: list[str]
+        self, number: int, record: Mapping[str, Any], apart: Mapping[str, Facts], names: list[str], took: set[str]
     ) -> Steps[None]:
-        """Adds pods to the record of ended pods. Their leases are removed only if a later look finds them in it."""
-        facts = [facts_of_starts({name: lease}) for name, lease in leases.items()]
-        content = {**add_facts([record, *facts]), "names": sorted(names)}
-        yield Link(f"{ENDED}/{number}", content, f"{self._rules.identity.name}.ended.{number}.{len(leases)}")
+        """Publishes the next record of ended pods. Leases are removed only if a later look finds them in it.
+
+        Args:
+            number: Its number.
+            record: The record before it.
+            apart: Facts of starts that are not part of the sums yet.
+            names: All starts that the record counts and that a lease may be there for.
+            took: Starts that later starts have taken over, so that they count there.
+        """
+        sums = add_facts([record, *(facts for name, facts in apart.items() if name not in {*names, *took})])
+        kept = {name: apart[name] for name in sorted(names) if name in apart}
+        content = {**sums, "names": sorted(names), "recent": kept}
+        yield Link(f"{ENDED}/{number}", content, f"{self._rules.identity.name}.ended.{number}.{len(kept)}")

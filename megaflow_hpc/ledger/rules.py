@@ -55,7 +55,7 @@ from megaflow_hpc.ledger.names import (
     precedes,
     seals_in,
 )
-from megaflow_hpc.ledger.past import facts_of_starts
+from megaflow_hpc.ledger.past import take_over
 from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.types import Rollout
 
@@ -230,7 +230,7 @@ class LedgerRules:
                     lease = self.leases.setdefault(name, Lease(f"{LEASES}/{name}"))
                     yield from lease.look()
                     earlier[name] = lease.content
-        self.earlier = facts_of_starts(earlier)
+        self.earlier = take_over(earlier)
         yield from self.lease.publish(now, self._content)
         for name in earlier:
             yield Remove(f"{LEASES}/{name}")

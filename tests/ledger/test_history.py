@@ -394,3 +394,21 @@ def test_a_coordinator_is_killed_in_its_survey_of_20000_leases_and_the_next_one_
     go_by(clock, 20, *pods)
     assert [pod.coordination.role for pod in pods if pod is not second] == [Role.FOLLOWER] * (PODS - 2)
     assert second.coordination.report.pods == PODS, "the killed one's lease has not expired yet"
+
+
+@pytest.mark.parametrize("pause_s", [0, 70, 200, 400])
+def test_a_start_counts_once_if_its_element_starts_again_after_it_was_recorded(run: RunDir, pause_s: float) -> None:
+    clock = Clock()
+    write_blocks(run, rollouts(2), size=1)
+    keeper, first = Pod(run, "9_0", 0, clock), Pod(run, "8_0", 0, clock)
+    go_by(clock, 100, keeper, first)
+    first.leave()
+    go_by(clock, pause_s, keeper)
+    second = Pod(run, "8_0", 1, clock)
+    for _ in range(7):
+        go_by(clock, 60, keeper, second)
+        assert sum(facts["starts"] for facts in Ledger(run).accounts().values()) == 3
+    second.leave()
+    go_by(clock, 500, keeper)
+    assert files(run)["leases"] == 1
+    assert sum(facts["starts"] for facts in Ledger(run).accounts().values()) == 3
