@@ -116,16 +116,14 @@ def _kept_index(run: RunDir) -> Path:
 def _take_up(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) -> int:
     """Renames what a stopped gather has kept to ``temporary``, and returns its number of rows. Removes it and returns 0
     if it does not fit the journals."""
-    if not kept.exists():
-        return 0
-    rows = _rows_that_fit(kept, now, winners)
     try:
-        if rows:
-            os.rename(kept, temporary)
-        else:
-            kept.unlink()
-    except FileNotFoundError:  # another gather was faster
-        return 0
+        os.rename(kept, temporary)  # before it is checked, so that no other gather replaces it meanwhile
+    except FileNotFoundError:
+        if not temporary.exists():  # otherwise a network file system has repeated the request
+            return 0
+    rows = _rows_that_fit(temporary, now, winners)
+    if not rows:
+        temporary.unlink()
     return rows
 
 

@@ -180,6 +180,24 @@ gather({str(run.path)!r}, stop=lambda: os.kill(os.getpid(), 9))
     assert hidden(run) == []
 
 
+def test_two_gathers_that_continue_at_once_write_each_rollout_once(run, monkeypatch):
+    whole = digests(gather(run))
+    run.trajectories.unlink()
+    stopped_after(run, 50)
+    check, checks = of_gather._rows_that_fit, []
+
+    def slow_check(*arguments):
+        rows = check(*arguments)
+        checks.append(rows)
+        if len(checks) == 1:  # meanwhile another gather continues and is stopped, too
+            stopped_after(run, 10)
+        return rows
+
+    monkeypatch.setattr(of_gather, "_rows_that_fit", slow_check)
+    assert digests(gather(run)) == whole
+    assert len(ids(run.trajectories)) == ROWS
+
+
 def test_what_earlier_versions_left_next_to_the_journals_is_ignored(run):
     expected = ids(gather(run))
     run.trajectories.unlink()
