@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 import struct
 import time
@@ -51,6 +52,7 @@ PACK_BYTES = 32 << 20
 LISTING_AGE_S = 10.0
 """Seconds for which a listing of the directory is used to find the pack of a journal."""
 _COPY_BYTES = 1 << 20
+_PACK_NAME = re.compile(r"[^.].*\.[0-9]+\.[0-9]+\.pack")
 _MAX_TABLE = 64 << 20
 
 _MAGIC = b"MFHPCPCK"
@@ -112,13 +114,17 @@ class _Catalog:
             ConfigError: A pack is damaged.
         """
         self._listed_at = time.monotonic()
-        packs = {name for name in names if name.endswith(PACK) and not name.startswith(".")}
+        packs = {name for name in names if _PACK_NAME.fullmatch(name)}
         if packs == self._tables.keys():
             return
         tables = {name: self._tables[name] for name in packs & self._tables.keys()}
         for name in sorted(packs - self._tables.keys()):
-            with suppress(FileNotFoundError):  # it was packed again meanwhile
+            try:
                 tables[name] = read_table(self._folder / name)
+            except FileNotFoundError:  # it was packed again after the listing, if this process paused for minutes
+                for later in sorted(filter(_PACK_NAME.fullmatch, os.listdir(self._folder))):
+                    with suppress(FileNotFoundError):
+                        tables[later] = tables.get(later) or read_table(self._folder / later)
         self._tables = tables
         self.journals = {
             journal: Packed(name, *place) for name, table in sorted(tables.items()) for journal, place in table.items()
@@ -175,6 +181,17 @@ def size_of(path: Path) -> int:
         if packed is None:
             raise
         return packed.size
+
+
+def is_packed_by_later_start(path: Path) -> bool:
+    """Returns whether a later start of the same pod has a pack, so that a journal of this name may be in it.
+
+    Costs one listing.
+    """
+    pod, _, start = path.name.removesuffix(JOURNAL).rpartition(".")
+    later = re.compile(rf"{re.escape(pod)}\.([0-9]+)\.[0-9]+\.pack")
+    found = (later.fullmatch(name) for name in os.listdir(path.parent)) if start.isdigit() else ()
+    return any(match is not None and int(match[1]) > int(start) for match in found)
 
 
 def is_packed(path: Path) -> bool:
@@ -263,7 +280,7 @@ class _Packing:
         self._packs: dict[str, _Table] = {}
         for name in names:
             without_level = name.removesuffix(PACK).rpartition(".")[0]
-            if name.endswith(PACK) and self._start_of(without_level + PACK, PACK) is not None:
+            if _PACK_NAME.fullmatch(name) and self._start_of(without_level + PACK, PACK) is not None:
                 self._packs[name] = read_table(folder / name)
 
     def _start_of(self, name: str, suffix: str) -> int | None:
@@ -330,18 +347,22 @@ class _Packing:
         name = f"{self._pod}.{self._start}.{level}{PACK}"
         temporary = self._folder / f".{name}"
         table: _Table = {}
-        with open(temporary, "xb") as out:
-            os.fchmod(out.fileno(), file_mode(self._folder))
-            out.write(_MAGIC)
-            for source, journals in files.items():
-                for journal, (offset, size) in journals.items():
-                    table[journal] = out.tell(), size
-                    for piece in _pieces(self._folder / source, offset, size):
-                        out.write(piece)
-            data = msgspec.msgpack.encode(table)
-            out.write(data + _FOOTER.pack(out.tell(), len(data), zlib.crc32(data), _MAGIC))
-            out.flush()
-            os.fsync(out.fileno())
+        try:
+            with open(temporary, "xb") as out:
+                os.fchmod(out.fileno(), file_mode(self._folder))
+                out.write(_MAGIC)
+                for source, journals in files.items():
+                    for journal, (offset, size) in journals.items():
+                        table[journal] = out.tell(), size
+                        for piece in _pieces(self._folder / source, offset, size):
+                            out.write(piece)
+                data = msgspec.msgpack.encode(table)
+                out.write(data + _FOOTER.pack(out.tell(), len(data), zlib.crc32(data), _MAGIC))
+                out.flush()
+                os.fsync(out.fileno())
+        except OSError:  # a full disk needs the space
+            temporary.unlink(missing_ok=True)
+            raise
         os.link(temporary, self._folder / name)  # never replaces a pack
         temporary.unlink()
         fsync(self._folder)

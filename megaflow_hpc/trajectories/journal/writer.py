@@ -21,7 +21,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode
 from megaflow_hpc.trajectories.journal.frames import HEADER_SIZE, MAX_RECORD, frame_head, header, pack_record
-from megaflow_hpc.trajectories.journal.packs import seal
+from megaflow_hpc.trajectories.journal.packs import is_packed_by_later_start, seal
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class JournalWriter:
         path: The new journal. The file must not exist; its directory must.
 
     Raises:
-        ConfigError: The file exists (two pods share a name), or cannot be created.
+        ConfigError: The file exists or was packed (two pods share a name), or cannot be created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -54,6 +54,8 @@ class JournalWriter:
             raise _exists(self.path)
         if not os.access(self.path.parent, os.W_OK | os.X_OK):
             raise ConfigError(f"{self.path}: cannot be created (directory missing or access denied); check the run")
+        if is_packed_by_later_start(self.path):  # Slurm may give an id again, after its state was lost
+            raise _exists(self.path)
         self._salt = os.urandom(8)
         self._file: int | None = None
         """Descriptor of the file, or ``None`` before it is created."""

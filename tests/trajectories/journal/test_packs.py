@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import struct
@@ -250,3 +251,60 @@ def test_a_record_in_a_pack_is_read_by_its_place(run: RunDir) -> None:
     assert read_frame(run.journal / entry.journal, entry.start) == before
     with pytest.raises(ConfigError, match="no whole record"):
         read_frame(run.journal / entry.journal, entry.start + entry.size)
+
+
+def test_a_pack_that_is_packed_again_while_a_reader_pauses_is_found(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for start in range(FAN):
+        store(run, start)
+    pack_journals(run.journal, "7_1", "100")
+    pack_journals(run.journal, "7_1", "101")
+    [pack] = names(run)
+    listing = packs._Catalog.update
+
+    def paused(catalog: packs._Catalog, listed: list[str]) -> None:
+        if pack in listed and (run.journal / pack).exists():
+            (run.journal / pack).rename(run.journal / "7_1.200.2.pack")
+        listing(catalog, listed)
+
+    monkeypatch.setattr(packs._Catalog, "update", paused)
+    assert len(index(run, {}).winners) == FAN
+
+
+def test_a_name_that_is_given_again_does_not_hide_a_packed_journal(run: RunDir) -> None:
+    for start in range(FAN):
+        store(run, start)
+    pack_journals(run.journal, "7_1", "100")
+    pack_journals(run.journal, "7_1", "101")
+    with pytest.raises(ConfigError, match=r"7_1\.3\.journal: exists already"):
+        store(run, 3)  # Slurm has lost its state and counts from the beginning
+    store(run, 101)
+    store(run, 3, pod="7_11")
+    assert len(index(run, {}).winners) == FAN + 2
+
+
+def test_a_full_disk_keeps_no_part_of_a_pack(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    for start in range(FAN):
+        store(run, start)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        pack_journals(run.journal, "7_1", "100")
+    assert len(names(run)) == len(names(run, ".journal")) == FAN
+    pack_journals(run.journal, "7_1", "101")
+    assert len(names(run, ".pack")) == 1
+
+
+def test_files_with_other_names_are_not_packs(run: RunDir) -> None:
+    for start in range(FAN):
+        store(run, start)
+    for name in ("notes.pack", "7_1.5.old.pack", ".7_1.5.1.pack.x", "7_1.5.1.pack~"):
+        (run.journal / name).write_text("a user's file")
+    pack_journals(run.journal, "7_1", "100")
+    pack_journals(run.journal, "7_1", "101")
+    assert names(run, ".journal") == []
+    assert len(index(run, {}).winners) == FAN
