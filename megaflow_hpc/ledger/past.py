@@ -87,7 +87,7 @@ def recent(record: Mapping[str, Any]) -> dict[str, Facts]:
     """Returns the facts that a record of ended pods keeps apart, by ``<pod>.<start>``."""
     found = record.get("recent")
     found = found if isinstance(found, Mapping) else {}
-    return {name: facts for name, facts in found.items() if isinstance(name, str) and isinstance(facts, Mapping)}
+    return {name: dict(facts) for name, facts in found.items() if isinstance(name, str) and isinstance(facts, Mapping)}
 
 
 def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any]) -> dict[str, Facts]:
