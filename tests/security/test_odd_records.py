@@ -56,7 +56,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     (tmp_path / "image" / "bin").mkdir(parents=True)
     (tmp_path / "campaign.yaml").write_text(
         "name: odd\ntasks: tasks/*\nagent: [oracle]\n"
-        f"environment: {{network: none, images: {{base: {tmp_path / 'image'}}}}}\n"
+        f"environment: {{network: none, images: {{base: {tmp_path / 'image'}}}}}\nslurm: {{check: false}}\n"
     )
     run = RunDir(Campaign.from_yaml(tmp_path / "campaign.yaml").plan(launcher="local").path)
     commit(run, "7_0", (0, 0, trajectory(0, id="task0/oracle/0", task_id="task0", policy="oracle")))
