@@ -372,28 +372,28 @@ PartitionName=preempt Nodes={",".join(CPU_NODES)} PriorityTier=1 PreemptMode=REQ
 """
 
     def gres(self, node: str) -> str:
-        """``gpu:2``, or ``gpu:a100:4`` where GPUs have types."""
+        """Returns the ``Gres`` of a GPU node: ``gpu:2``, or ``gpu:a100:4`` if GPUs have types."""
         if not self.site.gpus:
             return f"gpu:{GPUS}"
         kind, count = self.site.gpus[GPU_NODES.index(node)]
         return f"gpu:{kind}:{count}"
 
     def gres_line(self, node: str) -> str:
-        """The line of gres.conf for a node."""
+        """Returns the line of gres.conf for a node."""
         _, *kind, count = self.gres(node).split(":")
         typed = f" Type={kind[0]}" if kind else ""
         files = f"{self.dir}/gpu/nvidia[0-{int(count) - 1}]"
         return f"NodeName={node} Name=gpu{typed} File={files} Flags=nvidia_gpu_env\n"
 
     def stepd_program(self) -> Path:
-        """Slurm's own slurmstepd."""
+        """Returns the path of Slurm's own slurmstepd."""
         usr = self.prefix()
         return usr.parent / "bin" / "slurmstepd" if usr else Path(program("slurmstepd"))
 
     def make_stepd(self) -> None:
-        """Makes a slurmstepd whose processes have another name.
+        """Copies slurmstepd to another file name, which the kernel uses as the name of its processes.
 
-        The kernel names a process after its file, and Slurm's plugins ask for its first argument, which stays.
+        Slurm's plugins check the first argument instead, which stays the same.
         """
         copy, start = self.dir / "plugins" / self.site.stepd, self.dir / "plugins" / "start-stepd"
         for path, content in (
@@ -405,7 +405,7 @@ PartitionName=preempt Nodes={",".join(CPU_NODES)} PriorityTier=1 PreemptMode=REQ
             path.chmod(0o755)
 
     def why_no_site(self, site: Site) -> str:
-        """Why this machine's Slurm cannot have a variant; empty if it can."""
+        """Returns why this machine's Slurm cannot run a variant. Empty if it can."""
         if self.version() < site.since:
             needed, found = (".".join(f"{number:02d}" for number in each) for each in (site.since, self.version()))
             return f"it needs Slurm {needed} or later, and {self.slurmd_program} is {found}"

@@ -1,7 +1,7 @@
-"""Lab variants: settings that real sites have and that differ from the lab's defaults, one trait each.
+"""Lab variants: settings of real sites that differ from the lab's defaults. Each variant has one trait.
 
-``launchers/lab start --site NAME`` starts a lab with one of them, ``launchers/lab sites`` lists them. Each is a change
-of the lab's slurm.conf, from the public manual of slurm.conf(5), and at most one file next to it. Lines of one's own in
+``launchers/lab start --site NAME`` starts a lab with a variant, ``launchers/lab sites`` lists them. A variant changes the
+lab's slurm.conf, by settings documented in slurm.conf(5), and adds at most one file next to it. The lines in
 ``DIR/site.conf`` still come last.
 """
 
@@ -53,10 +53,10 @@ end
 class Site:
     """One variant.
 
-    ``conf`` is added to slurm.conf, where later values win. ``edit`` changes the lines that the lab wrote itself, which
-    is the only way for nodes and partitions, because Slurm accepts each of them once. ``files`` are written next to
-    slurm.conf. ``since`` is the first Slurm version (year, month) that has the setting, and ``plugin`` a file among
-    Slurm's plugins without which it does not start.
+    ``conf`` is appended to slurm.conf, where later values win. ``edit`` changes lines that the lab wrote. Nodes and
+    partitions can only be changed this way, because Slurm accepts each definition once. ``files`` are written next to
+    slurm.conf. ``since`` is the first Slurm version (year, month) with the setting. ``plugin`` names a Slurm plugin that
+    the variant requires.
     """
 
     about: str
@@ -66,7 +66,7 @@ class Site:
     since: tuple[int, int] = (0, 0)
     plugin: str = ""
     gpus: tuple[tuple[str, int], ...] = ()
-    """Type and number of the GPUs of each GPU node; empty: the lab's own, without a type."""
+    """Type and number of the GPUs of each GPU node. Empty: the lab's untyped GPUs."""
     stepd: str = ""
     """Name of the process that starts batch scripts; empty: slurmstepd."""
 

@@ -29,7 +29,7 @@ from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
 MARK = "mswea_bash_command"
-"""Word by which answers mark their command, unless ``model.action_regex`` says otherwise."""
+"""Info string of the code block that contains an answer's command, unless ``model.action_regex`` is set."""
 COMMAND_TIMEOUT_S = 120.0
 """Default timeout of one command in seconds."""
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"

@@ -98,7 +98,7 @@ def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
     leases = ledger.leases()
     lost = [count for name, lease in leases.items() if name not in there and (count := stored(run, name, lease))]
     accounts = ledger.accounts(leases)
-    # Leases of earlier starts were removed. Their number is known, but not which journals are missing.
+    # The leases of earlier starts were removed. We know how many journals there were, but not which are missing.
     earlier = sum(facts["journals"] for name, facts in accounts.items() if name not in leases)
     missing = len(lost) + max(0, earlier - len(there - leases.keys()))
     if not missing:

@@ -133,7 +133,7 @@ class Campaign:
         self.notices += warnings(draft, self.where, walltimes_s)
 
     def _preflight(self, draft: Draft, slurm: bool, watch: PlanWatch) -> Iterator[Callable[[], object]]:
-        """Yields the checks of what pods will need. ``check``, ``plan`` and ``run`` make all of them."""
+        """Yields the checks of what pods need. ``check``, ``plan`` and ``run`` all perform them."""
         if slurm:
             watch.step("asking Slurm")
             yield lambda: self._check_site(draft)
@@ -143,8 +143,9 @@ class Campaign:
         yield lambda: self._liftable(draft, lambda: try_sandboxes(draft, watch, slurm))
 
     def _liftable(self, draft: Draft, check: Callable[[], None]) -> None:
-        """Carries out a check. With ``slurm.check: false`` its error is a warning, because the nodes of the jobs may
-        differ from this one."""
+        """Runs a check. With ``slurm.check: false``, reports its error as a warning, because the nodes of the jobs may
+        differ from this one.
+        """
         try:
             check()
         except SiteError as error:

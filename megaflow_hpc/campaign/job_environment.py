@@ -25,7 +25,7 @@ def trainer_python() -> str:
 
 
 def _by_role(config: CampaignConfig) -> list[str]:
-    """Returns the shell lines that run the ``setup`` of a job's own section. Scripts set ``role`` before."""
+    """Returns the shell lines that run the ``setup`` of a job's own section. The scripts set ``role`` first."""
     slurm = config.slurm
     roles = [("pods*", slurm.pods.setup), ("servers", slurm.servers.setup), ("trainer", slurm.trainer.setup)]
     pools = [(f"pods.{number}", pool.setup) for number, pool in enumerate(slurm.pods.pools)]
@@ -66,7 +66,7 @@ def environment_script(config: CampaignConfig, mpi: str, window_s: int = 0) -> s
 
     Args:
         mpi: Types for ``srun --mpi``, separated by spaces, in the order in which pods try them.
-        window_s: Period within which each pod has a second of its own to drain, or 0.
+        window_s: Period over which pods spread their drains, each at its own second. 0 if they need not.
     """
     lines = [
         "# Sourced by every job of this run.",

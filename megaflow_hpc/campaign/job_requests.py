@@ -131,7 +131,7 @@ def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> 
 
     Raises:
         ConfigError: A partition is missing or lacks requested resources, or a walltime is shorter than the time
-            that a job gets to end. Each message names key and limit.
+            reserved for draining. Each message names key and limit.
         SiteError: A job would never start. The message names the limit.
     """
     wanted = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
@@ -170,7 +170,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
     for key, role, options in jobs:
         names = tuple(str(options.get(name)) for name in ("account", "qos", "partition"))
         caps[names] = caps[names] if names in caps else limits.resource_caps(options)
-        # The QOS of the default partition limits nothing if the site chooses another partition.
+        # The QOS of the default partition is irrelevant if the site chooses another partition.
         of_default = () if options.get("partition") else {f"QOS {name}" for name in site.partition_qos("")}
         firm = [cap for cap in caps[names] if cap.of not in of_default]
         wanted = charged(options)
@@ -183,7 +183,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
 
 
 def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
-    """Describes options in ``extra`` that request other numbers of GPUs than the campaign or each other."""
+    """Describes options in ``extra`` whose numbers of GPUs contradict the campaign or each other."""
     run, slurm = RunDir("/RUN"), config.slurm
     jobs = [
         ("servers", "gpus of the model", group.gpus, script.server_job(config, run, 1, group.gpus, nodes=group.nodes))
@@ -217,8 +217,9 @@ def _too_short(config: CampaignConfig, key: str, role: str, options: Mapping[str
 
 
 def drain_window_s(config: CampaignConfig) -> int:
-    """Returns the period within which each pod has a second of its own to drain; see
-    :func:`~megaflow_hpc.slurm.limits.requeue_window_s`. 0 if Slurm does not respond."""
+    """Returns the period over which pods spread their drains, each at its own second; see
+    :func:`~megaflow_hpc.slurm.limits.requeue_window_s`. 0 if Slurm does not respond.
+    """
     pods = config.slurm.pods
     jobs = [script.pod_job(config, RunDir("/RUN"), 1, pool=pool) for pool in (None, *pods.pools)]
     try:
@@ -245,7 +246,7 @@ def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], wher
 
 
 def _placed(line: str, where: Any) -> str:
-    """Returns a finding with the location of the key that it begins with."""
+    """Prefixes a finding with the location of the key that it begins with."""
     return f"{where(line.split()[0].rstrip(':'))}: {line}"
 
 

@@ -62,11 +62,11 @@ class Jobs(LiveJobs):
         self.notices: list[str] = []
         """Messages for the user about the last start."""
         self._asked_again: set[Refused] = set()
-        """Refusals after which :meth:`bring_back` has asked once more."""
+        """Refusals for which :meth:`bring_back` has repeated the request."""
         self._brought_back = 0.0
-        """:attr:`asked_at` of the answer that :meth:`bring_back` has acted on."""
+        """:attr:`asked_at` of the latest answer that :meth:`bring_back` handled."""
         self._topped = 0.0
-        """:attr:`asked_at` of the answer that :meth:`top_up` has acted on."""
+        """:attr:`asked_at` of the latest answer that :meth:`top_up` handled."""
         self._try_at, self._refused, self._why_refused = 0.0, 0, ""
         self.replacing = False
         """True if :meth:`top_up` will add pods later."""
@@ -111,7 +111,7 @@ class Jobs(LiveJobs):
         self.invalidate()
 
     def _queue_servers(self, allowed: limits.Allowance) -> tuple[list[str], list[str]]:
-        """Submits the engine arrays. Returns their elements, and those of them that are not held."""
+        """Submits the engine arrays. Returns their elements, and which of them are not held."""
         servers: list[str] = []
         started: list[str] = []
         for job in server_jobs(self._config, self._run, self._groups, allowed):
@@ -142,10 +142,11 @@ class Jobs(LiveJobs):
         self.arrays.queue(gather_job(self._config, self._run, self._all_over(), servers, expected))
 
     def _journal_bytes(self) -> float:
-        """Returns the expected size of all journals: their size now, and that of the blocks that are not done."""
+        """Returns the expected size of all journals: their current size plus an estimate for the blocks that are not
+        done."""
         size = 0
         for path in self._run.journal.glob("*.[jp]*"):  # journals and packs
-            with contextlib.suppress(FileNotFoundError):  # removed, because it was packed
+            with contextlib.suppress(FileNotFoundError):  # removed in the meantime, because it was packed
                 size += path.stat().st_size
         blocks, done = len(numbers(self._run)), len(self._ledger.view().done)
         if not blocks:  # a trainer will add them
@@ -183,8 +184,8 @@ class Jobs(LiveJobs):
             self.restart_trainers()
 
     def bring_back(self, max_age_s: float = ASK_SLURM_S) -> list[str]:
-        """Requeues jobs that have ended because Slurm refused to requeue them. Slurm forgets an ended job after
-        MinJobAge, which is 5 minutes by default. Acts once for each answer of squeue.
+        """Requeues ended jobs whose requeue Slurm refused. Slurm forgets an ended job after MinJobAge, 5 minutes by
+        default. Acts once for each answer of squeue.
 
         Args:
             max_age_s: Maximum age of that answer.
@@ -201,7 +202,7 @@ class Jobs(LiveJobs):
         room = self._config.slurm.pods.total - len(self.live_pods() or ())
         going: list[str] = []
         for one in sorted(refused, key=lambda one: (one.at, one.job)):
-            if one.job in live or (one.role == "pod" and room <= 0):  # others may have replaced the pod
+            if one.job in live or (one.role == "pod" and room <= 0):  # the pod may have been replaced
                 continue
             self._asked_again.add(one)
             with contextlib.suppress(SiteError):
@@ -217,7 +218,7 @@ class Jobs(LiveJobs):
         """Called by the gather job. If pods will come back, queues another gather job that waits for them.
 
         Returns:
-            True if such a job was queued, so that this one has nothing to do.
+            True if another gather job was queued. The calling one then has nothing to do.
         """
         if self._marks.over or os.environ.get("SLURM_JOB_ID") not in self.arrays.ids("gather"):
             return False
@@ -297,7 +298,7 @@ class Jobs(LiveJobs):
         queued = [pod.id for pod in pods if pod.state != "RUNNING"]
         running = [pod.id for pod in pods if pod.state == "RUNNING"]
         going = sorted(queued, key=_age, reverse=True)[:count]
-        for pod in going:  # not to be replaced
+        for pod in going:  # so that they are not replaced
             self._marks.leave(pod)
         if going:
             scancel(going)
@@ -372,7 +373,7 @@ class Jobs(LiveJobs):
                     here = self._staying(self.live_pods(0) or live)
                     count = plan.due(len(here), open_blocks, time.time())
                     if count and self._groups and not self.servers():
-                        self._queue_servers(limits.allowance(pod_options(self._config)))  # gather has ended the others
+                        self._queue_servers(limits.allowance(pod_options(self._config)))  # the gather job has ended the earlier ones
                     plan.added(self._add(count, plan.wanted) if count else [], time.time())
                 self._refused = 0
             except SiteError as error:  # no room, or Slurm does not respond or refuses
@@ -386,7 +387,7 @@ class Jobs(LiveJobs):
             self._try_at = plan.again_at
 
     def _take_in(self, plan: Replacements, pods: Sequence[JobRecord], live: Sequence[JobState]) -> None:
-        """Finds out how pods ended that Slurm no longer has."""
+        """Records in ``plan`` how the pods ended that Slurm no longer has."""
         listed = {state.id for state in live}
         asked_at = time.time() - (time.monotonic() - self.asked_at)
         missed = plan.missed(pods, listed, asked_at)
@@ -418,12 +419,12 @@ class Jobs(LiveJobs):
             return False
 
     def _staying(self, pods: Sequence[JobState]) -> list[JobState]:
-        """Returns the pods that are not leaving."""
+        """Returns the pods without a ``leaving`` flag."""
         leaving = self._marks.leaving()
         return [pod for pod in pods if pod.id not in leaving]
 
     def forgive(self) -> None:
-        """Lets :meth:`top_up` replace pods again, whatever became of earlier replacements."""
+        """Lets :meth:`top_up` replace pods again, even after it had given up."""
         with self.arrays.alone():
             plan = replacements.read(self._run, self._config.slurm.pods.total)
             plan.forgive()

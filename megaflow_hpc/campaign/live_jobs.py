@@ -75,14 +75,14 @@ class LiveJobs:
         if live and any(job.state == "PENDING" and job.reason == "None" for job in live.values()):
             max_age_s = min(max_age_s, SOON_S)
         now = time.monotonic()
-        # A shared answer may stay older than max_age_s. It is not read again every second.
+        # Once the budget is spent, a shared answer may be older than max_age_s. Do not read it again every second.
         if now - asked >= max_age_s and now - self._read_at >= min(max_age_s, SOON_S):
             self._read_at = now
             self._live = self._look(max_age_s)
         return self._live[1]
 
     def _look(self, max_age_s: float) -> tuple[float, dict[str, JobState] | None]:
-        """Returns when squeue was asked (monotonic clock), by this process or by another, and the live jobs."""
+        """Returns the live jobs, and when this or another process queried squeue for them (monotonic clock)."""
         ids, now = self.ids(), time.monotonic()
         if not ids or not site.has_slurm():
             return now, None
@@ -104,7 +104,7 @@ class LiveJobs:
         return self._live[0]
 
     def invalidate(self) -> None:
-        """Drops the cached result, also for other processes."""
+        """Drops the cached answer, also for other processes."""
         self._live, self._read_at = (-ASK_SLURM_S, None), -ASK_SLURM_S
         self._shared.forget()
 
@@ -164,7 +164,7 @@ class LiveJobs:
         ]
 
     def refused(self, max_age_s: float = ASK_SLURM_S) -> list[str]:
-        """Returns a warning for each reason for which Slurm did not requeue jobs, with the remedy."""
+        """Returns a warning for each reason why Slurm did not requeue jobs, with the remedy."""
         causes: dict[tuple[str, str, bool], list[str]] = {}
         refused = self._marks.refused()
         live = self.live(max_age_s) if refused else None

@@ -62,7 +62,7 @@ def glances(paths: Iterable[Path]) -> list[Glance]:
     by_owner: dict[int, list[_Look]] = {}
     for look in open_:
         by_owner.setdefault(look.owner, []).append(look)
-    for owner, of_owner in by_owner.items():  # squeue is asked for the jobs of one user
+    for owner, of_owner in by_owner.items():  # squeue is queried for the jobs of one user
         live, cause = _live(sorted({job for look in of_owner for job in look.jobs}), owner)
         for look in of_owner:
             look.decide(None if live is None else [state for job in look.jobs for state in live.get(job, ())], cause)

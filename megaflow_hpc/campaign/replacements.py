@@ -1,13 +1,13 @@
-"""Decides how many pods to add: those that limits kept back, and replacements for pods that ended for good.
+"""Decides how many pods to add: pods that limits held back, and replacements for pods that ended for good.
 
 ::
 
     RUN/ledger/pods.json    number of pods wanted, how pods ended, and how the last replacements fared
 
 A pod is replaced if Slurm ended it (TIMEOUT, NODE_FAIL, a refused requeue) while blocks are left to run. It is not
-replaced if it ended because its work was done or a limit was reached, if the user cancelled it or scaled the campaign
-down, or if ``slurm.requeues`` of its starts in a row stored nothing. Replacements that store nothing are repeated later
-and in smaller numbers, and then given up.
+replaced if its work was done or a limit was reached, if the user cancelled it or scaled the campaign down, or if
+``slurm.requeues`` of its starts in a row stored nothing. If replacements store nothing, later rounds are smaller and
+further apart, until replacing is given up.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from megaflow_hpc.rundir.record import JobRecord
 PAUSE_S = 60.0
 """Seconds between two rounds of replacements. Doubles after each round that stored nothing."""
 PROBE = 10
-"""After a round that stored nothing, one pod in this many is replaced, to find out whether the cause is gone."""
+"""After a round that stored nothing, only one in this many missing pods is replaced, to test whether the cause is
+gone."""
 BARREN_ROUNDS = 3
-"""Number of rounds in a row that may store nothing before replacing is given up."""
+"""Number of consecutive rounds that stored nothing after which no more pods are replaced."""
 LISTED_S = 5.0
-"""A job that was submitted less than this before squeue was asked may be missing in the answer."""
+"""squeue may not list jobs yet that were submitted less than this many seconds before the query."""
 
 FINAL = {
     "leaving": "left by scale",
@@ -35,34 +36,34 @@ FINAL = {
     "CANCELLED": "cancelled by scancel",
     "COMPLETED": "ended in order",
 }
-"""Ends after which a pod is not replaced. Any other is a state of Slurm."""
+"""Ends after which a pod is not replaced → description. Any other end is a state of Slurm."""
 
 
 class Replacements(msgspec.Struct):
-    """Content of the file, and the rules."""
+    """Content of ``pods.json``, and the rules for replacing pods."""
 
     wanted: int = 0
     """Number of pods that should be queued or running."""
     settled: list[str] = []
-    """Arrays all of whose elements have ended and are taken in."""
+    """Ids of arrays whose elements have all ended. Their elements are no longer in :attr:`ended`."""
     ended: dict[str, str] = {}
     """Elements of other arrays that have ended → a key of :data:`FINAL` or a state of Slurm."""
     vain: list[str] = []
-    """Some of the pods that ended in vain."""
+    """The latest pods of which several starts in a row stored nothing, at most 20."""
     last: list[str] = []
-    """The last round of replacements."""
+    """Pods of the last round of replacements. Empty once one of them has stored something."""
     barren: int = 0
-    """Number of rounds in a row that ended and stored nothing."""
+    """Number of consecutive rounds of replacements that ended and stored nothing."""
     again_at: float = 0.0
-    """Time of the next round, in Unix seconds."""
+    """Earliest time of the next round, in Unix seconds."""
 
     def missed(self, arrays: Collection[JobRecord], live: Collection[str], asked_at: float) -> list[str]:
-        """Returns the elements that have ended since the last look.
+        """Returns the elements that have ended since the last call of :meth:`take_in`.
 
         Args:
             arrays: Submissions of pods.
-            live: Elements that Slurm has.
-            asked_at: When Slurm was asked, in Unix seconds.
+            live: Elements that Slurm lists as live.
+            asked_at: When Slurm was queried, in Unix seconds.
         """
         return [
             element
@@ -75,16 +76,16 @@ class Replacements(msgspec.Struct):
     def take_in(
         self, arrays: Collection[JobRecord], live: Collection[str], ends: Mapping[str, str], stored: Collection[str]
     ) -> None:
-        """Takes in how elements ended.
+        """Records how elements ended.
 
         Args:
             arrays: Submissions of pods.
-            live: Elements that Slurm has.
+            live: Elements that Slurm lists as live.
             ends: Ended elements → a key of :data:`FINAL` or a state of Slurm.
             stored: Elements that have stored rollouts.
         """
         self.ended |= ends
-        self.wanted -= sum(end in FINAL and end != "leaving" for end in ends.values())  # scale has counted leaving ones
+        self.wanted -= sum(end in FINAL and end != "leaving" for end in ends.values())  # scale has already subtracted leaving pods
         self.vain = [*self.vain, *(element for element, end in ends.items() if end == "vain")][-20:]
         failed = [element for element, end in ends.items() if end not in FINAL]
         if any(element in stored for element in self.last):
@@ -114,16 +115,16 @@ class Replacements(msgspec.Struct):
 
     @property
     def given_up(self) -> bool:
-        """True after :data:`BARREN_ROUNDS` rounds that stored nothing. No more pods are added then."""
+        """True if :data:`BARREN_ROUNDS` rounds in a row stored nothing. No more pods are added then."""
         return self.barren >= BARREN_ROUNDS
 
     def added(self, elements: Collection[str], now: float) -> None:
-        """Notes a round of replacements."""
+        """Records a round of replacements."""
         self.last = list(elements)
         self.again_at = now + PAUSE_S * 2**self.barren
 
     def forgive(self) -> None:
-        """Lets pods be replaced again, after the user has removed the cause."""
+        """Allows replacements again, after the user has removed the cause."""
         self.last, self.vain, self.barren, self.again_at = [], [], 0, 0.0
 
 

@@ -1,10 +1,10 @@
-"""The last answer of squeue about a run's jobs, shared by all processes that follow the run.
+"""The latest squeue answer about a run's jobs, shared by all processes that follow the run.
 
 ::
 
-    RUN/ledger/queue.json    when squeue was asked, for which arrays, and its answer
+    RUN/ledger/queue.json    time of the query, the arrays queried, and the answer
 
-``run``, ``watch``, ``status``, autoscalers and waiting trainers use each other's answers. A budget in the same file
+``run``, ``watch``, ``status``, autoscalers and waiting trainers reuse each other's answers. A budget in the same file
 keeps all of them together below 60 requests to slurmctld per hour.
 """
 
@@ -27,7 +27,7 @@ REFILL_S = 180.0
 """Seconds after which another query is allowed. A query is two requests to slurmctld, for the user's jobs and for the
 partitions, so an hour has at most 2 x (8 + 3600 / 180) = 56 requests."""
 FUTURE_S = 60.0
-"""Answers that are dated further ahead than this are from a host whose clock is wrong, and not used."""
+"""Answers dated further ahead than this come from a host whose clock is wrong, and are ignored."""
 
 
 class QueueAnswer(msgspec.Struct):
@@ -38,7 +38,7 @@ class QueueAnswer(msgspec.Struct):
     budget: float = BURST
     """Number of further queries allowed at ``asked_at``."""
     arrays: list[str] = []
-    """Jobs and arrays that were asked for."""
+    """Jobs and arrays that were queried."""
     jobs: list[JobState] | None = None
     """Their elements. ``None`` if jobs were submitted, changed or cancelled since."""
 
@@ -55,10 +55,10 @@ class SharedLook:
             self.owner = os.getuid()
 
     def read(self, arrays: Collection[str], max_age_s: float) -> tuple[float, list[JobState]] | None:
-        """Returns the age of the shared answer in seconds, and the jobs. ``None`` if squeue must be asked.
+        """Returns the age of the shared answer in seconds, and the jobs. ``None`` if the caller must query squeue.
 
-        An answer that is older than ``max_age_s`` is returned if the budget is spent. With ``max_age_s`` of 0 squeue
-        must always be asked.
+        If the budget is spent, an answer older than ``max_age_s`` is returned as well. If ``max_age_s`` is 0, the caller must
+        always query squeue.
         """
         self._answer = answer = try_read_json(self._path, QueueAnswer) or QueueAnswer()
         age_s = time.time() - answer.asked_at
@@ -69,7 +69,7 @@ class SharedLook:
         return None
 
     def write(self, arrays: Iterable[str], jobs: Iterable[JobState]) -> None:
-        """Publishes an answer and charges the budget for it."""
+        """Publishes an answer and deducts the query from the budget."""
         now = time.time()
         left = max(0.0, self._left(now - self._answer.asked_at) - 1)
         self._put(QueueAnswer(now, left, sorted(arrays), list(jobs)))
@@ -87,5 +87,5 @@ class SharedLook:
     def _put(self, answer: QueueAnswer) -> None:
         self._answer = answer
         if self.owner == os.getuid():
-            with contextlib.suppress(OSError):  # the disk is full; every process asks for itself
+            with contextlib.suppress(OSError):  # the disk is full; every process then queries squeue itself
                 write_record(self._path, answer)

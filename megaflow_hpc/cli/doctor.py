@@ -308,7 +308,7 @@ def _scratch() -> Iterator[Finding]:
 
 
 def _runs() -> Iterator[Finding]:
-    """Tries the file system of this directory, in which a campaign file would put its runs."""
+    """Checks the file system of the current directory, where a campaign file would put its runs."""
     from megaflow_hpc.host.mounts import MAX_CACHED_S, mount_of, why_no_links
 
     here = Path.cwd()

@@ -1,4 +1,4 @@
-"""``prove``: tries a real site for half an hour and writes a report."""
+"""``prove``: tests a real site in about half an hour and writes a report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRIALS = ("nodes", "worker", "walltime", "model", "preemption")
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``prove``."""
+    """Adds the ``prove`` command."""
     parser = add_verb(
         subparsers,
         "prove",
@@ -85,7 +85,7 @@ def _prove(arguments: argparse.Namespace) -> int:
 
 
 def _trials(place: Site, report: Report, wanted: set[str], preempting: list[str]) -> Iterator[Finding]:
-    """Runs the wanted trials. Their jobs wait in the queue at the same time, except for that of the preemption."""
+    """Runs the selected trials. Their jobs wait in the queue at the same time, except those of the preemption trial."""
     from megaflow_hpc.prove import trials
     from megaflow_hpc.prove.report import Finding
 
@@ -137,7 +137,7 @@ def _nodes(place: Site, report: Report, nodes: int) -> Iterator[Finding]:
 
 
 def _left(place: Site) -> Iterator[Finding]:
-    """Looks for processes that campaigns left on the nodes that they used."""
+    """Looks for leftover processes of the campaigns on the nodes that they used."""
     from megaflow_hpc.prove import trials
 
     place.cancel()

@@ -15,7 +15,7 @@ from megaflow_hpc.config.sections import AgentConfig, Section
 from megaflow_hpc.config.slurm import GPU_TYPE, digits_as_text
 
 MAX_SERVERS = 10_000
-"""Maximum number of engine servers of a policy. More are a typing error."""
+"""Maximum number of engine servers of a policy. A larger number is assumed to be a typo."""
 
 
 class ServerCount(NamedTuple):

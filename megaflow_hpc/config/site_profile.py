@@ -51,12 +51,12 @@ class Recognition(Section):
     cluster: tuple[str, ...] = ()
     """Slurm's ClusterName."""
     host: tuple[str, ...] = ()
-    """Name of the host, with or without its domain."""
+    """Host name, with or without its domain."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variable → its value."""
+    """Environment variable → its value."""
 
     def match(self, cluster: str) -> str:
-        """Returns what matches on this machine, for people to read. Empty if nothing does."""
+        """Describes what matches on this machine. Empty if nothing does."""
         for pattern in self.cluster:
             if cluster and fnmatchcase(cluster, pattern):
                 return f"ClusterName={cluster}"
@@ -76,11 +76,11 @@ class Profile:
     fields: Mapping[str, Any]
     node: yaml.MappingNode
     recognise: Recognition | None = None
-    """Where ``init`` offers the profile. ``None``: everywhere."""
+    """Sites at which ``init`` offers the profile. ``None``: all sites."""
 
     @property
     def shipped(self) -> bool:
-        """True if the profile is one of this package's."""
+        """True if the profile ships with this package."""
         return Path(self.file).parent == SHIPPED
 
     def record(self) -> dict[str, Any]:

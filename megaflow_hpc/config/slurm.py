@@ -25,25 +25,25 @@ LEAST_GB = 0.001
 """Minimum memory: Slurm counts in MB, and treats 0 as all memory of a node."""
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
 _SRUN_OPTION = re.compile(r"-[\w.,:=/@%+-]+\Z", re.ASCII)
-"""Options that a shell passes on unquoted."""
+"""Options that need no quoting in a shell."""
 _REMEDY = "write minutes (30), HH:MM:SS or D-HH:MM:SS"
 
 
 OWN_SRUN_OPTIONS = frozenset(
     {"--mpi", "--export", "--ntasks", "-n", "--nodes", "-N", "--wait", "-W", "--kill-on-bad-exit"}
 )
-"""Options that ``slurm.srun`` may not repeat, because srun would take the last of two values."""
+"""Options that the scripts pass to srun. ``slurm.srun`` may not repeat them, because srun uses the last value."""
 GPU_TYPE = r"^[A-Za-z0-9_.+-]+$"
-"""Names of GPU types in Slurm's ``Gres``. Some consist of digits, such as ``3090``."""
+"""Names of GPU types in Slurm's ``Gres``. Some consist only of digits, such as ``3090``."""
 
 
 def _lines(value: Any) -> Any:
-    """Splits shell lines that are written as one text."""
+    """Splits a multi-line text into shell lines."""
     return value.splitlines() if isinstance(value, str) else value
 
 
 def digits_as_text(value: Any) -> Any:
-    """Accepts a name of digits, which YAML reads as a number."""
+    """Accepts a name that consists of digits, which YAML reads as a number."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -59,7 +59,7 @@ def _walltime(value: Any) -> Any:
 
 
 MAX_PODS = 100_000
-"""Maximum number of pods in a section. More are a typing error."""
+"""Maximum number of pods in a section. A larger number is assumed to be a typo."""
 
 
 class PodPoolConfig(Section):
@@ -127,7 +127,7 @@ class PodsConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """Ranks on each node. Until planning has replaced ``fill`` by a number, the default."""
+        """Ranks on each node. The default until planning has replaced ``fill`` with a number."""
         return DEFAULT_RANKS if self.ranks_per_node == "fill" else self.ranks_per_node
 
     @property
@@ -279,5 +279,5 @@ class SlurmConfig(Section):
 
 
 def lead_s(slurm: SlurmConfig) -> int:
-    """Returns the seconds before the end of the walltime at which Slurm signals a pod, and the pod drains."""
+    """Returns how many seconds before the end of the walltime Slurm signals a pod, so that it drains."""
     return slurm.lead_s

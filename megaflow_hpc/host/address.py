@@ -16,7 +16,7 @@ LOOPBACKS = (LOOPBACK, "localhost", "::1")
 
 
 _FAMILIES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Address families in order of preference, each with a documentation address, to which nothing is ever sent."""
+"""Address families in order of preference. Each has an address reserved for documentation, to which nothing is sent."""
 
 
 def address() -> str:
@@ -34,20 +34,20 @@ def address() -> str:
             socket.getaddrinfo(name, None, family)
             return name
         source = _source_towards(elsewhere, family)
-        if source and not ipaddress.ip_address(source).is_link_local:  # needs a scope, which differs on other nodes
+        if source and not ipaddress.ip_address(source).is_link_local:  # a link-local address needs a scope, which differs on other nodes
             return source
     return LOOPBACK
 
 
 def host_of_url(host: str) -> str:
-    """Returns an address as it is written in a URL: IPv6 addresses in brackets."""
+    """Formats an address for a URL. IPv6 addresses get brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def listen_everywhere() -> socket.socket:
     """Returns a listening socket for all IPv4 and IPv6 addresses of this node. The kernel chooses the port."""
     if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # IPv6 is switched off
+        with contextlib.suppress(OSError):  # IPv6 is disabled
             return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("0.0.0.0", 0))
 
@@ -61,7 +61,8 @@ def _source_towards(host: str, family: socket.AddressFamily) -> str:
 
 
 def interface_towards(host: str) -> str:
-    """Returns the interface through which this node reaches an address, which may be its own. Empty if unknown."""
+    """Returns the interface through which this node reaches ``host``, which may be the node itself. Empty if
+    unknown."""
     host = host or LOOPBACK
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     own = _source_towards(host, family)
@@ -83,7 +84,8 @@ SIOCGIFADDR = 0x8915
 
 
 def _interface_of_ipv6(own: str) -> str:
-    """Returns the interface with this address, from ``/proc/net/if_inet6``: address, four numbers, name."""
+    """Returns the interface with this address. Each line of ``/proc/net/if_inet6`` has the address, four numbers and
+    the name."""
     wanted = ipaddress.ip_address(own).packed.hex()
     with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
         return next((line.split()[-1] for line in file if line.startswith(wanted)), "")

@@ -93,13 +93,14 @@ _SETTINGS = (
     ("kernel/unprivileged_userns_clone", "0", "the kernel forbids"),
     ("user/max_user_namespaces", "0", "the kernel forbids"),
 )
-"""Settings below ``/proc/sys`` that keep users from creating user namespaces, with the value that does so."""
+"""Settings below ``/proc/sys`` that prevent users from creating user namespaces, and the value that does so."""
 _OF_NAMESPACES = ("namespace", "uid_map", "setgroups", "unshare")
-"""Words in the output of a program that could not create a user namespace."""
+"""Words that a program prints if it could not create a user namespace."""
 
 
 def explained(output: str, settings: str = "/proc/sys") -> str:
-    """Returns :func:`last_line` of a failed program's output, with the known cause and its remedy if there is one."""
+    """Returns :func:`last_line` of a failed program's output, followed by the cause and its remedy if they are
+    known."""
     line, text = last_line(output), output.lower()
     if "exec format error" in text or "image targets '" in text:
         machine = os.uname().machine
@@ -114,7 +115,7 @@ def explained(output: str, settings: str = "/proc/sys") -> str:
 
 
 def _restriction(text: str, settings: str) -> str:
-    """Returns which setting keeps users from creating user namespaces. Empty if none is known to."""
+    """Describes the setting that prevents users from creating user namespaces. Empty if none is known to."""
     for name, value, who in _SETTINGS:
         try:
             with open(f"{settings}/{name}", encoding="ascii") as file:
@@ -122,7 +123,7 @@ def _restriction(text: str, settings: str) -> str:
                     return f"{who} user namespaces of users ({name.replace('/', '.', 1)}={value})"
         except OSError:  # this kernel has no such setting
             continue
-    # The namespace was created, but without the right to map ids in it. AppArmor does that (Ubuntu 24.04).
+    # AppArmor (Ubuntu 24.04) lets the namespace be created, but denies the right to map ids in it.
     return "AppArmor restricts user namespaces of users" if "uid_map: operation not permitted" in text else ""
 
 

@@ -1,4 +1,4 @@
-"""Reads what a file system is and can do: its type, its mount options, hard links."""
+"""Reads properties of file systems: type, mount options, and whether they support hard links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_CACHED_S = 60
-"""Seconds for which attributes of directories may be cached. This is NFS's default."""
+"""Maximum number of seconds for which directory attributes may be cached. NFS's default."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class MountInfo:
     """Options of the mount and of its file system."""
 
     def cached_s(self) -> int:
-        """Returns for how many seconds an NFS client may cache attributes (acregmax, acdirmax); 60 if not stated."""
+        """Returns the number of seconds for which an NFS client may cache attributes (acregmax, acdirmax). Default:
+        60."""
         values = dict(option.partition("=")[::2] for option in self.options)
         return max(
             (int(values[name]) for name in ("acregmax", "acdirmax") if values.get(name, "").isdigit()), default=60
@@ -56,10 +57,10 @@ def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> Moun
 
 
 def why_no_links(folder: Path) -> str:
-    """Returns why no hard link can be made in a directory, or an empty string if one can. Leaves nothing behind.
+    """Returns why a directory does not support hard links. Empty if it does. Leaves no files behind.
 
     Raises:
-        OSError: No file can be made there.
+        OSError: No file can be created there.
     """
     first = folder / f".link-{os.getpid()}-{secrets.token_hex(4)}"
     second = first.with_name(f"{first.name}-2")
@@ -75,7 +76,7 @@ def why_no_links(folder: Path) -> str:
 
 
 def refusal_of_links(folder: Path) -> str:
-    """Explains why a directory cannot hold a run, whose pods claim work by hard links. Empty if it can."""
+    """Explains why a directory cannot hold a run. Pods claim work with hard links. Empty if they work."""
     if not (why := why_no_links(folder)):
         return ""
     mount = mount_of(folder)

@@ -16,7 +16,8 @@ from megaflow_hpc.host.address import interface_towards
 
 PMI2, PMIX = ("pmi2", "cray_shasta"), ("pspmix", "pmix", "pmix_v5", "pmix_v4", "pmix_v3")
 """Types of ``srun --mpi``. MPICH and Intel MPI support pmi2 without additional libraries. Open MPI supports only
-pmix. ParaStation's psslurm serves pmix as pspmix, and does not serve the other types of pmix that its srun may list."""
+pmix. ParaStation's psslurm provides pmix as pspmix. Its srun may list other pmix types that do not work.
+"""
 LIBRARY_S = 20.0
 LIBRARY = """\
 import mpi4py

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.durations import Durations
 
 MAX_ROLLOUTS = 10**7
-"""Default maximum number of rollouts of a campaign. More are usually a typing error."""
+"""Default maximum number of rollouts of a campaign. A larger number is usually a typo."""
 
 
 class PlanWatch(Protocol):

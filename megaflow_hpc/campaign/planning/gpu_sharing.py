@@ -75,7 +75,7 @@ def check_sharing(config: CampaignConfig, where: Where) -> None:
 
 
 GPU_OPTIONS = ("gres", "gpus", "G", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
-"""sbatch options that request GPUs. In ``extra`` they replace the request that ``gpus`` and ``gpu_type`` make."""
+"""sbatch options that request GPUs. In ``extra``, they replace the request made by ``gpus`` and ``gpu_type``."""
 
 
 def check_gpu_types(config: CampaignConfig, where: Where) -> None:

@@ -59,8 +59,8 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
 
 
 def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: Where) -> list[str]:
-    """Returns a message for each reason, with its location, why engines or trainers could not load their model on a
-    node.
+    """Returns a message for each reason why engines or trainers could not load their model on a node. Each message
+    starts with the location of the key.
 
     A missing engine is not an error if ``slurm.setup`` or ``slurm.servers.setup`` may provide it.
 

@@ -22,7 +22,7 @@ PACKAGES_S = 60.0
 
 
 def check_packages(config: CampaignConfig, slurm: bool) -> None:
-    """Checks that this interpreter, which is also that of the jobs, has the packages that pods and engines import.
+    """Checks that this interpreter can import the packages that pods and engines need. Jobs use the same interpreter.
 
     A child process imports them, because loading an MPI library can crash.
     An MPI library that cannot be loaded is accepted if ``slurm.setup`` may provide it.
@@ -36,7 +36,7 @@ def check_packages(config: CampaignConfig, slurm: bool) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PACKAGES_S, check=False)
     except subprocess.TimeoutExpired:
-        return  # tells nothing about the nodes
+        return  # a slow import here does not mean that the nodes lack the packages
     why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
     if done.returncode and ("No module named" in why or not config.slurm.setup):
         raise SiteError(

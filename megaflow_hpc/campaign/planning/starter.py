@@ -39,9 +39,9 @@ class Starter:
     agent: bool = False
     """True if mini-swe-agent is installed."""
     profiles: list[Profile] = field(default_factory=list)
-    """Profiles for this site: the user's and the group's first."""
+    """Profiles for this site. The user's come first, then the group's."""
     recognised: str = ""
-    """Sign by which the first profile recognised this machine. Empty if it has no rule."""
+    """The rule by which the first profile matched this machine. Empty if the profile has no rule."""
     slurm: bool = False
     accounts: list[str] = field(default_factory=list)
     """Accounts, default account first."""

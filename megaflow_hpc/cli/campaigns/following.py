@@ -99,16 +99,16 @@ def _conclude(result: dict[str, Any], as_json: bool, changed: bool) -> int:
 
 
 def next_step(result: Mapping[str, Any], missing: int, broken: bool, changed: bool) -> list[str]:
-    """Returns how to continue the run, if continuing can help.
+    """Returns how to continue the run. Empty if continuing cannot help.
 
     Args:
         missing: Number of rollouts without a stored result.
-        broken: Whether pods ended for a reason that continuing alone does not remove.
+        broken: Whether pods ended for a reason that must be corrected before the run can continue.
         changed: Whether rollouts fail until the changes of their tasks are accepted.
     """
     run, counts = result["run"], result["rollouts"]
     lines = [f"{missing} of {counts['total']} rollouts are missing"] * bool(missing)
-    if set(result["failures"]) == {"agent"}:  # a run continues with the command and the images that were planned
+    if set(result["failures"]) == {"agent"}:  # a run keeps the command and the images with which it was planned
         return [*lines, "the agent's program could not be started: correct its command or the image; plan a new run"]
     if missing:
         first = "once that is corrected, " if broken or result["unstarted"] else ""

@@ -148,7 +148,7 @@ def require(networks: Iterable[str], scratch: str | os.PathLike[str], provided: 
     """Rejects a campaign whose sandboxes cannot start at this site, before anything is queued.
 
     Args:
-        provided: True if Apptainer may be missing here, because the jobs set up an environment of their own.
+        provided: True if Apptainer may be missing here, because the jobs' ``setup`` provides it.
 
     Raises:
         SiteError: Names the network, the reason and the remedy.
