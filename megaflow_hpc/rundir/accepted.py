@@ -59,7 +59,7 @@ def accept(run: RunDir, tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> N
     """Records changed tasks.
 
     Args:
-        tasks: Task id → digest of the files before, and digests of the current files.
+        tasks: Task id → (digest of the files before the change, digests of the current files).
     """
     known, now = accepted(run), time.time()
     for name, (before, files) in tasks.items():

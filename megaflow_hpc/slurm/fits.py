@@ -102,7 +102,7 @@ def walltime_s(options: Mapping[str, Any]) -> float | None:
 
 
 def not_requeued(options: Mapping[str, Any]) -> str:
-    """Returns why Slurm will not requeue a job with these options. Empty if it will.
+    """Returns why Slurm would not requeue a job with these options. Empty if it would.
 
     Raises:
         SiteError: The controller does not respond.
@@ -157,7 +157,7 @@ def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
 def doubts(key: str, options: Mapping[str, Any]) -> list[str]:
     """Explains why the default partition cannot run a job that names no partition, with one line per problem.
 
-    These are warnings, because the site may choose another partition. For the arguments see :func:`refusals`.
+    These are only warnings, because the site may choose another partition. The arguments are those of :func:`refusals`.
     """
     if options.get("partition"):
         return []
@@ -207,7 +207,7 @@ def _gpu_refusals(
         there = f"those with GPUs are {', '.join(having)}" if having else "no partition here has any"
         return [f"{key}.partition: asks for GPUs, and partition {names} has none; {there}"]
     each = job["gres/gpu"] // job["node"]
-    if each > most and not {"gpus", "gpus-per-task"} & options.keys():  # those do not say how many a node must have
+    if each > most and not {"gpus", "gpus-per-task"} & options.keys():  # these options do not state a number per node
         return [f"{key}.partition: {each} GPUs on each node, and one of partition {names} has {most}; ask for fewer"]
     for resource, count in job.items():
         kind = resource.removeprefix("gres/gpu:")
@@ -225,7 +225,7 @@ def _gpu_refusals(
 
 
 SHARED_WITH_OWN_JOBS = ("user", "mcs", "topo", "no", "0", "false")
-"""Values of ``--exclusive`` with which a job does not get whole nodes."""
+"""Values of ``--exclusive`` that do not give a job whole nodes."""
 
 
 def takes_whole_nodes(options: Mapping[str, Any]) -> bool:
@@ -241,9 +241,9 @@ def takes_whole_nodes(options: Mapping[str, Any]) -> bool:
 
 
 def charged(options: Mapping[str, Any]) -> resources.Amounts:
-    """Returns the resources that accounting charges for a job: those requested, or those of whole nodes.
+    """Returns the resources that accounting charges for a job: the requested ones, or those of whole nodes.
 
-    A job on whole nodes gets all of their CPUs and GPUs, but only the memory that it requested (sbatch --exclusive).
+    A job on whole nodes gets all of their CPUs and GPUs, but only the requested memory (sbatch --exclusive).
     """
     amounts = resources.asked(options)
     with contextlib.suppress(SiteError):  # unknown; the request is the minimum
