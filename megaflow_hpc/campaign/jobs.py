@@ -373,7 +373,8 @@ class Jobs(LiveJobs):
                     here = self._staying(self.live_pods(0) or live)
                     count = plan.due(len(here), open_blocks, time.time())
                     if count and self._groups and not self.servers():
-                        self._queue_servers(limits.allowance(pod_options(self._config)))  # the gather job has ended the earlier ones
+                        # The gather job has ended the earlier ones.
+                        self._queue_servers(limits.allowance(pod_options(self._config)))
                     plan.added(self._add(count, plan.wanted) if count else [], time.time())
                 self._refused = 0
             except SiteError as error:  # no room, or Slurm does not respond or refuses

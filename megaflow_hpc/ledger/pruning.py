@@ -72,7 +72,8 @@ class Pruning:
 
     def _look(self) -> Steps[None]:
         began: float = yield Clock()
-        number, record = yield from read_record()  # read before the leases, so a lease missing from the record has not been removed yet
+        # Read before the leases, so a lease missing from the record has not been removed yet.
+        number, record = yield from read_record()
         gone = set((yield Names(GONE)))
         leases = yield Names(LEASES)
         requests = yield Names(REQUESTS)
@@ -119,8 +120,8 @@ class Pruning:
     def _owners(
         self, newest: Mapping[int, int], done: Mapping[int, int], released: set[tuple[int, int]]
     ) -> Steps[tuple[set[str], set[str]]]:
-        """Returns the pods that hold a block that is neither done nor released, and all pods that ever held a block that
-        is not done. Raises NotYet.
+        """Returns the pods that hold a block that is neither done nor released, and all pods that ever held a block
+        that is not done. Raises NotYet.
         """
         holders: set[str] = set()
         ever: set[str] = set()

@@ -429,8 +429,8 @@ class LedgerRules:
         return None
 
     def _succeed(self, block: int, epoch: int, owner: str, seal: Mapping[str, Any]) -> Steps[Claim | None]:
-        """Claims the epoch after another pod's and seals that pod's journal. Repeats the seals of the previous claim, so
-        that it may be removed.
+        """Claims the epoch after another pod's and seals that pod's journal. Repeats the seals of the previous claim,
+        so that it may be removed.
         """
         content = {"owner": self.identity.name, "predecessor": owner, **seal}
         if epoch:

@@ -48,8 +48,8 @@ class Surveyed:
 def survey(rules: LedgerRules) -> Steps[Surveyed]:
     """Determines which blocks can be claimed, which pods request work, and which leases have expired.
 
-    Marks pods with expired leases as gone, so that other pods need not read those leases. Reads the lease of an ended pod
-    only once, and never the leases of superseded starts. Other operations of ``rules`` may run between these steps.
+    Marks pods with expired leases as gone, so that other pods need not read those leases. Reads the lease of an ended
+    pod only once, and never the leases of superseded starts. Other operations of ``rules`` may run between these steps.
     """
     _, record = yield from read_record()
     gone = set((yield Names(GONE)))

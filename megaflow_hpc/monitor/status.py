@@ -312,8 +312,8 @@ class Monitor:
         ]
 
     def _why_lost(self, pod: PodView) -> str:
-        """Returns why a pod ended without a last word, if its log explains it. The log may be written later, so an empty
-        result is tried again.
+        """Returns why a pod ended without a last word, if its log explains it. The log may be written later, so an
+        empty result is tried again.
         """
         asked_at, why = self._lost.get(pod.name, (-math.inf, ""))
         if not why and time.monotonic() - asked_at >= ENGINES_INTERVAL_S:

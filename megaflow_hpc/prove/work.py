@@ -91,8 +91,8 @@ def first(mark: str) -> bool:
 
 
 def own_rank() -> Identity | None:
-    """Returns the MPI rank to which this process belongs: its topmost ancestor of this package, or itself. ``None`` if this
-    process is not of this package."""
+    """Returns the MPI rank to which this process belongs: its topmost ancestor of this package, or itself. ``None`` if
+    this process is not of this package."""
     rank, pid = None, os.getpid()
     while pid and b"megaflow_hpc" in read_proc(f"/proc/{pid}/cmdline"):
         rank, pid = Identity.of(pid), parent(pid)

@@ -59,9 +59,9 @@ def list_pods(folder: Path) -> dict[str, PodFiles]:
 class EventReader:
     """Reads the events of a run incrementally. Files stay open between reads, as far as the descriptor limit allows.
 
-    A pod's :class:`~.summaries.Condensed` is yielded in place of the events that it replaces. Its ``seen`` is true if the
-    reader has already yielded all of those events. If it has yielded only some of them, it calls ``restart`` and yields
-    everything again from the beginning. Without ``restart``, it yields the condensed events in addition.
+    A pod's :class:`~.summaries.Condensed` is yielded in place of the events that it replaces. Its ``seen`` is true if
+    the reader has already yielded all of those events. If it has yielded only some of them, it calls ``restart`` and
+    yields everything again from the beginning. Without ``restart``, it yields the condensed events in addition.
 
     Args:
         folder: ``RUN/events``.

@@ -54,8 +54,8 @@ WHY_DRAIN = {
     "leaving": "asked to leave, by scale",
     PREEMPTED: "Slurm preempts the allocation, and its grace time runs",
 }
-"""Words of the drain file and their meaning. After ``now`` and ``cancelled``, Slurm soon kills the step. ``preempted`` is
-never in the file: rank 0 detects a preemption itself.
+"""Words of the drain file and their meaning. After ``now`` and ``cancelled``, Slurm soon kills the step. ``preempted``
+is never in the file: rank 0 detects a preemption itself.
 """
 STATE = "state"
 PROGRESS = "progress"

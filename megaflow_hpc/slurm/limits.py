@@ -56,7 +56,8 @@ LARGEST_PART = 10
 def request_rate() -> tuple[float, float]:
     """Returns how many requests this user may send in a burst, and then per second.
 
-    slurmctld has a token bucket for each user if ``SlurmctldParameters`` includes ``rl_enable`` (Slurm 23.02 and later).
+    slurmctld has a token bucket for each user if ``SlurmctldParameters`` includes ``rl_enable`` (Slurm 23.02 and
+    later).
 
     Raises:
         SiteError: The controller does not respond.

@@ -34,9 +34,9 @@ checkpoint. ``trainer.sh`` kills a step that is still running 30 s before the en
 REQUEUES_BY_HAND = """\
 case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) requeues=yes ;; *) requeues=no ;; esac
 [ "${SLURM_TASK_PID:-}" != $$ ] || requeues=yes"""
-"""Shell code by which scripts in ``sbatch/`` detect whether they run as their job's batch script. Scripts that the package
-submits need no such test: they always are. It would fail at some sites, because ParaStation has psslurm instead of
-slurmstepd.
+"""Shell code by which scripts in ``sbatch/`` detect whether they run as their job's batch script. Scripts that the
+package submits need no such test: they always are. It would fail at some sites, because ParaStation has psslurm instead
+of slurmstepd.
 """
 
 

@@ -29,9 +29,9 @@ ACCOUNTING_CACHE_S = 30.0
 class Partition:
     """A partition, as reported by sinfo.
 
-    ``cpus``, ``memory_mb`` (MiB) and ``gpus`` are maxima over its nodes, ``least_cpus`` is the minimum. ``time`` is the time
-    limit in Slurm's format. ``cpus_per_gpu`` is the minimum over nodes with GPUs, or 0 if no node has any. ``gpu_types``
-    maps each type that Slurm reports to the maximum number on a node.
+    ``cpus``, ``memory_mb`` (MiB) and ``gpus`` are maxima over its nodes, ``least_cpus`` is the minimum. ``time`` is the
+    time limit in Slurm's format. ``cpus_per_gpu`` is the minimum over nodes with GPUs, or 0 if no node has any.
+    ``gpu_types`` maps each type that Slurm reports to the maximum number on a node.
     """
 
     name: str
@@ -105,8 +105,8 @@ def on(cluster: str) -> tuple[str, ...]:
 
 
 def here_or_on(cluster: str) -> tuple[str, ...]:
-    """Returns the options of ``squeue`` and ``scontrol show job``. Like :func:`on`, but does not query our own cluster for
-    its federation, which saves a request.
+    """Returns the options of ``squeue`` and ``scontrol show job``. Like :func:`on`, but does not query our own cluster
+    for its federation, which saves a request.
     """
     return on(cluster) or ("--local",)
 

@@ -96,8 +96,8 @@ class Drain:
     def obey(self) -> None:
         """Starts draining if the supervisor has requested it, or if Slurm has signalled only the step.
 
-        At the start of a preemption's GraceTime, Slurm signals the tasks of a step but not the batch shell. In all other
-        cases, it signals both.
+        At the start of a preemption's GraceTime, Slurm signals the tasks of a step but not the batch shell. In all
+        other cases, it signals both.
         """
         word = self.read_word()
         if word is None and time.monotonic() - self._pod.signalled_at >= SIGNAL_S:

@@ -48,8 +48,8 @@ MAX_LINE_BYTES = 2 << 20
 LAST_PIECES = 16
 """Maximum number of chunks read when the pod ends, since other processes wait for it."""
 MAX_UNFINISHED = 1000
-"""Number of unfinished rollouts whose failed attempts are kept after their start has ended. Other unfinished rollouts get
-all their retries again.
+"""Number of unfinished rollouts whose failed attempts are kept after their start has ended. Other unfinished rollouts
+get all their retries again.
 """
 MAX_PERIODS = 64
 """Maximum number of periods for which the slots of ended starts are kept. If there are more, neighbours are merged."""

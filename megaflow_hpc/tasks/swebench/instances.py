@@ -214,8 +214,8 @@ def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
 
 
 def _unseparated(text: str) -> bool:
-    """Returns whether two quoted names follow each other without a comma, as in numpy's output. Python would concatenate
-    them.
+    """Returns whether two quoted names follow each other without a comma, as in numpy's output. Python would
+    concatenate them.
     """
     try:
         parse_json(text)

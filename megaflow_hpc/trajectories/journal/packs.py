@@ -145,8 +145,8 @@ def _catalog(folder: Path) -> _Catalog:
 
 
 def sizes(folder: Path) -> dict[str, int | None]:
-    """Lists the journals of a directory once. Returns journal → size if it is packed, since a packed journal never changes,
-    and ``None`` if it is a file.
+    """Lists the journals of a directory once. Returns journal → size if it is packed, since a packed journal never
+    changes, and ``None`` if it is a file.
 
     Raises:
         ConfigError: A pack is damaged.
@@ -226,8 +226,8 @@ def read_table(pack: Path) -> _Table:
 
 
 def seal(file: int) -> None:
-    """Marks an open journal as complete: it is never written again. The mark is the sticky bit, which has no other meaning
-    for files.
+    """Marks an open journal as complete: it is never written again. The mark is the sticky bit, which has no other
+    meaning for files.
     """
     with suppress(OSError):  # the file system has no sticky bit, so the journal is never packed
         os.fchmod(file, stat.S_IMODE(os.fstat(file).st_mode) | stat.S_ISVTX)
@@ -236,8 +236,8 @@ def seal(file: int) -> None:
 def pack_journals(folder: Path, pod: str, start: str) -> None:
     """Packs the small journals of a pod's earlier starts, and removes originals that earlier starts have packed.
 
-    Call it once, some minutes after the start began: by then the packs of earlier starts have been visible for that long.
-    Errors are logged, because packing is an optimisation.
+    Call it once, some minutes after the start began: by then the packs of earlier starts have been visible for that
+    long. Errors are logged, because packing is an optimisation.
 
     Args:
         folder: Directory of the journals.

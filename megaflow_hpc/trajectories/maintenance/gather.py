@@ -115,8 +115,8 @@ def _kept_index(run: RunDir) -> Path:
 
 
 def _take_up(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) -> int:
-    """Renames the file kept by a stopped gather to ``temporary``, and returns its number of rows. If it does not match the
-    journals, removes it and returns 0.
+    """Renames the file kept by a stopped gather to ``temporary``, and returns its number of rows. If it does not match
+    the journals, removes it and returns 0.
     """
     if not kept.exists():
         return 0
