@@ -228,7 +228,7 @@ class Jobs(LiveJobs):
         try:
             self._queue_gather(servers)
         except SiteError as error:
-            self.notices.append(f"no later gather job: {error}; this one waits for the pods")
+            self.notices.append(f"no other gather job could be queued: {error}; this one waits for the pods")
             self.until_pods_left()
             return False
         return True
@@ -444,11 +444,11 @@ class Jobs(LiveJobs):
             )
         if plan.given_up:
             lines.append(
-                f"pods that replaced ended ones stored nothing in {BARREN_ROUNDS} rounds, and no more are added; see: "
-                f"megaflow-hpc logs {self._run}; when the cause is gone: megaflow-hpc resume {self._run}"
+                f"replacement pods stored nothing in {BARREN_ROUNDS} rounds, so no more are added; see: "
+                f"megaflow-hpc logs {self._run}; once the cause is removed: megaflow-hpc resume {self._run}"
             )
         if self._refused:
-            lines.append(f"pods that ended cannot be replaced now: {self._why_refused}")
+            lines.append(f"pods that ended cannot be replaced at the moment: {self._why_refused}")
         return lines
 
     def cancel(self) -> list[str]:

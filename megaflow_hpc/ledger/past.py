@@ -96,7 +96,7 @@ def read_record() -> Steps[tuple[int, dict[str, Any]]]:
             content = {}
         if content is not None:
             return number, {**content, "names": _texts(content.get("names"))}
-    raise FileNotFoundError(f"{ENDED}/{number}: is listed and cannot be read")
+    raise FileNotFoundError(f"{ENDED}/{number}: listed, but cannot be read")
 
 
 def _earlier(lease: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -45,4 +45,4 @@ def seals_before(claims: Mapping[int, int]) -> Steps[Seals]:
         listed = latest((yield Names(CLAIMS)))
         pending = {block: max(listed.get(block, 0), claims[block]) for block in missing}
     block, epoch = next(iter(pending.items()))
-    raise LedgerError(f"{claim_path(block, epoch)}: not there; was it removed?")
+    raise LedgerError(f"{claim_path(block, epoch)}: missing; was it removed?")

@@ -239,7 +239,7 @@ def failing_agents(rollouts: Iterable[RolloutEvent]) -> list[str]:
         if event.status in VERIFIED:
             by_policy.setdefault(policy_of(event.id), []).append(event)
     return [
-        f"policy {policy}: its agent ended with an error in all its verified rollouts ({len(events)}); the first: "
+        f"policy {policy}: its agent ended with an error in all {len(events)} verified rollouts; the first: "
         f"{events[0].id}: {events[0].error}"
         for policy, events in by_policy.items()
         if all(event.kind == "agent" for event in events)

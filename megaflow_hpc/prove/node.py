@@ -78,7 +78,7 @@ class Nodes:
         began = time.monotonic()
         while not condition():
             if time.monotonic() - began > timeout_s:
-                raise TimeoutError(f"after {timeout_s:.0f} s still not: {what}")
+                raise TimeoutError(f"not within {timeout_s:.0f} s: {what}")
             time.sleep(POLL_S)
         return time.monotonic() - began
 

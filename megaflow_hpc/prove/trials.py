@@ -186,7 +186,7 @@ def nodes_findings(folder: Path, expected: int, report: Report) -> Iterator[Find
         return
     here = [result["here"] for result in results]
     names = sorted({facts["node"] for facts in here})
-    yield Finding("nodes", "ok" if len(names) > 1 else "warn", f"{len(names)} nodes were tried", _one_node(names))
+    yield Finding("nodes", "ok" if len(names) > 1 else "warn", f"{len(names)} nodes were tested", _one_node(names))
     for key in ("machine", "kernel", "python", "shared_file_system", "scratch_type", "scratch_gb", "gpus"):
         report.facts[key] = ", ".join(sorted({str(facts.get(key)) for facts in here}))
     for facts in here:
@@ -195,7 +195,7 @@ def nodes_findings(folder: Path, expected: int, report: Report) -> Iterator[Find
 
 
 def _one_node(names: list[str]) -> str:
-    return "" if len(names) > 1 else "the partition has one node; name one with more to try several hosts"
+    return "" if len(names) > 1 else "the partition has one node; use a larger one to test several nodes"
 
 
 def _node(facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -216,11 +216,11 @@ def _node(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("sandbox", "FAIL", f"{node}: no writable layers: {probed['overlay']}", remedy)
     elif probed["gateway"]:
         remedy = f"use environment.network: {'host' if probed['private_network'] else 'none or host'}"
-        yield Finding("sandbox", "warn", f"{node}: sandboxes cannot have a gateway alone: {probed['gateway']}", remedy)
+        yield Finding("sandbox", "warn", f"{node}: sandboxes cannot have network: gateway: {probed['gateway']}", remedy)
     else:
         yield Finding("sandbox", "ok", f"{node}: Apptainer {probed['version']}, layers by {probed['overlay_by']}")
     if not facts["squeue"]:
-        remedy = "keep megaflow-hpc run or watch open: it adds engines and pods instead"
+        remedy = "keep megaflow-hpc run or watch open: it then adds engines and pods itself"
         yield Finding("Slurm in jobs", "warn", f"{node}: squeue does not answer: pods cannot be requeued", remedy)
 
 
@@ -228,7 +228,7 @@ def _between(results: list[dict[str, Any]], report: Report) -> Iterator[Finding]
     """Evaluates the tests between nodes."""
     if broken := [result["error"] for result in results if "error" in result]:
         remedy = "use a run directory on a file system that all nodes mount"
-        yield Finding("nodes", "FAIL", f"the nodes lost each other: {broken[0]}", remedy)
+        yield Finding("nodes", "FAIL", f"the nodes did not finish their tests together: {broken[0]}", remedy)
         return
     remedies = {
         "new_files": "use a file system that shows new files to other nodes: set run_dir",
@@ -246,16 +246,16 @@ def _between(results: list[dict[str, Any]], report: Report) -> Iterator[Finding]
     if not any(_error(result["links"]) for result in results):
         taken = sum(result["links"] for result in results)
         good = taken == NAMES
-        found = f"{taken} owners of {NAMES} names that {len(results)} nodes took by hard link"
+        found = f"{len(results)} nodes claimed {NAMES} names by hard link: {taken} claims succeeded"
         yield Finding("links", "ok" if good else "FAIL", found, "" if good else remedies["links"])
     if not any(_error(result["renames"]) for result in results):
         yield Finding("renames", "ok", f"a file stayed complete through {RENAMES} replacements")
     unreached = [line for result in results for line in _lines(result["network"])]
     if unreached:
         remedy = "set MEGAFLOW_ADDRESS in slurm.setup to a name that other nodes reach, or open ports between nodes"
-        yield Finding("network", "FAIL", f"a node does not reach another: {unreached[0]}", remedy)
+        yield Finding("network", "FAIL", f"a node cannot reach another: {unreached[0]}", remedy)
     elif len(results) > 1:
-        yield Finding("network", "ok", "every node reaches every other at the address that it registers")
+        yield Finding("network", "ok", "every node reaches every other at its published address")
 
 
 def _visible(results: list[dict[str, Any]], report: Report, remedy: str) -> Iterator[Finding]:
@@ -427,7 +427,7 @@ def _stored(place: Site, run: Run, name: str, result: Mapping[str, Any], report:
     elif name == "model":
         yield Finding(name, "ok", f"{turns} model calls of {len(rows)} rollouts are recorded")
     elif starts < 2:
-        found = "its pod started once, so nothing was proved"
+        found = "its pod started only once, so this was not tested"
         yield Finding(name, "warn", found, REMEDIES[name])
     else:
         yield Finding(name, "ok", f"{len(rows)} rollouts in {starts} starts of a pod, each stored once")
@@ -436,9 +436,9 @@ def _stored(place: Site, run: Run, name: str, result: Mapping[str, Any], report:
 def _worker(place: Site, retried: int, starts: int, turns: int, nodes: int) -> Iterator[Finding]:
     killed = (place.folder / "killed").exists()
     if not killed or not (retried or starts > 1):
-        yield Finding("worker", "warn", "no worker was killed: nothing was proved", "run prove again")
+        yield Finding("worker", "warn", "no worker was killed, so this was not tested", "run prove again")
     else:
-        how = "its pod went on" if starts == 1 else "its pod started again"
+        how = "its pod continued" if starts == 1 else "its pod started again"
         yield Finding("worker", "ok", f"a rank was killed and {how}; every rollout is stored once")
     yield Finding("engine", "ok", f"{turns} calls from sandboxes on {nodes} nodes reached the engine server")
 
@@ -464,14 +464,16 @@ def left_findings(folder: Path) -> Iterator[Finding]:
     """Evaluates what the trials left behind on nodes."""
     results = [json.loads(path.read_bytes()) for path in sorted((folder / "shared").glob("result.*.json"))]
     if not results:
-        yield Finding("clean", "warn", "nodes could not be asked what was left", f"read {folder / 'job.log'}")
+        yield Finding(
+            "clean", "warn", "the nodes could not be searched for leftover processes", f"read {folder / 'job.log'}"
+        )
         return
     left = [line for result in results for line in result["left"]]
     if left:
         remedy = "run megaflow-hpc janitor there, and send us this report"
-        yield Finding("clean", "FAIL", f"{len(left)} processes are left: {left[0]}", remedy)
+        yield Finding("clean", "FAIL", f"{len(left)} processes were left behind, such as: {left[0]}", remedy)
     else:
-        yield Finding("clean", "ok", f"nothing is left on {len(results)} nodes")
+        yield Finding("clean", "ok", f"no processes were left on {len(results)} nodes")
 
 
 def check_image(image: str, campaign: Campaign) -> str:

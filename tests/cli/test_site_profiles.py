@@ -147,7 +147,7 @@ def test_what_no_profile_knows_is_refused_with_what_there_is(campaign: Path, meg
     for text, expected in (
         ("recognise:\n  clustr: [a]\nslurm: {}\n", f"{profile}:2: unknown key 'clustr'; did you mean 'cluster'?"),
         ("recognise:\n  environment: NERSC_HOST\n", f"{profile}:2: environment 'NERSC_HOST': expected names with"),
-        ("recognize: {}\n", f"{profile}:1: 'recognize' is no part of a site profile; it may have run_dir, "),
+        ("recognize: {}\n", f"{profile}:1: 'recognize' is not allowed in a site profile; allowed: run_dir, "),
         ("slurm:\n  pods:\n    partion: x\n", f"{profile}:3: unknown key 'slurm.pods.partion'; did you mean"),
     ):
         profile.write_text(text)

@@ -79,7 +79,7 @@ class Registration:
         if os.environ.get("SLURM_JOB_ID") and address() == LOOPBACK:
             raise ConfigError(
                 f"pods cannot reach this server: host name {socket.gethostname()!r} does not resolve, and the node has "
-                "no route to others; export MEGAFLOW_ADDRESS=… in slurm.servers.setup, with the node's name or address"
+                "no route to other nodes; export MEGAFLOW_ADDRESS=… in slurm.servers.setup, with its name or address"
             )
 
     async def register(self, launch: Launch, proxy: Proxy, fingerprint: str) -> str:

@@ -105,7 +105,7 @@ class Drain:
         if word is not None:
             hurried = DrainPhase.HURRYING if word in HURRIED else DrainPhase.DRAINING
             phase = DrainPhase.PREEMPTED if word == PREEMPTED else hurried
-            self.begin(WHY_DRAIN.get(word, "asked to by the batch script"), phase)
+            self.begin(WHY_DRAIN.get(word, "requested by the batch script"), phase)
 
     def pause(self, why: str) -> None:
         """Begins to drain for a reason that a restart would not resolve. Does nothing if ``why`` is empty."""
