@@ -332,7 +332,7 @@ def _runs() -> Iterator[Finding]:
     else:
         yield Finding("run directory", "ok", f"{here} on {mount.type}: hard links work")
     if "nocto" in mount.options:
-        remedy = "ask the site for a mount without it, or set run_dir elsewhere; pods may read outdated copies of replaced files"
+        remedy = "ask the site for a mount without it, or set run_dir elsewhere; pods may read outdated files"
         yield Finding("run directory", "warn", f"{mount.point} is mounted with nocto", remedy)
     if (cached_s := mount.cached_s()) > MAX_CACHED_S:
         remedy = f"ask the site for acregmax and acdirmax of at most {MAX_CACHED_S}, or set run_dir elsewhere"

@@ -108,7 +108,7 @@ class Starter:
                     f"# {match}: this site has a profile, whose values are overridden by the keys of this file."
                 )
             if self.profiles[0].shipped:
-                profile.append(f"# It has not been tested on that machine: {docs(f'sites/{names[0]}.md')}")
+                profile.append(f"# It has not been tested there: {docs(f'sites/{names[0]}.md')}")
             profile.append(f"site: {_quoted(names[0])}{_others(names)}")
         tasks = f"tasks: {_quoted(self.tasks or 'tasks/*')}"
         hint = "directories of Harbor tasks, or a *.jsonl file"
