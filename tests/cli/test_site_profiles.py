@@ -71,7 +71,7 @@ def test_there_is_a_profile_and_a_page_for_each_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for name in SHIPPED:
         head = (site_profile.SHIPPED / f"{name}.yaml").read_text().split("recognise:")[0]
-        assert "obody has tried" in head, "a profile says first that it was never tried"
+        assert "not been tested" in head, "a profile says first that it was never tested"
         assert f"docs/sites/{name}.md" in head
         page = (ROOT / "docs" / "sites" / f"{name}.md").read_text()
         assert f"site: {name}" in page
