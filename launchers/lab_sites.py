@@ -1,7 +1,7 @@
 """Lab variants: settings of real sites that differ from the lab's defaults. Each variant has one trait.
 
-``launchers/lab start --site NAME`` starts a lab with a variant, ``launchers/lab sites`` lists them. A variant changes the
-lab's slurm.conf, by settings documented in slurm.conf(5), and adds at most one file next to it. The lines in
+``launchers/lab start --site NAME`` starts a lab with a variant, ``launchers/lab sites`` lists them. A variant changes
+the lab's slurm.conf, by settings documented in slurm.conf(5), and adds at most one file next to it. The lines in
 ``DIR/site.conf`` still come last.
 """
 
@@ -55,8 +55,8 @@ class Site:
 
     ``conf`` is appended to slurm.conf, where later values win. ``edit`` changes lines that the lab wrote. Nodes and
     partitions can only be changed this way, because Slurm accepts each definition once. ``files`` are written next to
-    slurm.conf. ``since`` is the first Slurm version (year, month) with the setting. ``plugin`` names a Slurm plugin that
-    the variant requires.
+    slurm.conf. ``since`` is the first Slurm version (year, month) with the setting. ``plugin`` names a Slurm plugin
+    that the variant requires.
     """
 
     about: str

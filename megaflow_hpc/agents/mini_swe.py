@@ -290,8 +290,8 @@ def _load_config(path: str | None) -> dict[str, Any]:
         raise MegaflowError(f"{file}: expected the sections agent and model of mini-swe-agent's text form")
     if MARK not in text and "action_regex" not in text:
         raise ConfigError(
-            f"agent mini-swe-agent: config {file}: neither model.action_regex nor {MARK} in its prompts; expected the "
-            "text form of mini-swe-agent's configuration (such as mini_textbased.yaml), because this agent offers the "
+            f"agent mini-swe-agent: config {file}: has neither model.action_regex nor {MARK} in its prompts; expected "
+            "a text-based configuration of mini-swe-agent (such as mini_textbased.yaml), because this agent offers the "
             "model no tools"
         )
     return config

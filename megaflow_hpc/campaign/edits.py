@@ -105,8 +105,8 @@ def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
         return []
     several = f" with {sum(lost)} stored rollouts" if len(lost) == missing else ""
     return [
-        f"{run.journal}: journals of {missing} pods{several} are gone, by a purge "
-        "of scratch perhaps, and there is no trajectories.h5: restore them, or those rollouts are lost"
+        f"{run.journal}: journals of {missing} pods{several} are missing, perhaps "
+        "purged from scratch, and there is no trajectories.h5; restore them, or these rollouts are lost"
     ]
 
 

@@ -204,7 +204,7 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
         first = next((name for name in found if name in names), "")
         key = f"slurm.{role}.extra" if first else "slurm.extra"
         asked = " and ".join(f"{name} ({count:g})" for name, count in found.items())
-        lines[role] = f"{where(key)}: {key}: {asked} request different numbers of GPUs for each node; keep one of them"
+        lines[role] = f"{where(key)}: {key}: {asked} request different numbers of GPUs per node; keep one of them"
     return list(lines.values())
 
 
@@ -212,8 +212,8 @@ def _too_short(config: CampaignConfig, key: str, role: str, options: Mapping[str
     leads = {"pods": lead_s(config.slurm), "servers": script.WARN_S, "trainer": script.TRAINER_WARN_S}
     time_s, lead = walltime_s(options), leads.get(role, 0)
     if time_s is not None and time_s <= lead:
-        what = "slurm.lead_s" if role == "pods" else "the time that it gets to end"
-        yield f"{key}.time: {time_s:.0f} s, and {what} is {lead} s: the job would end as it starts; ask for more time"
+        what = "slurm.lead_s" if role == "pods" else "the time reserved for its end"
+        yield f"{key}.time: {time_s:.0f} s, and {what} is {lead} s: the job would end as it starts; request more time"
 
 
 def drain_window_s(config: CampaignConfig) -> int:
@@ -239,8 +239,8 @@ def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], wher
     for key, job in each_job(config, RunDir("/RUN"), groups):
         if job.role != "gather" and (why := not_requeued(job.named)):
             lines[job.role] = (
-                f"{where(key)}: {key}: {why}: a job that meets its walltime, or loses its node, is not started again; "
-                "what is left then needs: megaflow-hpc resume RUN"
+                f"{where(key)}: {key}: {why}: a job that reaches its walltime or loses its node is not restarted; to "
+                "continue then: megaflow-hpc resume RUN"
             )
     return list(lines.values())
 
@@ -255,7 +255,7 @@ def _unused(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -
     lines = []
     remedies = {
         "pods": ("a pod", "cpu", "CPUs", "write slurm.pods.ranks_per_node: fill"),
-        "servers": ("a server", "gres/gpu", "GPUs", "raise gpus of the model"),
+        "servers": ("a server", "gres/gpu", "GPUs", "raise the model's gpus"),
         "trainer": ("a trainer", "gres/gpu", "GPUs", "raise slurm.trainer.gpus"),
     }
     for key, job in each_job(config, RunDir("/RUN"), groups):
@@ -267,13 +267,13 @@ def _unused(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -
         names = str(options.get("partition") or "the default partition")
         if used < paid and takes_whole_nodes(options):
             lines.append(
-                f"{where(f'{key}.partition')}: {key}: {who} uses {used} of the {paid} {unit} that it is charged for, "
+                f"{where(f'{key}.partition')}: {key}: {who} uses {used} of the {paid} {unit} charged for it, "
                 f"because {names} allocates whole nodes; {remedy}"
             )
         elif job.role == "pods" and set(names.split(",")) & site.one_user_nodes():
             lines.append(
-                f"{where(f'{key}.partition')}: {key}: nodes of {names} run jobs of one user at a time; if your pods "
-                f"do not fill them, their other CPUs are idle: {remedy}"
+                f"{where(f'{key}.partition')}: {key}: a node of {names} runs jobs of one user at a time; if your "
+                f"pods do not fill it, its other CPUs stay idle; {remedy}"
             )
     return list(dict.fromkeys(lines))
 

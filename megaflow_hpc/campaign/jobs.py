@@ -228,7 +228,7 @@ class Jobs(LiveJobs):
         try:
             self._queue_gather(servers)
         except SiteError as error:
-            self.notices.append(f"no later gather job: {error}; this one waits for the pods")
+            self.notices.append(f"no other gather job could be queued: {error}; this one waits for the pods")
             self.until_pods_left()
             return False
         return True
@@ -373,9 +373,8 @@ class Jobs(LiveJobs):
                     here = self._staying(self.live_pods(0) or live)
                     count = plan.due(len(here), open_blocks, time.time())
                     if count and self._groups and not self.servers():
-                        self._queue_servers(
-                            limits.allowance(pod_options(self._config))
-                        )  # the gather job has ended the earlier ones
+                        # The gather job has ended the earlier ones.
+                        self._queue_servers(limits.allowance(pod_options(self._config)))
                     plan.added(self._add(count, plan.wanted) if count else [], time.time())
                 self._refused = 0
             except SiteError as error:  # no room, or Slurm does not respond or refuses
@@ -445,11 +444,11 @@ class Jobs(LiveJobs):
             )
         if plan.given_up:
             lines.append(
-                f"pods that replaced ended ones stored nothing in {BARREN_ROUNDS} rounds, and no more are added; see: "
-                f"megaflow-hpc logs {self._run}; when the cause is gone: megaflow-hpc resume {self._run}"
+                f"replacement pods stored nothing in {BARREN_ROUNDS} rounds, so no more are added; see: "
+                f"megaflow-hpc logs {self._run}; once the cause is removed: megaflow-hpc resume {self._run}"
             )
         if self._refused:
-            lines.append(f"pods that ended cannot be replaced now: {self._why_refused}")
+            lines.append(f"pods that ended cannot be replaced at the moment: {self._why_refused}")
         return lines
 
     def cancel(self) -> list[str]:

@@ -175,7 +175,7 @@ class LiveJobs:
                 causes.setdefault((one.role, one.words, here), []).append(one.job)
         lines = []
         for (role, words, here), jobs in causes.items():
-            who = f"{role} {jobs[0]}" if len(jobs) == 1 else f"{len(jobs)} {role}s (among them {jobs[0]})"
+            who = f"{role} {jobs[0]}" if len(jobs) == 1 else f"{len(jobs)} {role}s (such as {jobs[0]})"
             if here:
                 lines.append(f"Slurm has not requeued {who} yet: {words!r}; the request is repeated")
                 continue

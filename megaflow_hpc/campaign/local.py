@@ -55,7 +55,7 @@ def resolve_launcher(launcher: Launcher, slurm: SlurmConfig) -> Literal["local",
         if slurm == SlurmConfig():
             return "local"
         raise SiteError(
-            "the campaign has a slurm: section, but sbatch, squeue, srun are not on PATH; load the site's Slurm "
+            "the campaign has a slurm: section, but sbatch, squeue and srun are not on PATH; load the site's Slurm "
             "module, or run the campaign on this machine with --launcher local"
         )
     if launcher == "slurm" and not site.has_slurm():

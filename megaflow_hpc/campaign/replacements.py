@@ -85,9 +85,8 @@ class Replacements(msgspec.Struct):
             stored: Elements that have stored rollouts.
         """
         self.ended |= ends
-        self.wanted -= sum(
-            end in FINAL and end != "leaving" for end in ends.values()
-        )  # scale has already subtracted leaving pods
+        # scale has already subtracted leaving pods.
+        self.wanted -= sum(end in FINAL and end != "leaving" for end in ends.values())
         self.vain = [*self.vain, *(element for element, end in ends.items() if end == "vain")][-20:]
         failed = [element for element, end in ends.items() if end not in FINAL]
         if any(element in stored for element in self.last):

@@ -440,8 +440,8 @@ class Run:
         if accept_changes:
             if self.pods_live():
                 raise ConfigError(
-                    f"{self.dir}: its pods know the tasks as they were; stop them first (megaflow-hpc cancel "
-                    f"{self.dir}), nothing that is stored is lost"
+                    f"{self.dir}: its pods still use the earlier tasks; cancel the run first (megaflow-hpc cancel "
+                    f"{self.dir}), which loses no stored results"
                 )
             self.edits.accept_tasks()
         if requests:

@@ -57,8 +57,8 @@ class SharedLook:
     def read(self, arrays: Collection[str], max_age_s: float) -> tuple[float, list[JobState]] | None:
         """Returns the age of the shared answer in seconds, and the jobs. ``None`` if the caller must query squeue.
 
-        If the budget is spent, an answer older than ``max_age_s`` is returned as well. If ``max_age_s`` is 0, the caller must
-        always query squeue.
+        If the budget is spent, an answer older than ``max_age_s`` is returned as well. If ``max_age_s`` is 0, the
+        caller must always query squeue.
         """
         self._answer = answer = try_read_json(self._path, QueueAnswer) or QueueAnswer()
         age_s = time.time() - answer.asked_at

@@ -221,7 +221,7 @@ def _mpi_probe() -> Iterator[Finding]:
     if world.asks:
         yield Finding("from jobs", "ok", "Slurm answers on compute nodes: pods can requeue and scale")
     else:
-        remedy = "keep megaflow-hpc run or watch open; it adds engines and pods instead"
+        remedy = "keep megaflow-hpc run or watch open; it then adds engines and pods itself"
         yield Finding("from jobs", "warn", "Slurm does not answer on compute nodes", remedy)
 
 
@@ -315,24 +315,28 @@ def _runs() -> Iterator[Finding]:
     mount = mount_of(here)
     if not os.access(here, os.W_OK):
         yield Finding(
-            "run directory", "warn", f"{here}: not writable, so it was not tried", "run doctor where runs will be"
+            "run directory",
+            "warn",
+            f"{here}: not writable, so it was not tested",
+            "run doctor in the directory for your runs",
         )
         return
     if why := why_no_links(here):
         remedy = "set run_dir to a directory on Lustre, GPFS, BeeGFS, NFS or a local disk"
         yield Finding(
-            "run directory", "FAIL", f"{here} on {mount.type}: no hard links, by which pods claim ({why})", remedy
+            "run directory",
+            "FAIL",
+            f"{here} on {mount.type}: no hard links, which pods need to claim work ({why})",
+            remedy,
         )
     else:
         yield Finding("run directory", "ok", f"{here} on {mount.type}: hard links work")
     if "nocto" in mount.options:
-        remedy = (
-            "ask the site for a mount without it, or set run_dir elsewhere; pods may read files that others replaced"
-        )
+        remedy = "ask the site for a mount without it, or set run_dir elsewhere; pods may read outdated files"
         yield Finding("run directory", "warn", f"{mount.point} is mounted with nocto", remedy)
     if (cached_s := mount.cached_s()) > MAX_CACHED_S:
         remedy = f"ask the site for acregmax and acdirmax of at most {MAX_CACHED_S}, or set run_dir elsewhere"
-        message = f"{mount.point} caches attributes for up to {cached_s} s, so pods see one another's files late"
+        message = f"{mount.point} caches attributes for up to {cached_s} s, so changes are seen late"
         yield Finding("run directory", "warn", message, remedy)
 
 

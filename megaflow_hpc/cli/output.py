@@ -172,7 +172,7 @@ def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
     lines = []
     for cause, pods in causes.items():
         first = pods[0]
-        who = f"pod {first['pod']}" if len(pods) == 1 else f"{len(pods)} pods, among them {first['pod']},"
+        who = f"pod {first['pod']}" if len(pods) == 1 else f"{len(pods)} pods (such as {first['pod']})"
         line = f"{who} ended on {first['node']} before any rollout: {cause} (log: {first['log']})"
         lines.append(in_one_line(line))
     return lines
@@ -186,7 +186,7 @@ def stop_lines(status: Mapping[str, Any]) -> list[str]:
             reasons.setdefault(pod["why"], []).append(pod["pod"])
     lines = []
     for why, pods in reasons.items():
-        who = f"pod {pods[0]}" if len(pods) == 1 else f"{len(pods)} pods, among them {pods[0]},"
+        who = f"pod {pods[0]}" if len(pods) == 1 else f"{len(pods)} pods (such as {pods[0]})"
         lines.append(in_one_line(f"{who} ended: {why}"))
     return lines
 

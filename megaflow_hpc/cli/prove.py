@@ -27,12 +27,12 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "prove",
         _prove,
-        "try this site with real jobs and write a report",
+        "test this site with real jobs and write a report",
         examples=["prove campaign.yaml", "prove campaign.yaml --preempt=--partition=urgent"],
-        description="Submits a job on two nodes and small campaigns with the site's settings of a campaign file. It "
+        description="Submits a job on two nodes and small campaigns with the site settings of a campaign file. It "
         "tests the file system, network and sandboxes of the nodes, kills a worker, lets a walltime end, calls the "
-        "campaign's model and, if asked, has a pod preempted. It then looks for processes that are left. It takes "
-        "about ten minutes plus the time in the queue. The report names what failed, with a remedy, and hides your "
+        "campaign's model and, if asked, has a pod preempted. It then looks for leftover processes. It takes about "
+        "ten minutes plus the time in the queue. The report names what failed, with a remedy, and hides your "
         "name, accounts and directories, so that you can send it to us.",
     )
     parser.add_argument("campaign", metavar="CAMPAIGN", help="campaign file whose partitions, accounts, images and "
@@ -54,7 +54,7 @@ def _prove(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.slurm import site
 
     if arguments.wait <= 0:
-        raise ConfigError(f"--wait {arguments.wait:g}: give the minutes to wait, more than 0")
+        raise ConfigError(f"--wait {arguments.wait:g}: expected a number of minutes greater than 0")
     campaign = Campaign.from_yaml(arguments.campaign)
     if not site.has_slurm():
         raise SiteError("sbatch is not on PATH: prove submits jobs; load the site's Slurm module")
@@ -67,7 +67,7 @@ def _prove(arguments: argparse.Namespace) -> int:
     report.facts["slurm"] = site.ask("sbatch", "--version").strip()
     place = trials.Site(campaign, image, folder, arguments.wait * 60)
     wanted = set(arguments.only or TRIALS) - (set() if arguments.preempt else {"preemption"})
-    note(f"proving this site in {folder}")
+    note(f"testing this site in {folder}")
     try:
         for finding in _trials(place, report, wanted, shlex.split(arguments.preempt)):
             kept = report.add(finding)
@@ -78,7 +78,7 @@ def _prove(arguments: argparse.Namespace) -> int:
     finally:
         place.cancel()
         written = report.write(folder)
-        note(f"report: {written}; please send it to us if something failed")
+        note(f"report: {written}; if something failed, please send it to us")
     if arguments.json:
         print_json(report.to_dict())
     return SiteError.exit_status if report.failed else 0
@@ -99,7 +99,7 @@ def _trials(place: Site, report: Report, wanted: set[str], preempting: list[str]
             yield Finding(name, "FAIL", f"not submitted: {error}", "correct the campaign file: megaflow-hpc check")
             continue
         if run is None:
-            yield Finding(name, "skip", "the campaign file names no model", "name one to try the engine and GPUs")
+            yield Finding(name, "skip", "the campaign file names no model", "name one to test the engine and GPUs")
             continue
         runs.append(run)
     if "nodes" in wanted:
@@ -145,6 +145,6 @@ def _left(place: Site) -> Iterator[Finding]:
     used = sorted(place.nodes_used)
     arguments = f"--left {shlex.quote(str(place.folder))}"
     job, folder = trials.submit_nodes(place, "left", arguments, len(used), ",".join(used))
-    note(f"waiting for job {job}: is anything left on {', '.join(used)}?")
+    note(f"waiting for job {job}, which looks for leftover processes on {', '.join(used)}")
     trials.wait_for(place, job)
     yield from trials.left_findings(folder)

@@ -123,8 +123,8 @@ class CampaignConfig(Section):
                 raise ValueError(f"policy {name!r} must be letters, digits, dot, dash or underscore")
         if len(set(names)) != len(names):
             raise ValueError(
-                f"agents {names} are not distinct, and results are told apart by these names; give each a class or "
-                "function of its own, such as a subclass that sets the arguments"
+                f"agents {names} are not distinct, but results are identified by these names; use a separate class or "
+                "function for each, such as a subclass that sets the arguments"
             )
         return self
 

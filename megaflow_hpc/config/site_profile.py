@@ -125,7 +125,7 @@ def find(name: str, place: str) -> Profile:
         raise ConfigError(f"{path}: holds no sections; a site profile is YAML such as slurm: {{account: NAME}}")
     rule = fields.pop("recognise", None)
     wrong = [
-        f"{place_of(node, [key], str(path))}: {key!r} is no part of a site profile; it may have "
+        f"{place_of(node, [key], str(path))}: {key!r} is not allowed in a site profile; allowed: "
         f"{', '.join([*SECTIONS, 'recognise'])}"
         for key in fields
         if key not in SECTIONS

@@ -245,10 +245,12 @@ class SlurmConfig(Section):
             if name.strip("-") in ("M", "cluster", "clusters"):
                 raise ValueError(f"extra: {name!r}: pods at another cluster are slurm.pods.pools: [{{cluster: NAME}}]")
         if self.together and self.servers.setup:
-            raise ValueError("servers.setup: with together: true pods and engines are one job; write it to setup")
+            raise ValueError(
+                "servers.setup: with together: true, pods and engines are one job; move the lines to setup"
+            )
         if self.trainer.share == "sleep" and self.servers.setup:
             raise ValueError(
-                "servers.setup: with trainer.share: sleep the engine is in the trainer's job; write it to trainer.setup"
+                "servers.setup: with trainer.share: sleep, the engine is in the trainer's job; use trainer.setup"
             )
         return self
 

@@ -34,9 +34,8 @@ def address() -> str:
             socket.getaddrinfo(name, None, family)
             return name
         source = _source_towards(elsewhere, family)
-        if (
-            source and not ipaddress.ip_address(source).is_link_local
-        ):  # a link-local address needs a scope, which differs on other nodes
+        # A link-local address needs a scope, which differs on other nodes.
+        if source and not ipaddress.ip_address(source).is_link_local:
             return source
     return LOOPBACK
 

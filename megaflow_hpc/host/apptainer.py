@@ -105,8 +105,8 @@ def explained(output: str, settings: str = "/proc/sys") -> str:
     if "exec format error" in text or "image targets '" in text:
         machine = os.uname().machine
         return (
-            f"{line}; a campaign's images are for one architecture, and this node is {machine}; name partitions of "
-            "theirs for pods, or plan on such a node, with an image store of its own"
+            f"{line}; a campaign's images are for one architecture, and this node is {machine}; use partitions of the "
+            "images' architecture for pods, or plan on a node like this one, with a separate image store"
         )
     if any(word in text for word in _OF_NAMESPACES) and (cause := _restriction(text, settings)):
         profile = "Apptainer's AppArmor profile" if "AppArmor" in cause else "user namespaces"
@@ -120,11 +120,11 @@ def _restriction(text: str, settings: str) -> str:
         try:
             with open(f"{settings}/{name}", encoding="ascii") as file:
                 if file.read().strip() == value:
-                    return f"{who} user namespaces of users ({name.replace('/', '.', 1)}={value})"
+                    return f"{who} unprivileged user namespaces ({name.replace('/', '.', 1)}={value})"
         except OSError:  # this kernel has no such setting
             continue
     # AppArmor (Ubuntu 24.04) lets the namespace be created, but denies the right to map ids in it.
-    return "AppArmor restricts user namespaces of users" if "uid_map: operation not permitted" in text else ""
+    return "AppArmor restricts unprivileged user namespaces" if "uid_map: operation not permitted" in text else ""
 
 
 def version(apptainer: str) -> str:

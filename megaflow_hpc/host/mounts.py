@@ -67,7 +67,7 @@ def why_no_links(folder: Path) -> str:
     first.touch(mode=0o600, exist_ok=False)
     try:
         os.link(first, second)
-        return "" if first.stat().st_nlink == 2 else "it does not count links"
+        return "" if first.stat().st_nlink == 2 else "its link counts are wrong"
     except OSError as error:
         return error.strerror or str(error)
     finally:
@@ -81,6 +81,6 @@ def refusal_of_links(folder: Path) -> str:
         return ""
     mount = mount_of(folder)
     return (
-        f"its file system ({mount.type or 'unknown'} at {mount.point or '?'}) makes no hard links ({why}), by which "
-        "pods claim work; DAOS, SMB and sshfs have none; use a directory on Lustre, GPFS, BeeGFS, NFS or a local disk"
+        f"its file system ({mount.type or 'unknown'} at {mount.point or '?'}) has no hard links ({why}), which "
+        "pods need to claim work; DAOS, SMB and sshfs have none; use Lustre, GPFS, BeeGFS, NFS or a local disk"
     )

@@ -50,10 +50,10 @@ hides."""
 
 
 class RolloutGroups(Sequence[Rollout]):
-    """The rollouts of a plan as a sequence that creates each rollout on access. It stores only the groups.
+    """The rollouts of a plan as a sequence that creates each rollout on access. Only the groups are stored.
 
     Args:
-        groups: the first sample of each group, and the numbers of the group's samples.
+        groups: The first sample of each group, and the sample indices of the group.
     """
 
     def __init__(self, groups: Iterable[tuple[Rollout, Sequence[int]]] = ()) -> None:
@@ -87,11 +87,11 @@ class RolloutGroups(Sequence[Rollout]):
         return [first for first, _ in self._groups]
 
     def spans(self) -> list[range]:
-        """Returns the places of each group."""
+        """Returns the range of indices of each group."""
         return [range(end - len(samples), end) for end, (_, samples) in zip(self._ends, self._groups, strict=True)]
 
     def where(self, chosen: Callable[[Rollout], bool]) -> RolloutGroups:
-        """Returns the groups whose first rollout is chosen."""
+        """Returns the groups whose first rollout satisfies ``chosen``."""
         return RolloutGroups(group for group in self._groups if chosen(group[0]))
 
 
@@ -163,14 +163,14 @@ def places(
     expected_s: Callable[[Rollout], float] | None = None,
     whole: bool = True,
 ) -> Iterator[list[int]]:
-    """Yields the places of each block's rollouts in ``rollouts``. The arguments are those of :func:`split`."""
+    """Yields, for each block, the indices of its rollouts in ``rollouts``. The arguments are those of :func:`split`."""
     groups, dealt = _deal_groups(rollouts, pods, size, expected_s, whole)
     for block in dealt:
         yield [place for number in block for place in groups[number]]
 
 
 def count_blocks(rollouts: Sequence[Rollout], pods: int, whole: bool = True) -> int:
-    """Returns the number of blocks of :func:`split`."""
+    """Returns the number of blocks that :func:`split` would return."""
     return len(_deal_groups(rollouts, pods, None, None, whole)[1])
 
 
@@ -181,7 +181,7 @@ def _deal_groups(
     expected_s: Callable[[Rollout], float] | None,
     whole: bool,
 ) -> tuple[list[range], list[list[int]]]:
-    """Returns the places of each group, or part of a group, and the numbers of those in each block."""
+    """Returns the indices of each group or part of a group, and for each block the numbers of its groups."""
     groups = _spans(rollouts)
     if not whole:
         few = math.ceil(pods * WAVE_SHARE / len(groups)) if 0 < len(groups) < pods else 1

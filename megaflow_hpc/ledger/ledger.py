@@ -138,9 +138,10 @@ class Ledger:
         """Returns core-seconds and other facts of every start that the run ever had (:mod:`megaflow_hpc.ledger.past`).
 
         Args:
-            leases: Result of :meth:`leases`, if it is known already.
+            leases: Result of :meth:`leases`. Read if not given.
         """
-        _, record = self._files.carry_out(read_record())  # first, so no lease that is removed meanwhile is missed
+        # Read the record first, so that no lease is missed that is removed in the meantime.
+        _, record = self._files.carry_out(read_record())
         return accounts(self.leases() if leases is None else leases, record)
 
     def mark_gone(self, pod_start: str) -> None:
@@ -227,8 +228,7 @@ class Ledger:
         return Operation(self._files, survey(self._rules))
 
     def prune(self) -> Operation[None]:
-        """Returns an operation, executable in parts, that removes files that nothing needs any more. Call it after a
-        survey."""
+        """Returns an operation, executable in parts, that removes unneeded files. Call it after a survey."""
         if self._pruning is None:
             self._pruning = Pruning(self._rules)
         return Operation(self._files, self._pruning.look())

@@ -29,14 +29,16 @@ def earlier(start: str, than: str) -> bool:
 
 
 def precedes(name: str, than: str) -> bool:
-    """Returns whether two names ``<pod>.<start>`` are of one array element, and Slurm numbered the first one lower.
-    Then the first start is over, even if its node does not know yet."""
+    """Returns whether ``<pod>.<start>`` ``name`` is an earlier start of the same array element as ``than``.
+
+    The earlier start is over, even if its node does not know yet.
+    """
     (pod, _, start), (other, _, later) = name.rpartition("."), than.rpartition(".")
     return pod == other and start.isdigit() and later.isdigit() and int(start) < int(later)
 
 
 def newest_starts(names: Iterable[str]) -> set[str]:
-    """Returns the names ``<pod>.<start>`` that no other name supersedes (:func:`precedes`)."""
+    """Returns the names ``<pod>.<start>`` that have no later start (:func:`precedes`)."""
     newest: dict[str, str] = {}
     unnumbered = set()
     for name in names:
@@ -69,7 +71,8 @@ def done_path(block: int, epoch: int, given: int) -> str:
 
 
 def done_blocks(names: Iterable[str]) -> dict[int, int]:
-    """Returns done block → number of blocks handed off from it. Of several marks, that of the highest epoch counts."""
+    """Returns finished block → number of blocks handed off from it. If a block has several marks, the highest epoch
+    counts."""
     marks = sorted(tuple(map(int, name.split("."))) for name in names)
     return {block: given for block, _, given in marks}
 
@@ -103,18 +106,18 @@ class Seal(NamedTuple):
     owner: str
     """``<pod>.<start>`` of that epoch."""
     sealed: int
-    """Valid bytes of its journal."""
+    """Length of the valid part of its journal, in bytes."""
     given: int | Sequence[int]
     """The blocks that were handed off from it, or just their number if the owner released the block."""
 
 
 def seals_in(content: Mapping[str, Any]) -> list[Seal]:
-    """Returns the seals of the epochs before a claim, the latest last, from the content of the claim.
+    """Returns the seals of all epochs before a claim, oldest first, from the content of the claim.
 
-    A claim repeats the seals that the claim before it holds, so that one claim per block is enough.
+    A claim repeats the seals of the claim before it, so the latest claim of a block is enough.
     """
     seals = [Seal(str(owner), int(sealed), given) for owner, sealed, given in content.get("seals", ())]
-    if "predecessor" in content:  # not in a claim that ended its block
+    if "predecessor" in content:  # missing in a claim that ended its block
         seals.append(Seal(str(content["predecessor"]), int(content["sealed"]), content["given"]))
     return seals
 

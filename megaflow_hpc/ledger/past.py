@@ -1,4 +1,4 @@
-"""Facts of pod starts whose leases were removed: sums for limits and reports. Pure: no file is touched here.
+"""Facts about pod starts whose leases were removed: sums for limits and reports. Pure: performs no I/O itself.
 
 A start takes over the sums of the element's earlier starts into its own lease, under the key ``earlier``. For pods
 that ended for good, the coordinator adds them to the record ``ledger/ended/<n>``. A new version of the record is linked
@@ -27,7 +27,8 @@ TOOK = "took"
 MAX_TOOK = 100
 """Maximum number of names under ``took``. A name is needed for some minutes."""
 MAX_LOOKS = 10
-"""Number of attempts to read the record. Each fails only if a coordinator has just replaced it."""
+"""Maximum number of attempts to read the record. An attempt fails only if a coordinator has just replaced the
+record."""
 
 
 def facts_of(lease: Mapping[str, Any]) -> Facts:
@@ -44,7 +45,7 @@ def facts_of(lease: Mapping[str, Any]) -> Facts:
 
 
 def add_facts(several: Iterable[Mapping[str, Any]]) -> Facts:
-    """Adds up facts. Values of a wrong type count as missing."""
+    """Sums facts. Values of a wrong type count as missing."""
     total: Facts = {}
     for facts in several:
         if not facts:
@@ -61,11 +62,11 @@ def add_facts(several: Iterable[Mapping[str, Any]]) -> Facts:
 
 
 def facts_of_starts(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
-    """Adds up the facts of some starts of one array element, and of the earlier starts that their leases state."""
+    """Sums the facts of the given starts of one array element, and of the earlier starts that their leases include."""
     several: list[Mapping[str, Any]] = []
     for name in sorted(leases, key=lambda name: (len(name), name), reverse=True):  # the latest start first
         several.append(facts_of(leases[name]))
-        if "earlier" in leases[name]:  # states all earlier starts
+        if "earlier" in leases[name]:  # includes all earlier starts
             several.append(_earlier(leases[name]))
             break
     return add_facts(several)
@@ -110,7 +111,7 @@ def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any])
 
 
 def read_record() -> Steps[tuple[int, dict[str, Any]]]:
-    """Returns the number and the content of the latest record of ended pods. (0, {}) before the first."""
+    """Returns the number and the content of the latest record of ended pods. (0, {}) if there is none yet."""
     number = 0
     for _ in range(MAX_LOOKS):
         number = max((int(name) for name in (yield Names(ENDED)) if name.isdigit()), default=0)
@@ -118,11 +119,11 @@ def read_record() -> Steps[tuple[int, dict[str, Any]]]:
             return 0, {}
         try:
             content = yield Read(f"{ENDED}/{number}")
-        except ValueError:  # written by hand, since a link is complete
+        except ValueError:  # edited by hand, since a linked file is always complete
             content = {}
         if content is not None:
             return number, {**content, "names": _texts(content.get("names"))}
-    raise FileNotFoundError(f"{ENDED}/{number}: is listed and cannot be read")
+    raise FileNotFoundError(f"{ENDED}/{number}: listed, but cannot be read")
 
 
 def _earlier(lease: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
-"""Removes files of the ledger that nothing needs any more, so that their number does not grow with time. Pure.
+"""Removes ledger files that are no longer needed, so that their number does not grow with time. Pure.
 
-The coordinator prunes. It removes a file only if the file was not needed at every look for :attr:`Times.lease_s`. By
-then no cache shows the state in which the file was needed, and the fence of a pod that acts on such a state is closed.
-A file that is not needed now is never needed again:
+The coordinator prunes. It removes a file once every check for longer than :attr:`Times.lease_s` has found the file
+unneeded. By then, no cache shows a state in which the file was needed, and the fence of a pod that acts on such a state
+is closed. A file that is not needed now is never needed again:
 
 ==================================== ========================================================================
 file                                 is not needed once
@@ -11,7 +11,8 @@ file                                 is not needed once
                                      holds no block, and its facts are in the record of ended pods
 ``gone/<pod>.<start>``               the pod has no lease and holds no block
 ``claims/<block>.<epoch>``           a later claim of the block repeats its seals, and the pod of the epoch before
-                                     has ended or no lease, so it cannot claim this name. Epoch 0 and the latest stay
+                                     has ended or has no lease, so it cannot claim this name. Epoch 0 and the
+                                     latest claim stay
 ``released/<block>.<epoch>``         the block has a later claim
 ``hungry/<pod>.<start>.<n>.<slots>`` the pod has no lease, has ended or is gone
 ``partial/<pod>.<start>.json``       every block that the pod ever held is done
@@ -48,35 +49,36 @@ from megaflow_hpc.ledger.past import Facts, add_facts, facts_of_starts, read_rec
 from megaflow_hpc.ledger.rules import LedgerRules
 
 PRUNE_S = 60.0
-"""Seconds between two looks for files to remove."""
+"""Seconds between two checks for unneeded files."""
 MAX_NAMES = 1000
-"""Maximum number of pods that one look adds to the record of ended pods."""
+"""Maximum number of pods that one check adds to the record of ended pods."""
 
 
 class Pruning:
-    """Removes files that are not needed, for the coordinator. Looks of one object are steps and must not overlap."""
+    """Finds and removes unneeded files, for the coordinator. Run only one :meth:`look` of an object at a time."""
 
     def __init__(self, rules: LedgerRules) -> None:
         self._rules = rules
         self._since: dict[str, float] = {}
-        """Path → this machine's clock at the first of the looks in a row at which the file was not needed."""
+        """Path → this machine's clock at the first of the consecutive checks that found the file unneeded."""
 
     def look(self) -> Steps[None]:
-        """Looks for files that are not needed, and removes those that have not been for long enough.
+        """Checks for unneeded files, and removes those that have been unneeded for long enough.
 
-        Relies on the leases that the last survey has read.
+        Relies on the leases that the last survey read.
         """
-        with suppress(NotYet):  # a cache hides who holds a block; a later look will see it
+        with suppress(NotYet):  # a cache hides the holder of a block; a later check will see it
             yield from self._look()
 
     def _look(self) -> Steps[None]:
         began: float = yield Clock()
-        number, record = yield from read_record()  # before the leases, so a lease that it misses was not removed yet
+        # Read before the leases, so a lease missing from the record has not been removed yet.
+        number, record = yield from read_record()
         gone = set((yield Names(GONE)))
         leases = yield Names(LEASES)
         requests = yield Names(REQUESTS)
         partial = yield Names(PARTIAL)
-        # The claims come last: a pod that has ended or is gone makes no more.
+        # Read the claims last: a pod that has ended or is gone makes no more.
         done = done_blocks((yield Names(DONE)))
         claims = pairs((yield Names(CLAIMS)))
         released = pairs((yield Names(RELEASED)))
@@ -120,8 +122,9 @@ class Pruning:
     def _owners(
         self, newest: Mapping[int, int], done: Mapping[int, int], released: set[tuple[int, int]]
     ) -> Steps[tuple[set[str], set[str]]]:
-        """Returns the pods that hold a block that is neither done nor released, and every pod that ever held a block
-        that is not done. Raises NotYet."""
+        """Returns the pods that hold a block that is neither done nor released, and all pods that ever held a block
+        that is not done. Raises NotYet.
+        """
         holders: set[str] = set()
         ever: set[str] = set()
         for block, epoch in newest.items():

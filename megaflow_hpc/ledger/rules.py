@@ -77,7 +77,7 @@ class Claim:
     without: frozenset[str] = field(default=frozenset(), compare=False)
     """Ids of the rollouts that were handed off."""
     seals: tuple[Seal, ...] = field(default=(), compare=False)
-    """Seals of all earlier epochs of the block, from epoch 0 on."""
+    """Seals of all earlier epochs of the block, starting with epoch 0."""
 
 
 class Holding(Enum):
@@ -146,7 +146,7 @@ class LedgerRules:
         self.superseded = False
         """True if a later start of this array element removed this pod's lease, or has one itself."""
         self.earlier: dict[str, Any] = {}
-        """Facts of earlier starts, whose leases this start has removed (:mod:`megaflow_hpc.ledger.past`)."""
+        """Facts of earlier starts whose leases this start has removed (:mod:`megaflow_hpc.ledger.past`)."""
         self.leases: dict[str, Lease] = {}
         """``<pod>.<start>`` → lease, for other pods."""
         self.surveyed: Survey | None = None
@@ -166,7 +166,7 @@ class LedgerRules:
         self._owners: dict[tuple[int, int], tuple[str, int | None]] = {}
         """(block, epoch) → (holder of that claim, number of blocks handed off if the claim ended the block)."""
         self._chains: dict[tuple[int, int], tuple[str, ...]] = {}
-        """(block, epoch) → see :meth:`owners`. Used only by a coordinator."""
+        """(block, epoch) → result of :meth:`owners`. Used only by a coordinator."""
         self._looked_at = -math.inf
         """This machine's clock at the beginning of the last scan."""
         self._unanswered: set[tuple[int, int]] = set()
@@ -207,7 +207,7 @@ class LedgerRules:
             except FileNotFoundError:
                 self.superseded = True
             else:
-                # A removed file that is still open can be written, so that does not tell.
+                # Writing to the open file also succeeds after its removal, so check that it still exists.
                 self.superseded = not (yield There(self.lease.path))
 
     @property
@@ -215,9 +215,9 @@ class LedgerRules:
         return {**asdict(self.identity), **self.progress, **({"earlier": self.earlier} if self.earlier else {})}
 
     def _register(self, now: float) -> Steps[None]:
-        """Writes the lease, and removes those of earlier starts of the element, which are over.
+        """Writes the lease, and removes the leases of earlier starts of the element, which are over.
 
-        The first start has none. If a later start has a lease, this one writes none.
+        Start 0 has no earlier starts. If a later start already has a lease, this one writes none.
         """
         me = self.identity.name
         earlier: dict[str, dict[str, Any]] = {}
@@ -429,16 +429,18 @@ class LedgerRules:
         return None
 
     def _succeed(self, block: int, epoch: int, owner: str, seal: Mapping[str, Any]) -> Steps[Claim | None]:
-        """Claims the epoch after another pod's and seals that pod's journal. The claim repeats the seals of the one
-        before it, which may then be removed."""
+        """Claims the epoch after another pod's and seals that pod's journal. Repeats the seals of the previous claim,
+        so that it may be removed.
+        """
         content = {"owner": self.identity.name, "predecessor": owner, **seal}
         if epoch:
             content["seals"] = seals_in((yield from self._read_claim(block, epoch)))
         if not (yield from self._link(block, epoch + 1, content, f"{block}.{epoch + 1}")):
             return None
         if (yield Clock()) - self._looked_at >= self.times.commit_s:
-            # The journal was long. Perhaps the name was only free because later claims replace it, and this claim does
-            # not count. If it is the latest, the next scan finds it.
+            # Measuring the journal took long. The name may have been free only because later claims replaced it. Then
+            # this
+            # claim does not count. If it is the latest after all, the next scan finds it.
             return None
         return self._hold((yield from self._claim_of(block, epoch + 1, content)))
 
@@ -460,7 +462,7 @@ class LedgerRules:
         return Claim(block, epoch, None if left is None else tuple(left), without, tuple(seals_in(content)))
 
     def _read_claim(self, block: int, epoch: int) -> Steps[dict[str, Any]]:
-        """Reads a claim. Raises NotYet if it cannot be read yet, or was removed because there are later ones."""
+        """Reads a claim. Raises NotYet if it is not visible yet, or was removed because later claims replaced it."""
         content = yield Read(claim_path(block, epoch))
         if content is None:
             raise NotYet
@@ -480,7 +482,7 @@ class LedgerRules:
             successor = yield from self._read_claim(origin.block, epoch)
         later = epoch - 1 - ("done" in successor) - origin.epoch
         if later < 0:
-            return True  # the pod that handed the block off ended the origin, and counted it
+            return True  # the pod that handed the block off finished the origin itself, and counted the block
         given = seals_in(successor)[-1 - later].given
         if isinstance(given, int) or number in given:
             return True
@@ -496,7 +498,7 @@ class LedgerRules:
         return self._owners[block, epoch]
 
     def owners(self, block: int, epoch: int) -> Steps[tuple[str, ...]]:
-        """Returns the holders of a claim and of the claims before it, the latest last. Raises NotYet."""
+        """Returns the holders of a block up to this claim, oldest first. Raises NotYet."""
         if (block, epoch) not in self._chains:
             content = yield from self._read_claim(block, epoch)
             self._chains[block, epoch] = (*(seal.owner for seal in seals_in(content)), str(content["owner"]))
@@ -506,8 +508,8 @@ class LedgerRules:
         """Claims one epoch of a block. Returns whether this pod won it.
 
         Args:
-            token: Names the content among all claims of this pod.
-            keep: True if later claims of this pod have the same content, so that they share a private file.
+            token: Identifies this content among all claims of this pod.
+            keep: True if later claims of this pod have the same content and share its private file.
         """
         name = f"{self.identity.name}.{token}"
         self._unanswered.add((block, epoch))
@@ -571,7 +573,7 @@ class LedgerRules:
             else:
                 claimed = yield from self._link(block, epoch, content, f"done.{handed_off}", keep=True)
         if not claimed or (epoch and not (yield from self.may_commit())):
-            return False  # after a long pause, the name may have been free only because later claims replace it
+            return False  # after a long pause, the name may have been free only because later claims replaced it
         yield Touch(done_path(block, epoch, handed_off))
         return True
 

@@ -1,6 +1,6 @@
-"""Read from the claims how much of each journal counts. Pure: no file is touched here.
+"""Determines from the claims which part of each journal counts. Pure: performs no I/O itself.
 
-The latest claim of a block holds the seals of all its earlier epochs, because the claims before it may be removed.
+The latest claim of a block contains the seals of all its earlier epochs, because earlier claims may be removed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megaflow_hpc.ledger.names import CLAIMS, DONE, claim_path, ends, latest, se
 Seals = dict[tuple[int, int], tuple[str, int]]
 """(block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs."""
 MAX_LOOKS = 5
-"""Number of attempts to read a claim that is listed. Each fails only if a later claim has just replaced it."""
+"""Maximum number of attempts to read a listed claim. An attempt fails only if a later claim has just replaced it."""
 
 
 def all_seals() -> Steps[Seals]:
@@ -26,7 +26,7 @@ def all_seals() -> Steps[Seals]:
 
 
 def seals_before(claims: Mapping[int, int]) -> Steps[Seals]:
-    """Returns the seals of all epochs before these claims (block → epoch). Raises like :func:`all_seals`."""
+    """Returns the seals of all epochs before the given claims (block → epoch). Raises like :func:`all_seals`."""
     found: Seals = {}
     pending = dict(claims)
     for _ in range(MAX_LOOKS):
@@ -38,11 +38,11 @@ def seals_before(claims: Mapping[int, int]) -> Steps[Seals]:
                     missing.add(block)
                     break
                 found.update(seals([(block, epoch, content)]))
-                # Claims of an earlier version hold only the seal of the epoch before.
+                # Claims written by an earlier version contain only the seal of the epoch before.
                 epoch -= len(seals_in(content)) + ("done" in content)
         if not missing:
             return found
         listed = latest((yield Names(CLAIMS)))
         pending = {block: max(listed.get(block, 0), claims[block]) for block in missing}
     block, epoch = next(iter(pending.items()))
-    raise LedgerError(f"{claim_path(block, epoch)}: not there; was it removed?")
+    raise LedgerError(f"{claim_path(block, epoch)}: missing; was it removed?")

@@ -42,15 +42,14 @@ class Surveyed:
     live: set[str]
     """Every ``<pod>.<start>`` that has not ended and is not gone."""
     accounts: dict[str, Facts]
-    """Facts of every start that the run ever had, see :func:`~megaflow_hpc.ledger.past.accounts`."""
+    """Facts about every start that the run ever had; see :func:`~megaflow_hpc.ledger.past.accounts`."""
 
 
 def survey(rules: LedgerRules) -> Steps[Surveyed]:
-    """Determines which blocks can be claimed, who requests work, and which leases have expired.
+    """Determines which blocks can be claimed, which pods request work, and which leases have expired.
 
-    Marks pods with expired leases as gone, so that other pods need not read those leases. Reads the leases of ended
-    pods once, and none of starts that a later start supersedes. Other operations of ``rules`` may run between these
-    steps.
+    Marks pods with expired leases as gone, so that other pods need not read those leases. Reads the lease of an ended
+    pod only once, and never the leases of superseded starts. Other operations of ``rules`` may run between these steps.
     """
     _, record = yield from read_record()
     gone = set((yield Names(GONE)))
@@ -88,7 +87,8 @@ def survey(rules: LedgerRules) -> Steps[Surveyed]:
     newest = {name.rpartition(".")[0]: name for name in leases}
     superseded = {owner for owner in holders if precedes(owner, newest.get(owner.rpartition(".")[0], ""))}
     for owner in sorted(holders - listed - gone):  # its lease was removed, or is not visible yet
-        # If the latest start of an element is over, earlier ones are, too. If it is alive, it takes their blocks first.
+        # If the latest start of an element is over, so are its earlier ones. If it is alive, it takes over their blocks
+        # first.
         over = owner in superseded and newest[owner.rpartition(".")[0]] not in live
         if over or (yield from rules.expired(owner)):
             gone.add(owner)

@@ -15,7 +15,7 @@ def servers(run: RunDir, over: bool) -> list[dict[str, Any]]:
     """Returns the engine servers of a run, with the cause of each failure.
 
     Args:
-        over: Whether the campaign has ended. If so, servers that are not serving yet are omitted.
+        over: True if the campaign has ended. Servers that are not serving yet are then omitted.
     """
     files = EndpointFiles(run)
     shown: list[dict[str, Any]] = []

@@ -64,7 +64,7 @@ class Outcomes:
         self._ended.append(event.id)
 
     def adopt(self, summary: Summary) -> None:
-        """Adds a pod's summary, which replaces its earliest events or those of its earlier starts."""
+        """Adds a pod's summary, which replaces its first events or those of its earlier starts."""
         for policy, statuses in summary.ended_well.items():
             self._well.setdefault(policy, Counter()).update(statuses)
         self._inexact.update(summary.inexact)
@@ -135,7 +135,7 @@ class Outcomes:
 
     @property
     def errors(self) -> list[RolloutEvent]:
-        """The listed rollouts that were verified although their agent or verifier ended with an error."""
+        """The listed rollouts that were verified, although their agent or verifier ended with an error."""
         return [event for event in self._kept.values() if event.status in VERIFIED and event.kind]
 
     def rate(self) -> float:
@@ -239,7 +239,7 @@ def failing_agents(rollouts: Iterable[RolloutEvent]) -> list[str]:
         if event.status in VERIFIED:
             by_policy.setdefault(policy_of(event.id), []).append(event)
     return [
-        f"policy {policy}: its agent ended with an error in all its verified rollouts ({len(events)}); the first: "
+        f"policy {policy}: its agent ended with an error in all {len(events)} verified rollouts; the first: "
         f"{events[0].id}: {events[0].error}"
         for policy, events in by_policy.items()
         if all(event.kind == "agent" for event in events)

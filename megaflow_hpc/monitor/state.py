@@ -95,7 +95,7 @@ class PodView:
     live: dict[int, int] = field(default_factory=dict, repr=False)
     """Worker rank → slots."""
     begun: set[str] = field(default_factory=set, repr=False)
-    """Rollouts that run, according to the events."""
+    """Running rollouts, according to the events."""
 
     @property
     def pod(self) -> str:
@@ -115,7 +115,7 @@ class PodView:
     def adopt(self, summary: Summary) -> None:
         """Adds the pod's summary, which replaces its earliest events."""
         for event in summary.events:
-            if not isinstance(event, AttemptEvent) or event.id in self.begun:  # others only count in the summary
+            if not isinstance(event, AttemptEvent) or event.id in self.begun:  # other events only count in the summary
                 self.apply(event)
         self.stored = max(self.stored, summary.stored)
         self.grown_at = time.monotonic()

@@ -2,8 +2,8 @@
 
 A :class:`Monitor` reads each event file from where the last poll stopped. The first poll starts where the pod's summary
 ends. Progress is read from the pods' leases or, if there are many pods, from the report of the pod that reads all
-leases. So the first poll is fast however old the run is, and later polls are cheap. Both cost as much as the run has
-pods, however often these have started: a pod's later starts condense the events of its earlier ones.
+leases. So the first poll of an old run is fast, and later polls are cheap. Their cost grows with the number of pods but
+not with the number of starts: a pod's later starts condense the events of its earlier ones.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from megaflow_hpc.rundir.summaries import Condensed, Summary
 IDLE_S = 60.0
 """A pod that has had nothing to run for this many seconds is shown as idle."""
 ENGINES_INTERVAL_S = 10.0
-"""Seconds between reads of the engine files, if there are more than a few, and of a lost pod's log."""
+"""Seconds between reads of the engine files, if there are more than a few, and between reads of a lost pod's log."""
 LISTED = 10_000
 """Number of latest successful rollouts to list if there are too many to list all."""
 CLOCKS_DIFFER_S = 2.0
-"""Accepted difference between the clocks of hosts, in seconds."""
+"""Tolerated difference between the clocks of hosts, in seconds."""
 STALE_S = 60.0
 """A pod whose last event is older than this many seconds is shown as silent."""
 
@@ -65,11 +65,11 @@ class Monitor:
         self._events = EventReader(run.events, use_summaries=True, restart=self._restart)
         self._outcomes = Outcomes()
         self._starts: dict[str, PodView] = {}
-        """``<pod>.<start>`` → that start of the pod, as long as its events are not condensed."""
+        """``<pod>.<start>`` → that start of the pod, unless its events are condensed."""
         self._condensed: dict[str, Condensed] = {}
         """Pod → its condensed starts."""
         self._lost: dict[str, tuple[float, str]] = {}
-        """Start of a pod that was lost → when its log was read, and the cause that it names."""
+        """Start of a lost pod → when its log was read, and the cause found in it."""
         self._processes: dict[str, Identity] = {}
         """Processes of pods that run, or ran, on this host outside of Slurm."""
         self._coordinator = Leader(run, COORDINATOR)
@@ -112,7 +112,7 @@ class Monitor:
         self._first_look_at = min(self._first_look_at, time.monotonic())
 
     def _condense(self, name: str, condensed: Condensed) -> None:
-        """Replace the starts of a pod up to ``name`` by their condensed events."""
+        """Replaces the starts of a pod up to ``name`` by their condensed events."""
         if not condensed.seen:
             self.running.adopt(name, condensed)
             self._outcomes.adopt(condensed)
@@ -124,13 +124,13 @@ class Monitor:
         self._condensed[last.pod] = msgspec.structs.replace(condensed, **kept)
 
     def _restart(self) -> None:
-        """Discard everything that was read, because events were condensed before they were read to the end."""
+        """Discards everything that was read, because events were condensed before they were read completely."""
         self._outcomes = Outcomes(self._outcomes.limit)
         self._starts, self._condensed, self.running = {}, {}, RunningRollouts()
 
     @property
     def _pods(self) -> list[PodView]:
-        """The latest start of each pod, by name."""
+        """Returns the latest start of each pod, by name."""
         latest: dict[str, PodView] = {}
         for view in self._starts.values():
             if view.pod not in latest or latest[view.pod].start <= view.start:
@@ -299,7 +299,7 @@ class Monitor:
         return [*self._servers]
 
     def _rows(self, pods: Iterable[PodView], jobs: Collection[str] | None, asked_at: float) -> list[dict[str, Any]]:
-        """Returns one row per pod: its latest start, with the rollouts and the number of all its starts."""
+        """Returns one row per pod: its latest start, with the stored rollouts and the number of all its starts."""
         starts = Counter(view.pod for view in self._starts.values())
         stored: Counter[str] = Counter()
         for view in self._starts.values():
@@ -312,7 +312,9 @@ class Monitor:
         ]
 
     def _why_lost(self, pod: PodView) -> str:
-        """Returns why a pod ended without a last word, as far as its log tells. The log may be written later."""
+        """Returns why a pod ended without a last word, if its log explains it. The log may be written later, so an
+        empty result is tried again.
+        """
         asked_at, why = self._lost.get(pod.name, (-math.inf, ""))
         if not why and time.monotonic() - asked_at >= ENGINES_INTERVAL_S:
             why = why_lost(self.run, pod.name)
@@ -348,7 +350,7 @@ class Monitor:
         """Returns whether a pod is alive. ``silent_s`` decides if neither Slurm nor the process table can tell."""
         if not pod.active:
             return False
-        asked_wall = time.time() - (time.monotonic() - asked_at)  # another process may have asked, minutes ago
+        asked_wall = time.time() - (time.monotonic() - asked_at)  # another process may have queried Slurm, minutes ago
         if pod.grown_at > max(self._first_look_at, asked_at) or pod.seen_at > asked_wall + CLOCKS_DIFFER_S:
             return True  # written after Slurm was queried
         process = self._processes.get(pod.name)

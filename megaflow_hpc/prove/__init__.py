@@ -1,6 +1,5 @@
-"""``megaflow-hpc prove``: tries on a real site what no test elsewhere can, and reports what failed with its remedy.
+"""``megaflow-hpc prove``: tests what depends on a real site, and reports each failure with its remedy.
 
 :mod:`.node` runs on compute nodes and tests their file system, network and sandboxes. :mod:`.trials` runs small
-campaigns with planned accidents: a killed worker, the end of a walltime, a preemption. :mod:`.report` writes the
-result.
+campaigns with planned faults: a killed worker, the end of a walltime, a preemption. :mod:`.report` writes the result.
 """

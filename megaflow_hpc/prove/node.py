@@ -1,8 +1,8 @@
-"""Tests one compute node, together with the other nodes of a job: ``python -m megaflow_hpc.prove.node DIR``.
+"""Tests one compute node together with the other nodes of a job: ``python -m megaflow_hpc.prove.node DIR``.
 
-One task per node runs this program. Tasks meet through files in ``DIR``, so it needs neither MPI nor a network, which
-it tests. Each task writes ``DIR/result.<task>.json``. With ``--left MARK`` it only lists this user's processes whose
-command line or environment contains ``MARK``.
+One task per node runs this program. Tasks synchronise through files in ``DIR``, so they need neither MPI nor the
+network, which is itself tested. Each task writes ``DIR/result.<task>.json``. With ``--left MARK``, it only lists this
+user's processes whose command line or environment contains ``MARK``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MEET_S = 90.0
 """Seconds within which all tasks must reach the same step."""
 POLL_S = 0.02
 NAMES = 100
-"""Number of names that all nodes try to take at the same moment."""
+"""Number of names that all nodes try to claim at the same time."""
 RENAMES = 100
-"""Number of replacements of a file while other nodes read it."""
+"""Number of times that a file is replaced while other nodes read it."""
 PINGS = 5
 VISIBLE_S = 30.0
-"""A change that another node does not see within this many seconds is a failure."""
+"""Seconds after which a change that another node does not see counts as a failure."""
 
 
 class Nodes:
@@ -57,10 +57,10 @@ class Nodes:
         self.folder, self.task, self.tasks = folder, task, tasks
 
     def meet(self, step: str) -> None:
-        """Waits until every task has called this method with the same step.
+        """Waits until every task has reached ``step``.
 
         Raises:
-            TimeoutError: Some task did not arrive.
+            TimeoutError: A task did not reach it in time.
         """
         write_atomic(self.folder / f"{step}.{self.task}", b"")
         self.wait(lambda: set(range(self.tasks)) - self._arrived(step) == set(), f"all nodes reach step {step}", MEET_S)
@@ -70,27 +70,27 @@ class Nodes:
         return {int(task) for stem, _, task in names if stem == step and task.isdecimal()}
 
     def wait(self, condition: Callable[[], bool], what: str, timeout_s: float = VISIBLE_S) -> float:
-        """Polls until ``condition`` holds. Returns the seconds that it took.
+        """Polls until ``condition`` is true. Returns the elapsed seconds.
 
         Raises:
-            TimeoutError: It did not hold in time.
+            TimeoutError: It did not become true in time.
         """
         began = time.monotonic()
         while not condition():
             if time.monotonic() - began > timeout_s:
-                raise TimeoutError(f"after {timeout_s:.0f} s still not: {what}")
+                raise TimeoutError(f"not within {timeout_s:.0f} s: {what}")
             time.sleep(POLL_S)
         return time.monotonic() - began
 
     # --- the file system between nodes ---
 
     def new_files(self) -> dict[str, float]:
-        """Measures how long a new file takes to become visible on another node, and how far clocks differ.
+        """Measures how long a new file takes to become visible on another node, and the difference between clocks.
 
-        Task 0 writes a file and waits for each other node's answer.
+        Task 0 writes a file and waits for a reply from each other node.
 
         Returns:
-            ``visible_s`` (half a round trip, the worst) and ``clock_s`` (the largest difference).
+            ``visible_s`` (the longest round trip, halved) and ``clock_s`` (the largest clock difference).
         """
         worst = drift = 0.0
         for n in range(PINGS):
@@ -110,10 +110,10 @@ class Nodes:
         return {"visible_s": round(worst, 3), "clock_s": round(max(0.0, drift), 1)}
 
     def links(self) -> int:
-        """Lets all nodes take the same names with hard links. Returns how many names this task has taken.
+        """Lets all nodes compete for the same names with hard links. Returns how many names this task has won.
 
         Raises:
-            OSError: The file system has no hard links.
+            OSError: The file system does not support hard links.
         """
         taken = 0
         self.meet("links")
@@ -127,7 +127,7 @@ class Nodes:
         return taken
 
     def renames(self) -> None:
-        """Replaces a file again and again while other nodes read it: it must always be complete.
+        """Replaces a file repeatedly while other nodes read it. They must always find it complete.
 
         Raises:
             ValueError: A node found it missing or incomplete.
@@ -159,7 +159,7 @@ class Nodes:
             raise ValueError(f"a file that another node replaced by rename was {bad}")
 
     def appended(self) -> float:
-        """Appends records to a file with fsync. Returns the seconds until another node reads all of them.
+        """Appends records to a file with fsync. Returns the seconds until another node has read all of them.
 
         Raises:
             TimeoutError: The records did not become visible.
@@ -180,7 +180,7 @@ class Nodes:
         )
 
     def rewritten(self) -> float:
-        """Overwrites a small file in place, as leases are renewed. Returns the seconds until another node reads it.
+        """Overwrites a small file in place, as pods renew leases. Returns the seconds until another node has read it.
 
         Raises:
             TimeoutError: The new content did not become visible.
@@ -191,7 +191,7 @@ class Nodes:
         self.meet("rewrite")
         if self.task:
             self.wait(path.exists, "a new file of another node is visible")
-            path.read_text()  # now a cache may have it
+            path.read_text()  # from now on, a cache may hold it
         self.meet("rewrite.read")
         if self.task == 0:
             with open(path, "r+") as file:
@@ -204,10 +204,10 @@ class Nodes:
     # --- the network between nodes ---
 
     def network(self) -> list[str]:
-        """Connects to every other node at the address that it registers.
+        """Connects to every other node at the address that it publishes.
 
         Returns:
-            A message for each node that was not reached.
+            A message for each node that could not be reached.
         """
         here = address()
         family = socket.AF_INET6 if ":" in here else socket.AF_INET
@@ -248,7 +248,7 @@ def _not_reached(host: str, port: int) -> str:
 
 
 def here(folder: Path) -> dict[str, Any]:
-    """Returns facts about this node. Values that start with ``error`` name what is missing."""
+    """Returns facts about this node. A value that starts with ``error`` describes what is missing."""
     facts: dict[str, Any] = {
         "node": node_name(),
         "machine": platform.machine(),
@@ -284,7 +284,7 @@ def _squeue() -> bool:
 
 
 def _gpus() -> int | None:
-    """Returns the number of GPUs that nvidia-smi or rocm-smi lists. ``None`` without these programs."""
+    """Returns the number of GPUs that nvidia-smi or rocm-smi lists. ``None`` if neither program exists."""
     for command, mark in ((["nvidia-smi", "-L"], "GPU "), (["rocm-smi", "--showid"], "Device ID")):
         if shutil.which(command[0]):
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -315,7 +315,7 @@ STEPS = ("new_files", "links", "renames", "appended", "rewritten", "network")
 
 
 def main(folder: Path, mark: str = "") -> int:
-    """Runs all tests of this task and writes its result. With ``mark``, it only calls :func:`left`."""
+    """Runs all tests of this task and writes its result. With ``mark``, only runs :func:`left`."""
     task, tasks = int(os.environ.get("SLURM_PROCID", "0")), int(os.environ.get("SLURM_NTASKS", "1"))
     if mark:
         write_atomic(folder / f"result.{task}.json", json.dumps({"left": left(mark)}).encode())

@@ -1,4 +1,4 @@
-"""The report of ``prove``: findings with remedies, without names of people, accounts or private directories."""
+"""The report of ``prove``: findings with remedies. Names of users, accounts and private directories are replaced."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Finding:
 
 @dataclass
 class Report:
-    """All findings of one ``prove``.
+    """All findings of one run of ``prove``.
 
     Args:
-        secrets: Text → what the report shows instead, such as the user's name.
+        secrets: Private text, such as the user's name → its replacement in the report.
     """
 
     secrets: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether any check failed."""
+        """True if any check failed."""
         return any(finding.level == "FAIL" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,11 +88,11 @@ class Report:
 
 
 def secrets_of(accounts: Iterable[str], folders: Sequence[Path]) -> dict[str, str]:
-    """Returns what a report must not show, and what it shows instead.
+    """Returns private text → its replacement in the report.
 
     Args:
         accounts: Slurm accounts that jobs are charged to.
-        folders: Private directories: the first is shown as ``PROVE``, the others as ``HOME``.
+        folders: Private directories. The first is shown as ``PROVE``, the others as ``HOME``.
     """
     hidden = {str(folder): "HOME" for folder in folders[1:] if len(folder.parts) > 1} | {str(folders[0]): "PROVE"}
     words = {getpass.getuser(): "USER"} | {account: "ACCOUNT" for account in accounts}

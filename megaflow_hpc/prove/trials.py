@@ -1,4 +1,4 @@
-"""The trials of ``prove``: one job that tests nodes, and small campaigns with planned accidents."""
+"""The trials of ``prove``: one job that tests nodes, and small campaigns with planned faults."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ NODE_MINUTES = 8
 """Walltime of the job that tests nodes."""
 CAMPAIGN_MINUTES = 15
 WAIT_S = 45.0
-"""Duration of a rollout that must outlive a walltime together with a second one."""
+"""Duration of a rollout in seconds. One walltime is too short for two of them."""
 SLOW_VISIBLE_S = 10.0
-"""Seconds after which the visibility of changes on another node counts as slow."""
+"""Seconds after which a change that becomes visible on another node counts as slow."""
 CLOCK_S = 5.0
-"""A larger difference between the clocks of two nodes confuses logs and reports."""
+"""Difference between the clocks of two nodes, in seconds, that makes logs and reports confusing."""
 KEPT = ("site", "share", "environment", "slurm")
 """Keys of the user's campaign file that every trial uses."""
 ANSWERS = [f"I write it.\n\n```bash\n{work.SOLUTION}\n```", "Done."]
@@ -43,13 +43,13 @@ ANSWERS = [f"I write it.\n\n```bash\n{work.SOLUTION}\n```", "Done."]
 
 @dataclass
 class Site:
-    """What the trials use of the user's campaign.
+    """The parts of the user's campaign that the trials use.
 
     Args:
-        campaign: The user's campaign. Its partitions, accounts, set-up lines and images are used.
+        campaign: The user's campaign, with its partitions, accounts, ``setup`` lines and images.
         image: Image of the sandboxes: a SIF file or a reference.
         folder: Directory of this proof, on the file system of the user's runs.
-        wait_s: Maximum time to wait for each job, in the queue and at work.
+        wait_s: Maximum time for each job, both queued and running.
     """
 
     campaign: Campaign
@@ -62,7 +62,7 @@ class Site:
 
     @property
     def pod_nodes(self) -> int:
-        """Nodes of a trial's pod: two, if the partition has two."""
+        """Number of nodes of a trial's pod: two, if the partition has two."""
         partition = site.partitions().get(self._pod_partition)
         return min(2, partition.nodes) if partition else 2
 
@@ -73,13 +73,13 @@ class Site:
 
     @property
     def engines_have_gpus(self) -> bool:
-        """Whether the partition of the engine servers has GPUs."""
+        """True if the partition of the engine servers has GPUs."""
         named = (self.campaign.config.slurm.servers.partition or "").partition(",")[0]
         partition = site.partitions().get(named or self._pod_partition)
         return bool(partition and partition.gpus)
 
     def fields(self, name: str, time: int, slots: int = 2, nodes: int = 1) -> dict[str, Any]:
-        """Returns the fields of a trial's campaign, with the site's settings of the user's campaign.
+        """Returns the keys of a trial's campaign, including the site settings of the user's campaign.
 
         Args:
             time: Walltime of its pod in minutes.
@@ -106,7 +106,7 @@ class Site:
         return run
 
     def cancel(self) -> None:
-        """Cancels what still runs."""
+        """Cancels all jobs that are still queued or running."""
         for run in self.runs:
             if not run.ledger.finished:
                 run.cancel()
@@ -160,7 +160,7 @@ def submit_nodes(place: Site, name: str, arguments: str, nodes: int, nodelist: s
 
 
 def wait_for(place: Site, job: str) -> bool:
-    """Waits for the end of a job. Returns False if it did not end in time."""
+    """Waits until a job has ended. Returns False if it did not end in time."""
     end = time.monotonic() + place.wait_s
     while any(state.live for state in accounting.live_jobs([job]).values()):
         if time.monotonic() > end:
@@ -170,7 +170,7 @@ def wait_for(place: Site, job: str) -> bool:
 
 
 def nodes_findings(folder: Path, expected: int, report: Report) -> Iterator[Finding]:
-    """Judges what :mod:`.node` has measured on each node.
+    """Evaluates the measurements of :mod:`.node` on each node.
 
     Args:
         folder: The job's directory.
@@ -186,7 +186,7 @@ def nodes_findings(folder: Path, expected: int, report: Report) -> Iterator[Find
         return
     here = [result["here"] for result in results]
     names = sorted({facts["node"] for facts in here})
-    yield Finding("nodes", "ok" if len(names) > 1 else "warn", f"{len(names)} nodes were tried", _one_node(names))
+    yield Finding("nodes", "ok" if len(names) > 1 else "warn", f"{len(names)} nodes were tested", _one_node(names))
     for key in ("machine", "kernel", "python", "shared_file_system", "scratch_type", "scratch_gb", "gpus"):
         report.facts[key] = ", ".join(sorted({str(facts.get(key)) for facts in here}))
     for facts in here:
@@ -195,7 +195,7 @@ def nodes_findings(folder: Path, expected: int, report: Report) -> Iterator[Find
 
 
 def _one_node(names: list[str]) -> str:
-    return "" if len(names) > 1 else "the partition has one node; name one with more to try several hosts"
+    return "" if len(names) > 1 else "the partition has one node; use a larger one to test several nodes"
 
 
 def _node(facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -216,19 +216,19 @@ def _node(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("sandbox", "FAIL", f"{node}: no writable layers: {probed['overlay']}", remedy)
     elif probed["gateway"]:
         remedy = f"use environment.network: {'host' if probed['private_network'] else 'none or host'}"
-        yield Finding("sandbox", "warn", f"{node}: sandboxes cannot have a gateway alone: {probed['gateway']}", remedy)
+        yield Finding("sandbox", "warn", f"{node}: sandboxes cannot have network: gateway: {probed['gateway']}", remedy)
     else:
         yield Finding("sandbox", "ok", f"{node}: Apptainer {probed['version']}, layers by {probed['overlay_by']}")
     if not facts["squeue"]:
-        remedy = "keep megaflow-hpc run or watch open: it adds engines and pods instead"
+        remedy = "keep megaflow-hpc run or watch open: it then adds engines and pods itself"
         yield Finding("Slurm in jobs", "warn", f"{node}: squeue does not answer: pods cannot be requeued", remedy)
 
 
 def _between(results: list[dict[str, Any]], report: Report) -> Iterator[Finding]:
-    """Judges the tests that nodes made together."""
+    """Evaluates the tests between nodes."""
     if broken := [result["error"] for result in results if "error" in result]:
         remedy = "use a run directory on a file system that all nodes mount"
-        yield Finding("nodes", "FAIL", f"the nodes lost each other: {broken[0]}", remedy)
+        yield Finding("nodes", "FAIL", f"the nodes did not finish their tests together: {broken[0]}", remedy)
         return
     remedies = {
         "new_files": "use a file system that shows new files to other nodes: set run_dir",
@@ -246,20 +246,20 @@ def _between(results: list[dict[str, Any]], report: Report) -> Iterator[Finding]
     if not any(_error(result["links"]) for result in results):
         taken = sum(result["links"] for result in results)
         good = taken == NAMES
-        found = f"{taken} owners of {NAMES} names that {len(results)} nodes took by hard link"
+        found = f"{len(results)} nodes claimed {NAMES} names by hard link: {taken} claims succeeded"
         yield Finding("links", "ok" if good else "FAIL", found, "" if good else remedies["links"])
     if not any(_error(result["renames"]) for result in results):
         yield Finding("renames", "ok", f"a file stayed complete through {RENAMES} replacements")
     unreached = [line for result in results for line in _lines(result["network"])]
     if unreached:
         remedy = "set MEGAFLOW_ADDRESS in slurm.setup to a name that other nodes reach, or open ports between nodes"
-        yield Finding("network", "FAIL", f"a node does not reach another: {unreached[0]}", remedy)
+        yield Finding("network", "FAIL", f"a node cannot reach another: {unreached[0]}", remedy)
     elif len(results) > 1:
-        yield Finding("network", "ok", "every node reaches every other at the address that it registers")
+        yield Finding("network", "ok", "every node reaches every other at its published address")
 
 
 def _visible(results: list[dict[str, Any]], report: Report, remedy: str) -> Iterator[Finding]:
-    """Judges how long changes take to become visible, and the clocks."""
+    """Evaluates how quickly changes become visible, and the clocks."""
     delays = {"a new file": results[0]["new_files"]["visible_s"]}
     for what, step in (("appended bytes", "appended"), ("an overwritten file", "rewritten")):
         delays[what] = max((r[step] for r in results if not _error(r[step])), default=0.0)
@@ -291,7 +291,7 @@ def _tail(log: Path, lines: int = 3) -> list[str]:
 
 
 def start_worker(place: Site) -> Run:
-    """Submits the campaign whose agent kills a worker. Its engine server answers from a file."""
+    """Submits the campaign whose agent kills a worker. Its engine server replies from a file."""
     name = "worker"
     write_atomic(place.folder / "answers.yaml", yaml.safe_dump({"default": ANSWERS}))
     model = {"engine": "scripted", "script": str(place.folder / "answers.yaml"), "gpus": int(place.engines_have_gpus)}
@@ -301,7 +301,7 @@ def start_worker(place: Site) -> Run:
 
 
 def start_walltime(place: Site) -> Run:
-    """Submits the campaign whose two rollouts do not fit into one walltime."""
+    """Submits the campaign with two rollouts for which one walltime is too short."""
     name, minutes = "walltime", 2
     fields = place.fields(name, minutes, slots=1)
     fields["tasks"] = [fields["tasks"][0] | {"limit": 2}]
@@ -330,7 +330,7 @@ STARTS: dict[str, Callable[[Site], Run | None]] = {
     "walltime": start_walltime,
     "model": start_model,
 }
-"""Trial → submits its campaign."""
+"""Name of a trial → function that submits its campaign."""
 
 
 def start_preempted(place: Site) -> Run:
@@ -342,7 +342,7 @@ def start_preempted(place: Site) -> Run:
 
 
 def preempt(place: Site, run: Run, options: list[str]) -> str:
-    """Waits until the run's pod works, and submits a job that preempts it. Returns an error message, or nothing.
+    """Waits until the run's pod is working, and submits a job that preempts it. Returns an error message, or "".
 
     Args:
         options: sbatch options of the preempting job, such as ``--qos=high``.
@@ -382,7 +382,7 @@ REMEDIES = {
 
 
 def campaign_findings(place: Site, run: Run, report: Report) -> Iterator[Finding]:
-    """Waits for a trial's campaign and judges its result.
+    """Waits for a trial's campaign and evaluates its result.
 
     Raises:
         OSError: The results cannot be read.
@@ -427,7 +427,7 @@ def _stored(place: Site, run: Run, name: str, result: Mapping[str, Any], report:
     elif name == "model":
         yield Finding(name, "ok", f"{turns} model calls of {len(rows)} rollouts are recorded")
     elif starts < 2:
-        found = "its pod started once, so nothing was proved"
+        found = "its pod started only once, so this was not tested"
         yield Finding(name, "warn", found, REMEDIES[name])
     else:
         yield Finding(name, "ok", f"{len(rows)} rollouts in {starts} starts of a pod, each stored once")
@@ -436,9 +436,9 @@ def _stored(place: Site, run: Run, name: str, result: Mapping[str, Any], report:
 def _worker(place: Site, retried: int, starts: int, turns: int, nodes: int) -> Iterator[Finding]:
     killed = (place.folder / "killed").exists()
     if not killed or not (retried or starts > 1):
-        yield Finding("worker", "warn", "no worker was killed: nothing was proved", "run prove again")
+        yield Finding("worker", "warn", "no worker was killed, so this was not tested", "run prove again")
     else:
-        how = "its pod went on" if starts == 1 else "its pod started again"
+        how = "its pod continued" if starts == 1 else "its pod started again"
         yield Finding("worker", "ok", f"a rank was killed and {how}; every rollout is stored once")
     yield Finding("engine", "ok", f"{turns} calls from sandboxes on {nodes} nodes reached the engine server")
 
@@ -448,7 +448,7 @@ def _remedy(run: Run, name: str) -> str:
 
 
 def causes(status: Mapping[str, Any]) -> list[str]:
-    """Returns what a run's status says about the cause of a failure: at most three messages."""
+    """Returns the causes of failure that a run's status names, at most three."""
     messages = [
         f"pod {pod['pod']} ended on {pod['node']} before any rollout: {pod['cause']}" for pod in status["unstarted"]
     ]
@@ -461,24 +461,26 @@ def causes(status: Mapping[str, Any]) -> list[str]:
 
 
 def left_findings(folder: Path) -> Iterator[Finding]:
-    """Judges what was left behind on nodes."""
+    """Evaluates what the trials left behind on nodes."""
     results = [json.loads(path.read_bytes()) for path in sorted((folder / "shared").glob("result.*.json"))]
     if not results:
-        yield Finding("clean", "warn", "nodes could not be asked what was left", f"read {folder / 'job.log'}")
+        yield Finding(
+            "clean", "warn", "the nodes could not be searched for leftover processes", f"read {folder / 'job.log'}"
+        )
         return
     left = [line for result in results for line in result["left"]]
     if left:
         remedy = "run megaflow-hpc janitor there, and send us this report"
-        yield Finding("clean", "FAIL", f"{len(left)} processes are left: {left[0]}", remedy)
+        yield Finding("clean", "FAIL", f"{len(left)} processes were left behind, such as: {left[0]}", remedy)
     else:
-        yield Finding("clean", "ok", f"nothing is left on {len(results)} nodes")
+        yield Finding("clean", "ok", f"no processes were left on {len(results)} nodes")
 
 
 def check_image(image: str, campaign: Campaign) -> str:
-    """Returns the image for the sandboxes: ``image``, or else the first of the campaign's images.
+    """Returns the image for the sandboxes: ``image`` if given, else the first of the campaign's images.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No image is given, and the campaign names none.
     """
     found = image or next(iter(campaign.config.environment.images.values()), "")
     if not found:

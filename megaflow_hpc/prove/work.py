@@ -17,7 +17,7 @@ SOLUTION = "echo 42 > answer"
 
 
 class Work:
-    """Write 42 into a file. One instance is one task."""
+    """The task: write 42 into a file."""
 
     image = IMAGE
     workdir = "/prove"
@@ -31,7 +31,7 @@ class Work:
         return {f"work{number}": {"number": number} for number in range(TASKS)}
 
     def instruction(self) -> str:
-        """Returns the text that the agent gets."""
+        """Returns the agent's instruction."""
         return "Write 42 into the file answer."
 
     async def score(self, sandbox: Any) -> float:
@@ -44,7 +44,7 @@ class Work:
 
 
 class KillsItsWorker(MyAgent):
-    """Works like the example agent. Once in a run, it first kills the MPI rank that runs it.
+    """Works like the example agent, but once per run it first kills its own MPI rank.
 
     Args:
         mark: File that this agent creates before the kill. If it exists, nothing is killed.
@@ -65,7 +65,7 @@ class KillsItsWorker(MyAgent):
 
 
 class Waits:
-    """Solves the task after some time.
+    """Waits, then solves the task.
 
     Args:
         seconds: Time to wait.
@@ -91,7 +91,8 @@ def first(mark: str) -> bool:
 
 
 def own_rank() -> Identity | None:
-    """Returns the MPI rank among the ancestors of this process. ``None`` if there is none."""
+    """Returns the MPI rank to which this process belongs: its topmost ancestor of this package, or itself. ``None`` if
+    this process is not of this package."""
     rank, pid = None, os.getpid()
     while pid and b"megaflow_hpc" in read_proc(f"/proc/{pid}/cmdline"):
         rank, pid = Identity.of(pid), parent(pid)

@@ -1,6 +1,6 @@
 """Timelines: pods from a run's event files, running and waiting rollouts, slots, and rollouts in lanes.
 
-The earlier starts of a pod, whose events are condensed, are one entry. Their slots are means over periods.
+The earlier starts of a pod whose events are condensed form one entry. Their numbers of slots are means over periods.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PodHistory:
     slots: int = 0
     """Maximum number of slots at the same time."""
     slot_spans: list[tuple[Span, float]] = field(default_factory=list)
-    """(time span, slots) of each worker, or of each period of condensed starts."""
+    """(time span, slots) of each worker, or (period, mean slots) of condensed starts."""
     stored: int = 0
 
     @property
@@ -115,7 +115,7 @@ def read_events(run: RunDir) -> Events:
 
 
 def _add_condensed(all_events: Events, name: str, condensed: Condensed) -> None:
-    """Add the starts of a pod up to ``name``."""
+    """Adds the condensed starts of a pod, up to ``name``."""
     all_events.repeated.update(condensed.retries)
     all_events.repeated_on[name] += sum(condensed.retries.values())
     spans = [((begin, end), slots) for begin, end, slots in condensed.slots if begin < end]

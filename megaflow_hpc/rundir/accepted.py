@@ -59,7 +59,7 @@ def accept(run: RunDir, tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> N
     """Records changed tasks.
 
     Args:
-        tasks: Task id → digest of the files before, and digests of the current files.
+        tasks: Task id → (digest of the files before the change, digests of the current files).
     """
     known, now = accepted(run), time.time()
     for name, (before, files) in tasks.items():
@@ -78,6 +78,6 @@ def accepted_line(run: RunDir) -> str:
     shown = f"{', '.join(sorted(tasks)[:3])}{', …' if len(tasks) > 3 else ''}"
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last))
     return (
-        f"{len(tasks)} tasks were changed during the run and accepted (last: {when}), so their rewards from before are "
-        f"not comparable: {shown}; digests: {run.accepted_tasks}"
+        f"{len(tasks)} tasks were changed during the run and accepted (last: {when}), so their earlier rewards are not "
+        f"comparable: {shown}; digests: {run.accepted_tasks}"
     )

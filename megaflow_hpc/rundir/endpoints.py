@@ -67,7 +67,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
     weight_version: int = 0
     refused: RefusedWeights | None = None
     down: str = ""
-    """Why the engine did not answer the latest request. Empty if it did."""
+    """Why the engine did not answer the latest request. Empty if it did answer."""
     in_flight: int = 0
     """Number of requests that the server is processing or has queued."""
     waiting: int = 0

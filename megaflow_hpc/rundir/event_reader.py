@@ -1,4 +1,4 @@
-"""Follow the event files of a run, although pods replace the files of their earlier starts while they are read."""
+"""Follows the event files of a run, even while pods replace the files of their earlier starts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from megaflow_hpc.rundir.events import AnyEvent, decode
 from megaflow_hpc.rundir.summaries import CONDENSED, EVENTS, Condensed, Summary, start_number
 
 PIECE = 16 << 20
-"""Bytes of an event file that are read at a time. Pods never write longer lines."""
+"""Bytes read from an event file at a time. Pods never write longer lines."""
 PASSES = 5
-"""Maximum number of listings in a read. More than one is needed only if a pod condenses its events in the meantime."""
+"""Maximum number of directory listings per read. More than one is needed only if a pod condenses its events
+meanwhile."""
 _LAST = re.compile(rb'"event": "pod".*"state": "(done|drained|paused)"')
 """Matches the last event of a pod, after which its file is closed."""
 
@@ -31,7 +32,7 @@ class PodFiles:
     starts: dict[str, str] = field(default_factory=dict)
     """Start → name of its event file."""
     condensed: list[int] = field(default_factory=list)
-    """Starts up to which the pod's condensed files cover its events, highest first. Normally at most one."""
+    """Last starts covered by the pod's condensed files, highest first. Normally at most one."""
 
 
 def list_pods(folder: Path) -> dict[str, PodFiles]:
@@ -58,16 +59,16 @@ def list_pods(folder: Path) -> dict[str, PodFiles]:
 class EventReader:
     """Reads the events of a run incrementally. Files stay open between reads, as far as the descriptor limit allows.
 
-    A pod's :class:`~.summaries.Condensed` is yielded in place of the events that it replaces. If the reader has read
-    these events already, ``seen`` is set. If it has read only some of them, it calls ``restart`` and yields everything
-    again from the beginning. Without ``restart``, it yields the condensed events in addition.
+    A pod's :class:`~.summaries.Condensed` is yielded in place of the events that it replaces. Its ``seen`` is true if
+    the reader has already yielded all of those events. If it has yielded only some of them, it calls ``restart`` and
+    yields everything again from the beginning. Without ``restart``, it yields the condensed events in addition.
 
     Args:
         folder: ``RUN/events``.
         only: Kind of event to decode. Empty decodes every kind.
         about: Rollout whose events are decoded. Empty decodes all events.
         use_summaries: Yield the summary of a file instead of the events that it covers.
-        restart: Discards everything that was read.
+        restart: Called to discard everything yielded so far.
     """
 
     _readers: ClassVar[weakref.WeakSet[EventReader]] = weakref.WeakSet()
@@ -88,7 +89,7 @@ class EventReader:
         self._covered: dict[str, int] = {}
         """Pod → last start that the condensed events cover."""
         self._ended: set[Path] = set()
-        """Files that will not grow any further."""
+        """Files that will not grow any more."""
         self._open: dict[Path, BinaryIO] = {}
         self._most_open = 0
         self._readers.add(self)
@@ -97,7 +98,7 @@ class EventReader:
         """Yields ``<pod>.<start>`` and the events appended since the last call, possibly none, for each file.
 
         Args:
-            starts: Starts of pods (``<pod>.<start>``) whose files are read. Defaults to all files.
+            starts: Starts of pods (``<pod>.<start>``) whose files are read. Default: all files.
         """
         others = sum(len(reader._open) for reader in list(self._readers) if reader is not self)
         self._most_open = descriptors.limit() // 2 - others
@@ -109,7 +110,7 @@ class EventReader:
                 return
 
     def _read_all(self) -> Generator[tuple[str, list[AnyEvent | Summary]], None, bool]:
-        """Read every file once. Return False if a file was replaced in the meantime."""
+        """Reads every file once. Returns False if a file was replaced in the meantime."""
         complete = True
         for pod, files in list_pods(self._folder).items():
             for number in files.condensed:
@@ -117,7 +118,7 @@ class EventReader:
                     break
                 try:
                     condensed = summaries.read_condensed(self._folder / f"{pod}.{number}{CONDENSED}")
-                except FileNotFoundError:  # by now a later one replaces it
+                except FileNotFoundError:  # a later condensed file has replaced it
                     complete = False
                     break
                 except OSError:  # the file system is temporarily unavailable
@@ -142,7 +143,7 @@ class EventReader:
         return complete
 
     def _may_continue(self, pod: str, number: int, condensed: Condensed) -> bool:
-        """Replace what was read of a pod's earlier starts. Return False if the reader has started again instead."""
+        """Replaces what was read of a pod's earlier starts. Returns False if the reader must begin again instead."""
         read = {start: size for start, size in self._offsets.get(pod, {}).items() if start_number(start) <= number}
         before = self._covered.get(pod, -1)
         known = before >= 0 or any(read.values())
@@ -191,7 +192,7 @@ class EventReader:
                 continue
 
     def _read_file(self, pod: str, start: str, path: Path) -> list[AnyEvent | Summary]:
-        """Return the events of a file that are new. Raises OSError."""
+        """Returns the new events of a file. Raises OSError."""
         if path in self._ended:
             return []
         events: list[AnyEvent | Summary] = []
@@ -203,7 +204,7 @@ class EventReader:
             lines, offsets[start] = self._read_appended(path, offsets.get(start, 0))
         except OSError:
             if events:
-                offsets.pop(start)  # use the summary only together with the events after it
+                offsets.pop(start)  # a summary is used only together with the events after it
             raise
         if lines and _LAST.search(lines[-1]):
             self._close(path)
@@ -236,5 +237,5 @@ class EventReader:
                 self._open[path] = file
             return lines, offset
         finally:
-            if path not in self._open:  # reopen it after an error, because its handle may be stale
+            if path not in self._open:  # reopen the file after an error, because its handle may be stale
                 file.close()

@@ -123,7 +123,7 @@ def pod_log(run: RunDir, pod: str) -> Path | None:
 def why_lost(run: RunDir, pod: str) -> str:
     """Returns the line of a pod's log that explains why this start (``<pod>.<start>``) ended without a last word.
 
-    Reads only the end of the log. Empty if no line does, or if the pod shares its log with others.
+    Reads only the end of the log. Empty if no line explains it, or if several pods share the log.
     """
     name, _, start = pod.rpartition(".")
     path = pod_log(run, pod)
@@ -140,7 +140,7 @@ def why_lost(run: RunDir, pod: str) -> str:
             break
         if ended is not None:
             own = []
-        elif not line.endswith(_REQUEUED):  # the end of the start before
+        elif not line.endswith(_REQUEUED):  # the end of the previous start
             own.append(line.strip())
     return explained(own)
 
@@ -255,7 +255,7 @@ class RolloutLog:
         return lines
 
     def _texts(self, event: AnyEvent | Summary) -> Iterator[tuple[float, str]]:
-        """Yield a time and a line for an event. Of condensed starts, only the outcome of the rollout is known."""
+        """Yields a time and a line for each event. For condensed starts, only the outcome of the rollout is known."""
         if not isinstance(event, Summary):
             yield event.t, describe(event)
         elif not isinstance(event, Condensed) or event.seen:
@@ -281,9 +281,10 @@ class RolloutLog:
 
 
 def last_events(run: RunDir, pod: str, most: int) -> tuple[list[AnyEvent], bool]:
-    """Returns the latest events of a pod start (``<pod>.<start>``), at most ``most``, and whether these are all.
+    """Returns at most ``most`` of the latest events of a pod start (``<pod>.<start>``), and whether these are all.
 
-    There are none if the file is unreadable."""
+    Returns no events if the file is unreadable.
+    """
     try:
         end = tail(run.events / f"{pod}.jsonl", most, _END if most == 1 else TAIL_BYTES)
     except OSError:

@@ -54,8 +54,9 @@ WHY_DRAIN = {
     "leaving": "asked to leave, by scale",
     PREEMPTED: "Slurm preempts the allocation, and its grace time runs",
 }
-"""Words of the drain file and their meaning. After ``now`` and ``cancelled``, Slurm soon kills the step. Rank 0 itself
-finds out about ``preempted``."""
+"""Words of the drain file and their meaning. After ``now`` and ``cancelled``, Slurm soon kills the step. ``preempted``
+is never in the file: rank 0 detects a preemption itself.
+"""
 STATE = "state"
 PROGRESS = "progress"
 WORLD = "world"
@@ -105,7 +106,7 @@ class Refused:
     """``pod``, ``server`` or ``trainer``."""
     log: str
     words: str
-    """Slurm's answer, in one line."""
+    """Slurm's answer, on one line."""
 
 
 class CancelledMark(msgspec.Struct):
@@ -239,7 +240,7 @@ def cause(lines: Sequence[str]) -> str:
 
 
 def explained(lines: Sequence[str], marks: Sequence[str] = CERTAIN) -> str:
-    """Returns the first line with the most informative mark. Empty if no line has any."""
+    """Returns the first line that contains the most informative mark. Empty if no line contains any."""
     for mark in marks:
         if matching := [line for line in lines if mark in line]:
             return matching[0]

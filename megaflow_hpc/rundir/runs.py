@@ -28,7 +28,7 @@ LATEST = "latest"
 RUNS = "runs"
 """Directories of this name are searched first. It is the default of the campaign file's ``run_dir``."""
 TASK = "task.toml"
-"""A directory with this file is a task. It is not searched."""
+"""A directory that contains this file is a task, and is not searched."""
 
 _ROOMS = {"ledger", "tasks", "journal"}
 """Subdirectories that every run directory has from the beginning."""
@@ -47,7 +47,7 @@ class FoundRuns:
     cut: bool = False
     """True if the search stopped at its limit, so there may be more runs."""
     cut_runs: bool = False
-    """True if it stopped before it had searched the directories named ``runs``."""
+    """True if the search stopped before it had covered all directories named ``runs``."""
 
 
 def find(under: str | os.PathLike[str] = ".", depth: int = DEPTH) -> FoundRuns:
@@ -99,8 +99,9 @@ def named(text: str) -> Path:
 
 
 def _directories(root: Path, depth: int, search: FoundRuns) -> Iterator[tuple[Path, dict[str, bool]]]:
-    """Yield directories breadth-first, each with its entries and whether each entry is a directory. Everything below a
-    directory named ``runs`` comes first. The caller clears the entries to prune the search."""
+    """Yields directories breadth-first, each with its entries and whether each entry is a directory. Everything below a
+    directory named ``runs`` comes first. The caller clears the entries to prune the search.
+    """
     seen: set[tuple[int, int]] = set()
     first, others = deque[tuple[Path, int]](), deque([(root, depth)])
     looked = entries = 0

@@ -66,9 +66,9 @@ class EndedBadly(msgspec.Struct, array_like=True, gc=False):
     began: tuple[Count, Count, Time] | None
     """(rank, attempt number, start time) of the last attempt, if known."""
     start: str = ""
-    """Start of the pod that ran this attempt, if a summary covers several; otherwise empty."""
+    """Start of the pod that ran this attempt, if the summary covers several starts; otherwise empty."""
     node: str = ""
-    """Node of this attempt, in the same case."""
+    """Node that ran this attempt, if the summary covers several starts; otherwise empty."""
 
     def to_event(self) -> RolloutEvent:
         """Restores the event, with the fields that were kept."""
@@ -110,7 +110,7 @@ class Summary(Event, tag="summary"):
     busy_at: Time = 0.0
     """Time at which the pod last started or ended a rollout."""
     stored: Count = 0
-    """Number of stored rollouts, including those that were stored again later."""
+    """Number of times that a rollout was stored, including repeats of a rollout."""
     version: int = VERSION
 
 
@@ -120,13 +120,13 @@ class Condensed(Summary, tag="condensed", kw_only=True):
     starts: Count
     """Number of starts that left events."""
     after: int
-    """Last start that the file which this one replaced covered, or -1."""
+    """Last start covered by the file that this one replaced, or -1."""
     sizes: dict[str, Count]
     """Start → bytes of its event file, for the starts after :attr:`after`."""
     slots: list[tuple[Time, Time, Number]]
     """(begin, end, mean number of slots) of successive periods."""
     seen: bool = False
-    """True if the reader has already read everything that this replaces. Set by the reader."""
+    """True if the reader has already yielded everything that this replaces. Set by the reader."""
 
 
 T = TypeVar("T", bound=Summary)
@@ -215,7 +215,7 @@ def read(events: Path) -> Summary | None:
 
 
 def read_condensed(path: Path) -> Condensed | None:
-    """Returns a condensed file's content. ``None`` if it is damaged. Raises OSError."""
+    """Returns the content of a condensed file. ``None`` if the file is damaged. Raises OSError."""
     return _read_record(path, _condensed_decoder)
 
 

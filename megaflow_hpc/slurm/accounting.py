@@ -1,7 +1,7 @@
 """Reads job states, with one squeue query per cluster for all jobs of a campaign.
 
-squeue is asked for a user's jobs, never for a list of ids. With several ids it would fetch the whole job table of the
-cluster (REQUEST_JOB_INFO) and filter it itself. Jobs that squeue no longer lists are looked up with sacct.
+The query selects a user's jobs, never a list of ids. With several ids, squeue would fetch the cluster's whole job table
+(REQUEST_JOB_INFO) and filter it itself. Jobs that squeue no longer lists are looked up with sacct.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LIVE = frozenset(
     {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
     | {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "EXPEDITING", "POWER_UP_NODE"}
 )
-"""States of jobs that have not ended: they wait, run, or are held until they are released.
+"""States of jobs that have not ended: they are pending, running, or held until released.
 
-squeue and sacct print one flag in place of the state under it. LAUNCH_FAILED, UPDATE_DB and RECONFIG_FAIL are set for
-jobs that have ended. A REVOKED job belongs to another cluster of a federation, which lists it itself.
+squeue and sacct may print a flag in place of the base state. LAUNCH_FAILED, UPDATE_DB and RECONFIG_FAIL are flags of
+jobs that have ended. A REVOKED job runs on another cluster of a federation, which lists it.
 """
 HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 """States of jobs that start only after ``scontrol release``."""
@@ -66,7 +66,7 @@ class JobState:
 
     @property
     def waits(self) -> bool:
-        """True if the job is in the queue and has no allocation."""
+        """True if the job is queued and has no allocation."""
         return self.state in WAITING
 
     @property

@@ -100,11 +100,11 @@ def _default_cpus_per_gpu(extra: Collection[str], job: Callable[[int | None], Jo
 
 
 GATHER_S = 3600.0
-"""Shortest walltime of the gather job unless the campaign or a limit sets it."""
+"""Minimum walltime of the gather job in seconds, unless the campaign or a limit sets it."""
 GATHER_BYTES_PER_S = 10e6
 """Assumed rate at which journals are gathered. Two cores gather 45 MB/s; shared file systems may be slower."""
 JOURNAL_BYTES = 5e5
-"""Assumed bytes of a rollout in the journals: 30,000 tokens with their messages."""
+"""Assumed size of a rollout in the journals, in bytes: 30,000 tokens with their messages."""
 
 
 def gather_job(
@@ -113,8 +113,8 @@ def gather_job(
     """Returns the gather job.
 
     Args:
-        journal_bytes: Expected size of all journals. Without a configured walltime, the job's follows from it. It is at
-            least an hour, unless the site allows less.
+        journal_bytes: Expected size of all journals. Determines the walltime if none is configured: at least an hour,
+            unless the site allows less.
     """
     wanted_s = max(GATHER_S, journal_bytes / GATHER_BYTES_PER_S)
     job = timed(script.gather_job(config, run, dependency, servers), wanted_s)
@@ -219,7 +219,7 @@ class Arrays:
     def leave(self, pods: Sequence[str]) -> None:
         """Asks running elements to drain, and prevents them from being requeued.
 
-        A signal makes scancel fetch the whole job table, so all elements get it from one command.
+        A signal makes scancel fetch the whole job table, so a single command signals all elements.
         """
         for pod in pods:
             Marks(self.run).leave(pod)

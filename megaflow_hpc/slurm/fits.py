@@ -102,7 +102,7 @@ def walltime_s(options: Mapping[str, Any]) -> float | None:
 
 
 def not_requeued(options: Mapping[str, Any]) -> str:
-    """Returns why Slurm will not requeue a job with these options. Empty if it will.
+    """Returns why Slurm would not requeue a job with these options. Empty if it would.
 
     Raises:
         SiteError: The controller does not respond.
@@ -110,7 +110,7 @@ def not_requeued(options: Mapping[str, Any]) -> str:
     if options.get("no-requeue") not in (None, False):
         return "no-requeue is among its options"
     if options.get("requeue") in (None, False) and site.configuration().get("JobRequeue") == "0":
-        return "the site requeues only jobs that ask for it (JobRequeue=0), and requeue is switched off in its options"
+        return "the site requeues only jobs that request it (JobRequeue=0), and its options do not"
     return ""
 
 
@@ -157,11 +157,11 @@ def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
 def doubts(key: str, options: Mapping[str, Any]) -> list[str]:
     """Explains why the default partition cannot run a job that names no partition, with one line per problem.
 
-    These are warnings, because the site may choose another partition. For the arguments see :func:`refusals`.
+    These are only warnings, because the site may choose another partition. The arguments are those of :func:`refusals`.
     """
     if options.get("partition"):
         return []
-    unnamed = "no partition is named, and the site may choose another than its default one"
+    unnamed = "no partition is named, and the site may choose one other than its default"
     return [f"{line} ({unnamed})" for line in _partition_refusals(key, options)]
 
 
@@ -205,10 +205,10 @@ def _gpu_refusals(
     if not most:
         having = sorted(p.name for p in site.partitions().values() if p.gpus)
         there = f"those with GPUs are {', '.join(having)}" if having else "no partition here has any"
-        return [f"{key}.partition: asks for GPUs, and partition {names} has none; {there}"]
+        return [f"{key}.partition: requests GPUs, but partition {names} has none; {there}"]
     each = job["gres/gpu"] // job["node"]
-    if each > most and not {"gpus", "gpus-per-task"} & options.keys():  # those do not say how many a node must have
-        return [f"{key}.partition: {each} GPUs on each node, and one of partition {names} has {most}; ask for fewer"]
+    if each > most and not {"gpus", "gpus-per-task"} & options.keys():  # these options do not state a number per node
+        return [f"{key}.partition: {each} GPUs per node, but a node of partition {names} has {most}; request fewer"]
     for resource, count in job.items():
         kind = resource.removeprefix("gres/gpu:")
         if kind == resource:
@@ -217,15 +217,17 @@ def _gpu_refusals(
         of_type = max(partition.gpu_types.get(kind, 0) for partition in partitions)
         if not of_type:
             there = f"types {', '.join(sorted(types))}" if types else "no types"
-            return [f"{key}.partition: GPUs of type {kind!r}, and partition {names} has {there}; change gpu_type"]
+            return [
+                f"{key}.partition: requests GPUs of type {kind!r}, but partition {names} has {there}; change gpu_type"
+            ]
         if count // job["node"] > of_type:
             each = count // job["node"]
-            return [f"{key}.partition: {each} GPUs {kind} on each node, and partition {names} has {of_type}"]
+            return [f"{key}.partition: {each} {kind} GPUs per node, but a node of partition {names} has {of_type}"]
     return []
 
 
 SHARED_WITH_OWN_JOBS = ("user", "mcs", "topo", "no", "0", "false")
-"""Values of ``--exclusive`` with which a job does not get whole nodes."""
+"""Values of ``--exclusive`` that do not give a job whole nodes."""
 
 
 def takes_whole_nodes(options: Mapping[str, Any]) -> bool:
@@ -241,9 +243,9 @@ def takes_whole_nodes(options: Mapping[str, Any]) -> bool:
 
 
 def charged(options: Mapping[str, Any]) -> resources.Amounts:
-    """Returns the resources that accounting charges for a job: those requested, or those of whole nodes.
+    """Returns the resources that accounting charges for a job: the requested ones, or those of whole nodes.
 
-    A job on whole nodes gets all of their CPUs and GPUs, but only the memory that it requested (sbatch --exclusive).
+    A job on whole nodes gets all of their CPUs and GPUs, but only the requested memory (sbatch --exclusive).
     """
     amounts = resources.asked(options)
     with contextlib.suppress(SiteError):  # unknown; the request is the minimum

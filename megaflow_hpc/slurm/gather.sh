@@ -1,7 +1,7 @@
-# Runs after the pods: writes one self-contained trajectories.h5 and cancels the remaining engines. Before the walltime ends
-# it keeps what it has written, and the requeued job continues.
+# Runs after the pods: writes one self-contained trajectories.h5 and cancels the remaining engines. Before the walltime
+# ends, it keeps the rows written so far, and the requeued job continues.
 RUN=@RUN@
-role=pods # env.sh runs the setup of this section, because the job is in the partition of pods
+role=pods # env.sh runs the setup of this section, because the job runs in the pods' partition
 @OWN@
 set -u
 
@@ -17,7 +17,7 @@ gather=$!
 while :; do
     wait "$gather"
     status=$?
-    kill -0 "$gather" 2>/dev/null || break # wait also returns when a trap has run
+    kill -0 "$gather" 2>/dev/null || break # wait also returns after a trap
 done
 
 # Count consecutive starts that wrote nothing. Any progress resets the count.
@@ -26,10 +26,10 @@ if [ "$status" -eq 0 ] || [ "$(kept)" != "$before" ]; then rm -f "$count"; else 
 if [ "$status" -eq 0 ] || [ "$near" = no ]; then exit "$status"; fi
 vain=$(wc -c 2>/dev/null <"$count" || echo 0)
 if [ "$vain" -gt "$MEGAFLOW_REQUEUES" ]; then
-    echo "not requeued: $vain starts in a row wrote nothing; megaflow-hpc resume $RUN --time gather=TIME gives it longer"
+    echo "not requeued: $vain starts in a row wrote nothing; megaflow-hpc resume $RUN --time gather=TIME gives it more time"
     exit "$status"
 fi
-echo "requeueing the gather job ($vain of $MEGAFLOW_REQUEUES in a row that wrote nothing)"
+echo "requeueing the gather job ($vain of $MEGAFLOW_REQUEUES starts in a row wrote nothing)"
 for pause in 1 2 4 8 16 32; do # slurmctld may be unavailable or limit the rate of requests
     if scontrol requeue "$SLURM_JOB_ID"; then
         sleep 30 # until Slurm ends this shell

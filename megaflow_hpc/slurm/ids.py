@@ -43,7 +43,7 @@ def by_cluster(job_ids: Iterable[str]) -> dict[str, list[str]]:
 
 
 def compressed(numbers: Iterable[str]) -> list[str]:
-    """Joins elements of the same array: ``7_1 7_2 7_3 9`` → ``7_[1-3] 9``. Slurm takes each result in one request."""
+    """Joins elements of the same array: ``7_1 7_2 7_3 9`` → ``7_[1-3] 9``. Slurm handles each result in one request."""
     wanted = list(dict.fromkeys(numbers))
     elements: dict[str, set[int]] = {}
     for job_id in wanted:
@@ -66,7 +66,7 @@ def compressed(numbers: Iterable[str]) -> list[str]:
 def scancel(job_ids: Iterable[str], *options: str) -> None:
     """Cancels jobs with one ``scancel`` per cluster, which sends one request per array.
 
-    With options that filter or name a signal, scancel also fetches the whole job table.
+    Options that filter jobs or name a signal would make scancel fetch the whole job table.
 
     Raises:
         SiteError: A cluster does not respond or refuses. Earlier clusters have already been processed.

@@ -44,17 +44,20 @@ class Allowance:
 
 
 REQUESTS_OF_A_REQUEUE = 3
-"""Requests of a pod to slurmctld between two starts: the requeue, a look at its restart count, and the job step."""
+"""Requests that a pod sends to slurmctld between two starts: the requeue, a query of its restart count, and the job
+step."""
 BUCKET, REFILL_PER_S = 100.0, 20.0
-"""Requests of a user that a site answers in a burst, and per second, if it does not limit them (``rl_enable``)."""
+"""Assumed requests of a user that a site accepts in a burst, and then per second, if it sets no limit
+(``rl_enable``)."""
 LARGEST_PART = 10
-"""At most one part in this many of a walltime is given up so that pods drain one after another."""
+"""The walltime divided by this is the most that a pod gives up so that pods drain one after another."""
 
 
 def request_rate() -> tuple[float, float]:
-    """Returns how many requests this user may send in a burst, and per second.
+    """Returns how many requests this user may send in a burst, and then per second.
 
-    slurmctld has a token bucket for each user if ``SlurmctldParameters`` has ``rl_enable`` (Slurm 23.02 and later).
+    slurmctld has a token bucket for each user if ``SlurmctldParameters`` includes ``rl_enable`` (Slurm 23.02 and
+    later).
 
     Raises:
         SiteError: The controller does not respond.
@@ -72,10 +75,10 @@ def request_rate() -> tuple[float, float]:
 
 
 def requeue_window_s(pods: int, walltime_s: float | None) -> int:
-    """Returns the period in seconds within which each pod has a second of its own to drain.
+    """Returns the period, in seconds, over which pods spread their drains, each at its own second.
 
-    Pods that drain together request more than a user may: a thousand would need 25 minutes at two requests a second.
-    0 if the site can answer all of them at once, or if the walltime is unknown or unlimited.
+    Pods that drained together would exceed a user's request rate. At two requests a second, a thousand pods need 25
+    minutes. 0 if the site can handle all of them at once, or if the walltime is unknown or unlimited.
 
     Raises:
         SiteError: The controller does not respond.

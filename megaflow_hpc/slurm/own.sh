@@ -7,7 +7,7 @@ if [ -O "/dev/fd/$own" ] && [ -O "/dev/fd/$own/env.sh" ]; then . "/dev/fd/$own/e
     exit 2
 fi
 exec {own}<&-
-# Say so if the interpreter is missing on this node or is for another architecture. What follows then fails.
+# Report an interpreter that is missing on this node or built for another architecture. The commands below then fail.
 if ! said=$("$MEGAFLOW_PYTHON" -ISc '' 2>&1); then
     echo "MEGAFLOW_PYTHON=$MEGAFLOW_PYTHON cannot run on $(uname -n) ($(uname -m)): ${said##*: };" \
         "export another one in slurm.${role%%.*}.setup" >&2

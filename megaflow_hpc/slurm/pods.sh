@@ -25,8 +25,8 @@ trap 'for job in "${elastic:-}" "${timer:-}"; do [ -z "$job" ] || kill "$job" 2>
 MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(query squeue --local -h -j "$element" -o %e | head -n 1)" +%s 2>/dev/null)}"
 export MEGAFLOW_END
 
-# Pods that drain together would send more requests than some sites allow a user. So each has a second of its own within
-# every megaflow_window_s, and ends at the last one before its walltime does.
+# If all pods drained together, they would exceed the request rate that some sites allow a user. So each pod has its own
+# second within every period of megaflow_window_s, and drains at the last such second before its walltime ends.
 walltime_end=$MEGAFLOW_END
 if [ "${megaflow_window_s:-0}" -gt 0 ] && [ -n "$MEGAFLOW_END" ] && [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
     slot=$(((SLURM_ARRAY_TASK_ID - ${SLURM_ARRAY_TASK_MIN:-0}) * megaflow_window_s / ${SLURM_ARRAY_TASK_COUNT:-1}))

@@ -45,16 +45,20 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ("job.requeued.in.held.state", "it was requeued and is held", "scontrol release JOB"),
     (
         "RESV_DEL_HOLD",
-        "its reservation was deleted, and Slurm holds it",
+        "its reservation was deleted, so Slurm holds it",
         "name another reservation or none in slurm.extra, then: cancel RUN, resume RUN; or scontrol release JOB",
     ),
     (
         "SPECIAL_EXIT",
-        "the site requeued it in a special state after it ended, and holds it",
+        "the site requeued it with SPECIAL_EXIT, and holds it",
         "ask the site's administrators why; then: scontrol release JOB",
     ),
     ("REQUEUE_HOLD", "it was requeued and is held", "scontrol release JOB"),
-    ("REQUEUED|REQUEUE_FED|EXPEDITING", "it was requeued, and waits until its last start has ended everywhere", ""),
+    (
+        "REQUEUED|REQUEUE_FED|EXPEDITING",
+        "it was requeued, and waits until its previous start has ended on all nodes",
+        "",
+    ),
     ("Licenses", "it waits for licenses that other jobs use", ""),
     ("InvalidAccount|AccountNotAllowed", "its account may not run there", "correct slurm.account"),
     ("InvalidQOS|QOSNotAllowed", "its QOS may not be used there", "correct qos under slurm.extra"),

@@ -2,7 +2,7 @@
 # requeue.
 @REQUEUES@
 
-# Queries Slurm, several times while that fails.
+# Runs a query of Slurm, and retries it up to four times.
 # shellcheck disable=SC2329 # not every script needs it
 query() {
     local pause
@@ -13,17 +13,17 @@ query() {
     return 1
 }
 
-# Requeues or holds this job: again ROLE requeue|requeuehold ID [NAME]. Slurm may be away, busy or limit requests, so the
-# request is repeated until the walltime ends, and for another hour if Slurm is not there to end it. The file
-# ledger/refused/NAME has Slurm's words. It is removed once Slurm has agreed.
+# Requeues or holds this job: again ROLE requeue|requeuehold ID [NAME]. Slurm may be unavailable, busy or limit requests.
+# So the request is repeated until the walltime ends, and for another hour if Slurm does not end the job then. Meanwhile,
+# the file ledger/refused/NAME contains Slurm's message. It is removed once a request has succeeded.
 again() {
     local role=$1 verb=$2 id=$3 name=${4:-$3} pause=1 end now words where="$RUN/ledger/refused"
     now=$(date +%s)
     end=${walltime_end:-${SLURM_JOB_END_TIME:-$now}}
-    # After SIGTERM Slurm decides, unless the walltime is the reason.
+    # After SIGTERM, Slurm decides about a requeue, unless the walltime has ended.
     while [ "$requeues" = yes ] || [ "$now" -ge "$end" ]; do
         if words=$(timeout 60 scontrol "$verb" "$id" 2>&1); then words=; fi
-        # An earlier request has succeeded although it reported an error.
+        # An earlier request succeeded although it reported an error.
         case $words in '' | *"ob is pending execution"*)
             rm -f "$where/$name"
             sleep 30 # until Slurm ends this shell
@@ -36,7 +36,7 @@ again() {
             printf '%s\n' "$(date +%s) $role $(uname -n) $(readlink /proc/$$/fd/1)" "$words" >"$where/.$name" &&
                 mv "$where/.$name" "$where/$name"
         fi
-        # Slurm would answer the same to every further request.
+        # Slurm would refuse every further request for the same reason.
         case $words in *"presently disabled"* | *"nvalid job id"* | *"ccess/permission denied"*) break ;; esac
         now=$(date +%s)
         [ "$now" -lt "$((end + 3600))" ] || break

@@ -101,7 +101,8 @@ def asked(options: Mapping[str, Any]) -> Amounts:
 
 
 def gpu_requests(options: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the GPUs per node that each option of a job requests, by option. They contradict unless all are equal."""
+    """Returns option → GPUs per node that it requests. The options contradict each other unless all values are
+    equal."""
     given = {option_name(str(name)): str(value) for name, value in options.items() if value not in (None, False)}
     nodes = _number(given, "nodes", 1)
     tasks = _number(given, "ntasks-per-node", 0) or _number(given, "ntasks", nodes) / nodes

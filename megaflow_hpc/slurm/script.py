@@ -23,8 +23,9 @@ Role = Literal["pods", "servers", "trainer", "gather"]
 WARN_S = 60
 """Seconds before the end of the walltime at which an engine server receives SIGUSR2 and drains."""
 GATHER_WARN_S = 120
-"""Seconds before the end of the walltime at which the gather job receives SIGUSR2, closes its file and is requeued. At
-most a quarter of the walltime."""
+"""Seconds before the end of the walltime at which the gather job receives SIGUSR2, closes its file and is requeued.
+Limited to a quarter of the walltime.
+"""
 TRAINER_WARN_S = 300
 """Seconds before the end of the walltime at which a trainer receives SIGUSR2, finishes its step and writes a
 checkpoint. ``trainer.sh`` kills a step that is still running 30 s before the end."""
@@ -33,8 +34,10 @@ checkpoint. ``trainer.sh`` kills a step that is still running 30 s before the en
 REQUEUES_BY_HAND = """\
 case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) requeues=yes ;; *) requeues=no ;; esac
 [ "${SLURM_TASK_PID:-}" != $$ ] || requeues=yes"""
-"""Finds out whether a script of ``sbatch/`` is its job's batch script. Scripts that the package submits always are.
-They do not look, because a batch script's parent is not slurmstepd everywhere: ParaStation has psslurm instead."""
+"""Shell code by which scripts in ``sbatch/`` detect whether they run as their job's batch script. Scripts that the
+package submits need no such test: they always are. It would fail at some sites, because ParaStation has psslurm instead
+of slurmstepd.
+"""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def script(job: Job) -> str:
     body = body.replace("@CLUSTER@", cluster)
     run_argument = '${1:?the run directory that "megaflow-hpc plan" printed}'
     body = body.replace("@RUN@", shlex.quote(job.run) if job.run else run_argument)
-    pool_argument = "" if job.run else "${2:+.$2}"  # the number of a pool may follow the run directory
+    pool_argument = "" if job.run else "${2:+.$2}"  # a pool's number may follow the run directory
     body = body.replace("@POOL@", pool_argument if job.pool is None else f".{job.pool}")
     body = body.replace("@POLICY@", shlex.quote(job.policy) if job.policy else "${2:-default}")
     body = body.replace(" @INDEX@", f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "")
@@ -147,7 +150,7 @@ def _megabytes(gb: float | None) -> str | None:
 
 
 def _gpus(count: int, gpu_type: str | None) -> str | None:
-    """Returns a request for GPUs of each node in the format of ``--gres``."""
+    """Returns a request for GPUs per node in the format of ``--gres``."""
     return f"gpu:{gpu_type}:{count}" if gpu_type and count else f"gpu:{count}" if count else None
 
 
@@ -222,9 +225,9 @@ def server_job(
         gpus: GPUs per node of each server.
         first: Index of the first server.
         largest: Largest array index that the site allows. If it is exceeded, array indices start at 0, with an offset.
-        held: Submit the jobs held, until they are released (``scontrol release``).
+        held: Submit the jobs held. They start after ``scontrol release``.
         nodes: Nodes per server.
-        cpus_per_gpu: CPUs per GPU unless the campaign sets them. Default: Slurm's default.
+        cpus_per_gpu: CPUs per GPU, unless the campaign sets them. Default: Slurm's default.
         gpu_type: Slurm's name for the type of the GPUs. Default: any type.
     """
     servers = config.slurm.servers

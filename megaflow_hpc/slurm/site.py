@@ -29,9 +29,9 @@ ACCOUNTING_CACHE_S = 30.0
 class Partition:
     """A partition, as reported by sinfo.
 
-    ``cpus``, ``memory_mb`` (MiB) and ``gpus`` are the maximum over its nodes, ``least_cpus`` is the minimum. ``time``
-    is the time limit in Slurm's format. ``cpus_per_gpu`` is the minimum over nodes with GPUs, or 0 if there are none.
-    ``gpu_types`` maps the types that Slurm reports to the maximum number on a node.
+    ``cpus``, ``memory_mb`` (MiB) and ``gpus`` are maxima over its nodes, ``least_cpus`` is the minimum. ``time`` is the
+    time limit in Slurm's format. ``cpus_per_gpu`` is the minimum over nodes with GPUs, or 0 if no node has any.
+    ``gpu_types`` maps each type that Slurm reports to the maximum number on a node.
     """
 
     name: str
@@ -56,7 +56,7 @@ def ask(*command: str, epoch: bool = False) -> str:
     Raises:
         SiteError: The command is missing, fails or times out.
     """
-    # 0: print the elements of an array in full. Slurm cuts the list after 64 characters by default.
+    # 0: print all elements of an array. By default, Slurm cuts the list after 64 characters.
     environment = {**os.environ, "SLURM_BITSTR_LEN": "0"} | ({"SLURM_TIME_FORMAT": "%s"} if epoch else {})
     try:
         done = subprocess.run(
@@ -75,11 +75,11 @@ def ask(*command: str, epoch: bool = False) -> str:
 
 
 MAX_WORDS = 500
-"""Maximum length of what an error quotes of a Slurm command."""
+"""Maximum number of characters of a Slurm command's output that an error quotes."""
 
 
 def joined(lines: Iterable[str]) -> str:
-    """Joins the lines of an error message. A site's submit plugin explains itself before Slurm's last line."""
+    """Joins the lines of an error message. A site's submit plugin prints its explanation before Slurm's last line."""
     stripped = (re.sub(r"^(s[a-z]+: )?(error|fatal): ", "", line.strip()) for line in lines)
     words = "; ".join(dict.fromkeys(line for line in stripped if line))
     return words if len(words) <= MAX_WORDS else "…" + words[1 - MAX_WORDS :]
@@ -105,8 +105,9 @@ def on(cluster: str) -> tuple[str, ...]:
 
 
 def here_or_on(cluster: str) -> tuple[str, ...]:
-    """Returns the options of ``squeue`` and ``scontrol show job``: like :func:`on`, but our own cluster is not asked
-    for its federation, which saves a request."""
+    """Returns the options of ``squeue`` and ``scontrol show job``. Like :func:`on`, but does not query our own cluster
+    for its federation, which saves a request.
+    """
     return on(cluster) or ("--local",)
 
 
@@ -282,7 +283,7 @@ def one_user_nodes() -> set[str]:
 
 
 def cpu_limits() -> dict[str, int]:
-    """Returns the number of CPUs of a node that jobs of a partition may use (``MaxCPUsPerNode``), where limited."""
+    """Returns partition → number of CPUs of a node that its jobs may use (``MaxCPUsPerNode``), if limited."""
     return {name: int(most) for name, most in _each_partition("MaxCPUsPerNode") if most.isdigit()}
 
 

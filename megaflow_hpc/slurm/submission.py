@@ -104,7 +104,7 @@ def submit(run: RunDir, job: Job) -> list[ArrayJob]:
     try:
         return ScriptExecutor(run.logs, job).submit_job()
     except (FailedSubmissionError, FailedJobError, RuntimeError) as error:
-        # The site's submit plugin may explain itself in several lines, which come before Slurm's own.
+        # The site's submit plugin may print several lines of explanation, which precede Slurm's own.
         lines = [line.partition("sbatch: ")[2] for line in str(error).splitlines() if "sbatch: " in line]
         words = site.joined(lines or str(error).splitlines()[-1:])
         section = f"slurm.{job.role} of the campaign"
@@ -122,7 +122,7 @@ KEYS = (
     ("memory|--mem", "slurm.{role}.mem_gb"),
     ("licen[cs]e", "slurm.extra: {{licenses: …}}"),
 )
-"""Pattern in the words of Slurm or of the site → key of the campaign that they are probably about."""
+"""Pattern in an error message of Slurm or of the site → campaign key that the error is probably about."""
 
 
 def keys_of(role: str, words: str) -> list[str]:

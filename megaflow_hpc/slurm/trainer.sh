@@ -33,8 +33,8 @@ near=no step='' serving=''
 trap 'near=yes; kill -USR1 "$step" 2>/dev/null; (sleep 270; kill -KILL "$step" 2>/dev/null) &' USR2
 trap 'requeues=no; kill -USR1 "$step" 2>/dev/null' TERM
 
-# Applies a command to the pods that are held because they were idle while the trainer was queued. It is repeated for pods
-# that were just draining, and because Slurm may be away.
+# Applies a command to the pods that are held because they were idle while the trainer was queued. It is repeated because
+# some pods may still be draining, and because Slurm may be unavailable.
 held_pods() {
     for held in "$RUN"/logs/pod-*.held; do
         [ -e "$held" ] || continue

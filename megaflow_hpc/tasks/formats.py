@@ -70,8 +70,8 @@ class TaskFormat(Protocol):
         """Reads the tasks of a source; relative paths are relative to ``base``.
 
         Args:
-            wanted: Returns whether the campaign uses the task of this id. Invalid tasks that are not wanted are
-                omitted.
+            wanted: Returns whether the campaign uses the task with this id. Invalid tasks that are not wanted are
+                skipped.
 
         Raises:
             ConfigError: the source is invalid; names file, line, value and remedy.

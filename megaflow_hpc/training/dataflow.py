@@ -131,8 +131,8 @@ class Dataflow:
     # --- start and end ---
 
     def restore(self) -> Commit | None:
-        """Returns the last commit whose checkpoint exists, from which the trainer continues; ``None`` without one. Its
-        ``checkpoint`` is an absolute path.
+        """Returns the last commit whose checkpoint exists, from which the trainer continues; ``None`` if there is none.
+        Its ``checkpoint`` is an absolute path.
 
         Raises:
             ConfigError: the files of an earlier start are damaged.

@@ -195,7 +195,7 @@ def test_without_a_named_partition_the_default_one_refuses_nothing(
         "5: slurm.pods.mem_gb: 400 GB on each node, and a node of partition cpu has 257; ask for less",
         "5: slurm.pods.nodes: 9 nodes, and partition cpu has 4; ask for fewer",
     ):
-        unnamed = "no partition is named, and the site may choose another than its default one"
+        unnamed = "no partition is named, and the site may choose one other than its default"
         assert f"warning: {campaign}:{line} ({unnamed})\n" in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 3
 
@@ -252,7 +252,7 @@ def test_ranks_fill_a_node_and_whole_nodes_are_counted(campaign: Path, slurm: Pa
     assert {(job["role"], job["cores"]) for job in found["jobs"]} == {("pods", 64), ("gather", 64)}
     assert found["core_hours"]["by_walltime"] == 2 * 64 + 64
     assert (
-        f"warning: {campaign}:5: slurm.pods: a pod uses 4 of the 64 CPUs that it is charged for, because cpu "
+        f"warning: {campaign}:5: slurm.pods: a pod uses 4 of the 64 CPUs charged for it, because cpu "
         "allocates whole nodes; write slurm.pods.ranks_per_node: fill\n"
     ) in megaflow("check", campaign).stderr
     assert (
@@ -289,8 +289,8 @@ def test_gpus_that_a_server_leaves_idle_are_warned_of(campaign: Path, slurm: Pat
     done = megaflow("check", campaign)
     assert (done.returncode, done.stderr) == (
         0,
-        f"warning: {campaign}:6: slurm.servers: a server uses 2 of the 4 GPUs that it is charged for, because gpu "
-        "allocates whole nodes; raise gpus of the model\n",
+        f"warning: {campaign}:6: slurm.servers: a server uses 2 of the 4 GPUs charged for it, because gpu "
+        "allocates whole nodes; raise the model's gpus\n",
     )
 
 
@@ -309,11 +309,13 @@ def test_gpus_of_a_type_are_refused_where_there_are_none(campaign: Path, slurm: 
     assert said("gpus: 8, gpu_type: 3090") == ""
     assert said("gpus: 7, gpu_type: h100_1g.10gb") == ""
     place = f"{campaign}:6: slurm.servers.partition"
-    assert said("gpus: 16").startswith(f"{place}: 16 GPUs on each node, and one of partition gpu has 15; ask for fewer")
+    assert said("gpus: 16").startswith(f"{place}: 16 GPUs per node, but a node of partition gpu has 15; request fewer")
     assert said("gpu_type: a100").startswith(
-        f"{place}: GPUs of type 'a100', and partition gpu has types 3090, h100_1g.10gb; change gpu_type"
+        f"{place}: requests GPUs of type 'a100', but partition gpu has types 3090, h100_1g.10gb; change gpu_type"
     )
-    assert said("gpus: 9, gpu_type: 3090").startswith(f"{place}: 9 GPUs 3090 on each node, and partition gpu has 8")
+    assert said("gpus: 9, gpu_type: 3090").startswith(
+        f"{place}: 9 3090 GPUs per node, but a node of partition gpu has 8"
+    )
     assert said("gpu_type: 3090", ", extra: {gres: 'gpu:h100:1'}").startswith(
         f"{campaign}:6: slurm.servers.extra: gres: gpu:h100:1: replaces model.gpu_type: 3090; write gpus and gpu_type"
     )
@@ -465,8 +467,8 @@ def test_a_group_shares_a_site_profile(
             f"{profile}:3: unknown key 'slurm.pods.partion'; did you mean 'partition'?",
         ),
         ("model:\n  pyton: x\n", f"{profile}:2: unknown key 'model.pyton'; did you mean 'python'?"),
-        ("tasks: [a]\n", f"{profile}:1: 'tasks' is no part of a site profile; it may have run_dir, "),
-        ("samples: x", f"{profile}:1: 'samples' is no part of a site profile"),
+        ("tasks: [a]\n", f"{profile}:1: 'tasks' is not allowed in a site profile; allowed: run_dir, "),
+        ("samples: x", f"{profile}:1: 'samples' is not allowed in a site profile"),
     ):
         profile.write_text(text)
         assert megaflow("check", campaign).stderr.startswith(said)

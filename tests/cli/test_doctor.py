@@ -71,12 +71,12 @@ def test_the_file_system_of_runs_is_tried(
     monkeypatch.setattr(mounts, "mount_of", lambda path: mounts.MountInfo("/home", "nfs4", options))
     _, nocto, cached = findings("run directory", capsys)
     assert nocto[:2] == ("warn", "/home is mounted with nocto")
-    assert cached[:2] == ("warn", "/home caches attributes for up to 600 s, so pods see one another's files late")
+    assert cached[:2] == ("warn", "/home caches attributes for up to 600 s, so changes are seen late")
     monkeypatch.setattr(mounts, "why_no_links", lambda path: "Operation not supported")
     level, found, remedy = findings("run directory", capsys)[0]
     assert (level, found) == (
         "FAIL",
-        f"{tmp_path} on nfs4: no hard links, by which pods claim (Operation not supported)",
+        f"{tmp_path} on nfs4: no hard links, which pods need to claim work (Operation not supported)",
     )
     assert remedy.startswith("set run_dir to a directory on Lustre")
     assert list(tmp_path.glob(".link*")) == []

@@ -71,7 +71,7 @@ def test_there_is_a_profile_and_a_page_for_each_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for name in SHIPPED:
         head = (site_profile.SHIPPED / f"{name}.yaml").read_text().split("recognise:")[0]
-        assert "obody has tried" in head, "a profile says first that it was never tried"
+        assert "not been tested" in head, "a profile says first that it was never tested"
         assert f"docs/sites/{name}.md" in head
         page = (ROOT / "docs" / "sites" / f"{name}.md").read_text()
         assert f"site: {name}" in page
@@ -147,7 +147,7 @@ def test_what_no_profile_knows_is_refused_with_what_there_is(campaign: Path, meg
     for text, expected in (
         ("recognise:\n  clustr: [a]\nslurm: {}\n", f"{profile}:2: unknown key 'clustr'; did you mean 'cluster'?"),
         ("recognise:\n  environment: NERSC_HOST\n", f"{profile}:2: environment 'NERSC_HOST': expected names with"),
-        ("recognize: {}\n", f"{profile}:1: 'recognize' is no part of a site profile; it may have run_dir, "),
+        ("recognize: {}\n", f"{profile}:1: 'recognize' is not allowed in a site profile; allowed: run_dir, "),
         ("slurm:\n  pods:\n    partion: x\n", f"{profile}:3: unknown key 'slurm.pods.partion'; did you mean"),
     ):
         profile.write_text(text)

@@ -19,20 +19,20 @@ APPTAINER = "INFO:    x\nERROR  : Could not write info to setgroups: Permission 
             "",
             "",
             UNSHARE,
-            f"{UNSHARE}; AppArmor restricts user namespaces of users; ask the site for Apptainer's AppArmor",
+            f"{UNSHARE}; AppArmor restricts unprivileged user namespaces; ask the site for Apptainer's AppArmor",
         ),
         (
             "kernel/apparmor_restrict_unprivileged_userns",
             "1",
             APPTAINER,
-            "Error while waiting; AppArmor restricts user namespaces of users "
+            "Error while waiting; AppArmor restricts unprivileged user namespaces "
             "(kernel.apparmor_restrict_unprivileged_userns=1); ask the site for Apptainer's AppArmor profile, or for a",
         ),
         (
             "user/max_user_namespaces",
             "0",
             "unshare: unshare failed: No space left on device",
-            "unshare: unshare failed: No space left on device; the kernel forbids user namespaces of users "
+            "unshare: unshare failed: No space left on device; the kernel forbids unprivileged user namespaces "
             "(user.max_user_namespaces=0); ask the site for user namespaces, or for a setuid Apptainer",
         ),
         ("kernel/apparmor_restrict_unprivileged_userns", "0", APPTAINER, "Error while waiting"),
@@ -54,4 +54,4 @@ def test_a_failure_has_its_known_cause_and_remedy(
     found = explained(output, str(tmp_path))
     assert found.startswith(expected)
     if not found.endswith(expected[-10:]):
-        assert found.endswith(("profile, or for a setuid Apptainer", "on such a node, with an image store of its own"))
+        assert found.endswith(("profile, or for a setuid Apptainer", "with a separate image store"))

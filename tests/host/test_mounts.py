@@ -44,7 +44,7 @@ def test_a_run_directory_without_hard_links_is_refused_by_name(tmp_path: Path, m
     assert str(refused.value).startswith(
         f"run directory {tmp_path}/run: its file system ({mount_of(tmp_path).type} at "
     )
-    assert "makes no hard links (Operation not supported), by which pods claim work; DAOS, SMB and sshfs" in str(
+    assert "has no hard links (Operation not supported), which pods need to claim work; DAOS, SMB and sshfs" in str(
         refused.value
     )
     assert list((tmp_path / "run").iterdir()) == []

@@ -90,8 +90,8 @@ def _cut_off(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]
         lines.append(
             f"{where(f'{key}.time')}: rollouts of {len(long)} of {len(_own(draft))} tasks may take up to "
             f"{worst:.0f} s (time-outs of agent and tests), and a pod runs them for {max(0, left_s):.0f} s, its "
-            f"walltime less {lead} s: one that is cut off begins again, and fails after two; raise {key}.time, or "
-            "lower agent.timeout_s"
+            f"walltime less {lead} s: a rollout that is cut off twice fails; raise {key}.time, or lower "
+            "agent.timeout_s"
         )
     return lines
 

@@ -104,9 +104,11 @@ class Starter:
             names = [profile.name for profile in self.profiles]
             if self.recognised:
                 match = re.sub(r"[^\x20-\x7e]", "?", self.recognised)[:60]
-                profile.append(f"# {match}: this site has a profile, whose values the keys of this file override.")
+                profile.append(
+                    f"# {match}: this site has a profile, whose values are overridden by the keys of this file."
+                )
             if self.profiles[0].shipped:
-                profile.append(f"# Nobody has tried it there: {docs(f'sites/{names[0]}.md')}")
+                profile.append(f"# It has not been tested there: {docs(f'sites/{names[0]}.md')}")
             profile.append(f"site: {_quoted(names[0])}{_others(names)}")
         tasks = f"tasks: {_quoted(self.tasks or 'tasks/*')}"
         hint = "directories of Harbor tasks, or a *.jsonl file"

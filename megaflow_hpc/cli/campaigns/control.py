@@ -217,7 +217,7 @@ def _gather(arguments: argparse.Namespace) -> int:
             note(f"waiting for the pods of {run.path}")
             run.slurm_jobs.until_pods_left()
         if run.slurm_jobs.gather_later(arguments.end_servers):
-            note("pods will come back: another gather job waits for them")
+            note("pods will start again, so another gather job was queued to wait for them")
             return 0
         say_notices(run.slurm_jobs)
         with under_way(f"gathering {run.path}"):

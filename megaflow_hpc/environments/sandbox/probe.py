@@ -165,7 +165,7 @@ def require(networks: Iterable[str], scratch: str | os.PathLike[str], provided: 
             others = [name for name in ("gateway", "none", "host") if not site.refuses(name)]
             remedy = f"use environment.network {' or '.join(others)}" if others else "ask the site"
             raise SiteError(
-                f"network {network!r} of a sandbox cannot be had on {node_name()}: {reason}; {remedy}, or write "
+                f"network {network!r} of a sandbox is unavailable on {node_name()}: {reason}; {remedy}, or write "
                 "slurm.check: false if the nodes of the jobs can do more than this one (megaflow-hpc doctor)"
             )
 

@@ -42,8 +42,8 @@ class ApptainerProvider:
     Args:
         scratch: Local directory for writable layers. Default: :func:`default_scratch`.
         cache: Directory of unpacked images, shared by all processes of the node. Default: ``SCRATCH/cache``.
-        max_sandboxes: Maximum number of live sandboxes. :meth:`start` waits while it is reached, so a caller that holds a
-            sandbox while it starts another can deadlock. Default: no limit.
+        max_sandboxes: Maximum number of live sandboxes. :meth:`start` waits while it is reached, so a caller that holds
+            a sandbox while it starts another can deadlock. Default: no limit.
         start_timeout_s: Seconds within which a container must be ready, excluding the time to unpack its image.
     """
 

@@ -39,7 +39,7 @@ async def until_answering(launch: Launch, ask: Ask, report: Callable[[str], None
     """Waits until the endpoint lists the model or returns a completion.
 
     Args:
-        report: Called with the reason whenever the endpoint is unavailable for another reason than before.
+        report: Called with the reason when the endpoint is unavailable, and again whenever the reason changes.
 
     Raises:
         ModelServiceError: The endpoint rejects the key or the request, or is not ready within ``start_timeout_s``.

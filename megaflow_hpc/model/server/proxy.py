@@ -88,7 +88,7 @@ class Proxy:
         self.last_request = time.monotonic()
         self.draining = False
         self.down = ""
-        """Why the engine did not answer the latest request. Empty if it did."""
+        """Why the engine did not answer the latest request. Empty if it did answer."""
         self.serving = Serving(Version())
         self.opened = True
         """False until the version of the attached engine's weights is known."""

@@ -79,7 +79,7 @@ class Registration:
         if os.environ.get("SLURM_JOB_ID") and address() == LOOPBACK:
             raise ConfigError(
                 f"pods cannot reach this server: host name {socket.gethostname()!r} does not resolve, and the node has "
-                "no route to others; export MEGAFLOW_ADDRESS=… in slurm.servers.setup, with the node's name or address"
+                "no route to other nodes; export MEGAFLOW_ADDRESS=… in slurm.servers.setup, with its name or address"
             )
 
     async def register(self, launch: Launch, proxy: Proxy, fingerprint: str) -> str:
@@ -111,7 +111,7 @@ class Registration:
             weight_version: Version of the weights being served.
             refused: Latest version that this server failed to load.
             load: Load since the previous heartbeat.
-            down: Why the engine did not answer the latest request. Empty if it did.
+            down: Why the engine did not answer the latest request. Empty if it did answer.
         """
         self.beats += 1
         endpoint = self._endpoint
@@ -157,9 +157,9 @@ class Registration:
         self._files.publish_starting(failure)
 
     def is_down(self, cause: str) -> None:
-        """Publishes why the external endpoint is unavailable. The server keeps asking it."""
+        """Publishes the reason why the external endpoint is unavailable. The server keeps polling it."""
         self._down = True
-        with contextlib.suppress(OSError):  # it will be published with the next reason
+        with contextlib.suppress(OSError):  # published with the next reason
             self.starts_again(cause)
 
     def _failure(self, cause: str, lasting: bool) -> FailedServer:

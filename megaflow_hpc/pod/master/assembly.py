@@ -41,8 +41,9 @@ from megaflow_hpc.trajectories.journal.writer import JournalWriter
 SWITCH_S = 5e-4
 """Thread switch interval of rank 0's loop and its I/O thread, in seconds."""
 PACK_AFTER_S, PACK_SPREAD_S = 180, 600
-"""Seconds after the start at which earlier starts' journals are packed, and a span over which pods spread that. Cached
-listings are at most a minute old, so all readers have seen what earlier starts packed."""
+"""Seconds after which a start packs the journals of earlier starts, plus a span over which the pods are spread. Cached
+listings are at most a minute old, so by then all readers have seen the packs of earlier starts.
+"""
 GC_THRESHOLD = 50_000
 """Allocations before Python's garbage collector runs. Rank 0 creates no reference cycles, and each collection costs
 a pause."""
@@ -108,13 +109,13 @@ def lead(run: RunDir, comm: Comm) -> str:
 
 
 def _note_signal(pod: Pod) -> None:
-    """Records when Slurm signals the step. The signal alone never ends rank 0 (:meth:`Drain.obey`)."""
+    """Records when Slurm signals the step. The signal alone never ends rank 0; see :meth:`Drain.obey`."""
 
     def note(*_: object) -> None:
         pod.signalled_at = min(pod.signalled_at, time.monotonic())
 
     signal.signal(signal.SIGTERM, note)
-    signal.siginterrupt(signal.SIGTERM, False)  # so that the system calls of MPI are restarted
+    signal.siginterrupt(signal.SIGTERM, False)  # so that MPI's system calls are restarted
 
 
 def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal: JournalWriter) -> Pod:

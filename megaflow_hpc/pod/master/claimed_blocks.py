@@ -91,7 +91,7 @@ class ClaimedBlocks:
 
     @property
     def block_of(self) -> dict[str, int]:
-        """Rollout → its block, for the rollouts that are claimed and not durable."""
+        """Rollout → its block, for rollouts that are claimed but not durable yet."""
         return {rollout: block for block, held in self._held.items() for rollout in held.missing}
 
     def claim(self) -> ClaimedBlock | None:
@@ -109,7 +109,7 @@ class ClaimedBlocks:
         held = [StoredBlock(*each) for each in self._ledger.earlier(claim)] if unknown else []
         size, todo = self._to_run(claim, held)
         tasks = planned(self._tasks, todo)
-        if claim.epoch:  # rollouts that were handed off have no history
+        if claim.epoch:  # handed-off rollouts have no history
             self._histories.look(owner for _, owner, _ in self._ledger.earlier(claim))
             self._histories.look_at_events({each.owner for each in held})
         self._unread = None

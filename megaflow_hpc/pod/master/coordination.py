@@ -76,7 +76,7 @@ class Coordination:
         self._survey: Operation[Surveyed] | None = None
         """The survey in progress, if any."""
         self._pruning: Operation[None] | None = None
-        """The removal of files that is in progress, if any. Surveys interrupt it."""
+        """The pruning operation in progress, if any. Surveys interrupt it."""
         self._looked_at = self._renewed_at = self._pruned_at = -math.inf
         self._listed = ""
         """Generation of the engine listing that this pod last published or adopted."""
@@ -102,7 +102,7 @@ class Coordination:
                 self._continue_survey(self._survey)
             elif self.role is Role.LEADER:
                 self._prune(now)
-        except OSError:  # an operation that failed cannot be continued
+        except OSError:  # a failed operation cannot be continued
             self._survey = self._pruning = None
             raise
 

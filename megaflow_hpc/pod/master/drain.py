@@ -14,11 +14,11 @@ from megaflow_hpc.rundir.events import PodEvent
 from megaflow_hpc.rundir.marks import PREEMPTED, WHY_DRAIN
 
 STOP_S = 35.0
-"""Time that stopping the workers takes after a drain. The rest of the warning time is for running rollouts."""
+"""Seconds needed to stop the workers after a drain. Running rollouts get the rest of the lead time."""
 DRAIN_NOW_S = 4.0
-"""Time that running rollouts get when Slurm is about to kill the step (preempted or cancelled)."""
+"""Seconds that running rollouts get if Slurm is about to kill the step (preempted or cancelled)."""
 SIGNAL_S = 1.0
-"""Seconds that the supervisor may need to write the reason for a signal, if the step received the signal first."""
+"""Seconds that the supervisor may need to write its reason after a signal that reached the step first."""
 PATIENCE_S = 12.0
 """Time that agents may wait for a pending model response before they are suspended."""
 HURRIED = ("now", "cancelled")
@@ -94,10 +94,10 @@ class Drain:
         return word
 
     def obey(self) -> None:
-        """Begins to drain if the supervisor has requested it, or if Slurm has signalled the step alone.
+        """Starts draining if the supervisor has requested it, or if Slurm has signalled only the step.
 
-        At the start of a preemption's GraceTime, Slurm signals the tasks of a step and not the batch shell. At any
-        other end it signals both.
+        At the start of a preemption's GraceTime, Slurm signals the tasks of a step but not the batch shell. In all
+        other cases, it signals both.
         """
         word = self.read_word()
         if word is None and time.monotonic() - self._pod.signalled_at >= SIGNAL_S:
@@ -105,7 +105,7 @@ class Drain:
         if word is not None:
             hurried = DrainPhase.HURRYING if word in HURRIED else DrainPhase.DRAINING
             phase = DrainPhase.PREEMPTED if word == PREEMPTED else hurried
-            self.begin(WHY_DRAIN.get(word, "asked to by the batch script"), phase)
+            self.begin(WHY_DRAIN.get(word, "requested by the batch script"), phase)
 
     def pause(self, why: str) -> None:
         """Begins to drain for a reason that a restart would not resolve. Does nothing if ``why`` is empty."""

@@ -63,7 +63,7 @@ class History:
 class _HistoryFile(msgspec.Struct):
     rollouts: dict[str, History]
     blocks: list[int] = []
-    """Blocks of these rollouts. Empty if one of them is unknown, because the rollout was handed to another pod."""
+    """Blocks of these rollouts. Empty if any block is unknown, because the rollout was handed to another pod."""
 
 
 class Histories:
@@ -79,13 +79,13 @@ class Histories:
         """Rollout → attempt number → cause and attempt, for failures in pods that were killed."""
 
     def look(self, pods: Iterable[str]) -> None:
-        """Reads what these ``<pod>.<start>`` wrote. Each file is read once. A pod that was killed wrote none."""
+        """Reads the histories written by these ``<pod>.<start>``. Each file is read once. A killed pod wrote none."""
         for pod in sorted(set(pods) - self._seen):
             path = self._run.partial / f"{pod}.json"
             try:
                 content = json.loads(read_regular(path))  # error texts may contain lone surrogates
                 histories = msgspec.convert(content, _HistoryFile).rollouts
-            except FileNotFoundError:  # it was killed, or its blocks are done by now
+            except FileNotFoundError:  # the pod was killed, or its blocks are done by now
                 histories = {}
             except (OSError, ValueError) as error:
                 print(f"pod: {path}: {error!r}; its rollouts start anew", file=sys.stderr)
@@ -98,7 +98,8 @@ class Histories:
         """Reads failed attempts from the events of these killed pod starts."""
         for _, events in self._failures.read(pods):
             for event in events:
-                # Summaries, also of condensed starts, hold the failed attempts of rollouts that were not stored.
+                # Summaries, including those of condensed starts, contain the failed attempts of rollouts that were not
+                # stored.
                 for each in event.events if isinstance(event, Summary) else (event,):
                     if isinstance(each, AttemptEvent) and each.kind in RULES:
                         self._add_failure(each)
@@ -141,7 +142,8 @@ def write(run: RunDir, pod: str, histories: Mapping[str, History], blocks: Mappi
 def remove_done(run: RunDir, pod: str, start: str, done: Callable[[], Collection[int]]) -> None:
     """Removes the histories that earlier starts of a pod wrote, once the blocks of their rollouts are done.
 
-    A rollout that was later handed to another pod may still need its history. Without it, the rollout starts anew.
+    A rollout that was later handed to another pod may still need its history. Without it, the rollout restarts from the
+    beginning.
 
     Args:
         done: Returns the blocks that are done. Called only if there are such histories.

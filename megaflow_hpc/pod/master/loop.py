@@ -95,7 +95,7 @@ class Master:
         self._reported_slow = False
         """True if the latest report said that the run directory does not respond."""
         self._last_loss = ""
-        """Why the latest lost rank was lost."""
+        """Why the most recently lost rank was lost."""
         self._reported_progress = False
         """True once the supervisor knows that this start has made progress."""
 
@@ -207,7 +207,7 @@ class Master:
         self._results.ended(rank, Outcome.from_message(message))
 
     def _lose(self, rank: int, why: str) -> None:
-        if rank not in self._ranks.everyone:  # it had said why before its runner ended
+        if rank not in self._ranks.everyone:  # the rank reported the reason before its runner ended
             return
         self._last_loss = why
         self._ranks.leave(rank)

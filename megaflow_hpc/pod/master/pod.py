@@ -41,7 +41,7 @@ class Walltime:
         """Reads ``MEGAFLOW_END``, which ``pods.sh`` sets (Unix seconds; no limit if missing or empty).
 
         Args:
-            lead_s: Seconds before the end at which the batch script is signalled, and the pod drains.
+            lead_s: Seconds before the end at which Slurm signals the batch script, and the pod drains.
         """
         try:
             left_s = float(os.environ.get("MEGAFLOW_END", "")) - time.time() - lead_s

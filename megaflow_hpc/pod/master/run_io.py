@@ -270,7 +270,7 @@ class RunIoThread(threading.Thread):
             self.reports.put(Stopped(error))
 
     def _condense_earlier_starts(self) -> None:
-        """Condenses what the pod's earlier starts left, so that its files do not grow with the number of starts."""
+        """Condenses the events of the pod's earlier starts, so that its files do not grow with the number of starts."""
         pod, _, start = self._name.rpartition(".")
         try:
             condense(self._run.events, pod, start)

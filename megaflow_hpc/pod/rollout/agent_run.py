@@ -27,7 +27,7 @@ from megaflow_hpc.types import Agent, AgentResult, CallBudget, ModelEndpoint, Re
 
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 NO_PROGRAM = (126, 127)
-"""A shell's exit codes for a program that cannot be executed, or does not exist."""
+"""A shell's exit codes for a program that cannot be executed or does not exist."""
 SETTLE_S = 1.0
 """Pause after an agent was killed, in seconds. If Slurm is ending the job, its signal also reaches this process
 within the pause, so the preempted rollout is not verified."""

@@ -75,7 +75,7 @@ class Runner:
         code_places = (message["code"], message["beside"])
         try:
             services = await Services.open(config, policies, Path(message["partial"]), code_places)
-        except MegaflowError as error:  # this node lacks something; rank 0 must learn what
+        except MegaflowError as error:  # this node lacks something, and rank 0 must learn what
             print(printable(f"runner: {error}"), file=sys.stderr)
             await self._send({"op": "left", "why": f"{node_name()}: {error}"})
             raise SystemExit(error.exit_status) from None

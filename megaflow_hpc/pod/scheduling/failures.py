@@ -67,7 +67,7 @@ NEARLY_ALL = 0.9
 SYSTEMATIC_LAST = 32
 """Number of latest results that a pod checks for systematic failures."""
 FIRST_WITHOUT_PROGRAM = 8
-"""Number of a pod's first results that stop it if the agent's program could not be started in any of them."""
+"""Number of a pod's first results after which it stops, if the agent's program could not be started in any of them."""
 BAD_STARTS = 4
 """Number of consecutive failed sandbox starts after which a rank gets no more work, if other ranks succeed."""
 
@@ -90,7 +90,8 @@ class Pattern:
         self._last: deque[str] = deque(maxlen=last)
         self._enough = last
         self._without_program: int | None = 0
-        """Number of results so far, all without the agent's program. ``None`` once another result was added."""
+        """Number of results so far in which the agent's program could not be started. ``None`` after any other
+        result."""
 
     def add(self, cause: str) -> None:
         """Adds a final result. ``cause`` is empty if the rollout did not fail."""

@@ -1,4 +1,4 @@
-"""Aggregate the events of one pod: into the summary of an event file while it grows, or over several starts."""
+"""Aggregates the events of one pod: into a summary of an event file that still grows, or over several starts."""
 
 from __future__ import annotations
 
@@ -48,21 +48,22 @@ MAX_LINE_BYTES = 2 << 20
 LAST_PIECES = 16
 """Maximum number of chunks read when the pod ends, since other processes wait for it."""
 MAX_UNFINISHED = 1000
-"""Number of unfinished rollouts whose failed attempts are kept when their start has ended. A rollout without them gets
-its retries again."""
+"""Number of unfinished rollouts whose failed attempts are kept after their start has ended. Other unfinished rollouts
+get all their retries again.
+"""
 MAX_PERIODS = 64
-"""Maximum number of periods for which the slots of ended starts are kept. Older periods are merged."""
+"""Maximum number of periods for which the slots of ended starts are kept. If there are more, neighbours are merged."""
 PAUSE_FACTOR = 50
 """After each chunk, pause for this many times the chunk's duration, so that the pod's other work has priority."""
 
 
 class EventAggregator:
-    """Aggregates all events of one pod, in order: of one start, or of successive ones.
+    """Aggregates all events of one pod, in order. They may come from one start or from successive ones.
 
     Memory grows with the number of running and unsuccessful rollouts, plus 8 bytes for each successful rollout.
 
     Args:
-        pod: Name of the pod. Only needed for several starts.
+        pod: Name of the pod. Required only for several starts.
     """
 
     def __init__(self, pod: str = "") -> None:
@@ -98,7 +99,8 @@ class EventAggregator:
             sizes={},
             slots=[],
         )
-        """Facts about the starts that have ended. Its other fields are unused."""
+        """Facts about the starts that have ended: their number, sizes, slots and stored rollouts. Other fields are
+        unused."""
 
     def apply(self, event: AnyEvent) -> None:
         """Adds one event."""
@@ -143,11 +145,11 @@ class EventAggregator:
         self._stored += summary.stored
 
     def begin_start(self, start: str) -> None:
-        """Announces that the following events are those of the pod's next start."""
+        """Marks the following events as those of the pod's next start."""
         self._start = start
 
     def end_start(self, size: int) -> None:
-        """Announces the end of a start, of whose event file ``size`` bytes were added."""
+        """Ends the current start. ``size`` is the number of bytes of its event file."""
         earlier = self._earlier
         earlier.starts += 1
         earlier.sizes[self._start] = size
@@ -168,7 +170,7 @@ class EventAggregator:
         self._open, self._workers, self._pod, self._stored = {}, [], None, 0
 
     def _period(self) -> tuple[float, float, float] | None:
-        """Return begin, end and mean slots of the start that ends."""
+        """Returns the begin, the end and the mean number of slots of the current start."""
         if not self._workers:
             return None
         began = min(event.t for _, event in self._workers)
@@ -189,7 +191,7 @@ class EventAggregator:
         self._open = {}
 
     def condensed(self) -> Condensed:
-        """Returns all starts that have ended, condensed."""
+        """Returns the aggregate of all starts that have ended."""
         earlier = self._earlier
         facts = {name: getattr(earlier, name) for name in ("starts", "after", "sizes", "slots", "stored")}
         return Condensed(**{**msgspec.structs.asdict(self.summary(0)), **facts})
@@ -258,7 +260,7 @@ class EventAggregator:
 
 
 def _joined(*periods: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Return one period with the same slot-seconds."""
+    """Merges neighbouring periods into one with the same slot-seconds."""
     begin, end = periods[0][0], max(period[1] for period in periods)
     return begin, end, sum((until - since) * slots for since, until, slots in periods) / (end - begin)
 
@@ -273,7 +275,7 @@ class EventFileScan:
     """Adds the events of one file to an aggregate, chunk by chunk.
 
     Args:
-        covered: Number of bytes that were added already.
+        covered: Number of bytes of the file that the aggregate already includes.
     """
 
     def __init__(self, path: Path, aggregator: EventAggregator, covered: int = 0) -> None:

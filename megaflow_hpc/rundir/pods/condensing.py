@@ -1,14 +1,14 @@
-"""Condense the events of a pod's earlier starts into one file, so that a pod has few files however often it started.
+"""Condenses the events of a pod's earlier starts into one file, so that a pod has few files however often it started.
 
-Each start of a pod condenses what earlier starts left, except for the latest of them: readers that follow the run need
-some time to read its last events, and its single rollouts can still be listed. Three steps make this safe:
+Each start condenses the events of all earlier starts except the latest one: readers that follow the run need some time
+to read its last events, and its individual rollouts can still be listed. Three steps make this safe:
 
-1. The new file is published by an atomic rename. Its name states the last start that it covers. From then on, readers
-   ignore the event files of these starts and earlier condensed files.
-2. The ignored files are removed. Whatever a kill leaves is removed by the pod's next start.
-3. A pod that Slurm took for lost and that still appends writes to files that nobody reads any more.
+1. The new file is published by an atomic rename. Its name contains the last start that it covers. From then on,
+   readers ignore the event files of the covered starts and earlier condensed files.
+2. The ignored files are removed. If the pod is killed before that, its next start removes them.
+3. An earlier start that Slurm wrongly considered lost may still append events. It writes to files that nobody reads.
 
-If a file vanishes while it is read, a later start has condensed it already, and nothing is published.
+If a file vanishes while it is read, a later start has already condensed it, and nothing is published.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megaflow_hpc.rundir.summaries import CONDENSED, EVENTS, SUFFIX, Condensed, 
 def condense(folder: Path, pod: str, start: str) -> None:
     """Condenses the events of the starts before ``start``, except for the latest of them.
 
-    Costs one directory listing, and a read of each file that is condensed.
+    Costs one directory listing, plus reading each file that is condensed.
 
     Args:
         folder: ``RUN/events``.
@@ -41,7 +41,7 @@ def condense(folder: Path, pod: str, start: str) -> None:
     covered, earlier = -1, None
     for number in files.condensed:
         earlier = summaries.read_condensed(folder / f"{pod}.{number}{CONDENSED}")
-        if earlier is not None:  # otherwise the disk has damaged it
+        if earlier is not None:  # a partial file is possible only if the disk has damaged it
             covered = number
             break
     numbered = {start_number(other): name for other, name in files.starts.items()}
@@ -73,7 +73,7 @@ def _publish(folder: Path, pod: str, covered: int, earlier: Condensed | None, fi
 
 
 def _remove(folder: Path, pod: str, covered: int) -> None:
-    """Remove the files that a pod's condensed file replaces, and what killed writers left of them."""
+    """Removes the files that a pod's condensed file replaces, and temporary files of killed writers."""
     kinds = "|".join(map(re.escape, (EVENTS, SUFFIX, CONDENSED)))
     own = re.compile(rf"(\.?){re.escape(pod)}\.([0-9]+)({kinds})(\..*)?")
     for name in os.listdir(folder):

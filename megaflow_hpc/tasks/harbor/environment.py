@@ -19,7 +19,7 @@ from megaflow_hpc.tasks.harbor.task_toml import TomlTable
 from megaflow_hpc.types import Limits, Network, Task
 
 COMPOSE = "docker-compose.yaml"
-"""The only name of a Compose definition in Harbor. Files of similar names are data of the task."""
+"""The only file name that Harbor reads as a Compose definition. Files with similar names are data of the task."""
 
 
 def read_environment(

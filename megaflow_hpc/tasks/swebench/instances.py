@@ -122,7 +122,7 @@ def read_instances(
 
 
 def _id_of(line: Line) -> str:
-    """Returns the id of an invalid line, or an empty string."""
+    """Returns the id from an invalid line, or an empty string."""
     try:
         raw = parse_json(line.data)
     except ValueError:
@@ -214,8 +214,9 @@ def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
 
 
 def _unseparated(text: str) -> bool:
-    """Returns whether two quoted names follow each other without a comma, as numpy prints lists. Python would join
-    them to one name."""
+    """Returns whether two quoted names follow each other without a comma, as in numpy's output. Python would
+    concatenate them.
+    """
     try:
         parse_json(text)
         return False

@@ -103,6 +103,6 @@ def read_tasks(path: str | os.PathLike[str], wanted: Callable[[str], bool] = lam
     """Creates a task for every line of a file. ``plan.settle`` makes the selected ones ready to run.
 
     Args:
-        wanted: Returns whether the task of this id is used. Invalid lines of others are omitted.
+        wanted: Returns whether the task with this id is used. Invalid lines of other tasks are skipped.
     """
     return [to_task(line, instance) for line, instance in read_instances(path, wanted)]

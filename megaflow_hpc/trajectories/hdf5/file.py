@@ -271,7 +271,7 @@ def new_file(
 
 
 def continued_file(path: Path) -> AbstractContextManager[tuple[h5py.File, BackingFile]]:
-    """Opens a file of :func:`new_file` to append to it, and closes it on exit. Raises like :func:`new_file`."""
+    """Opens a file created by :func:`new_file` for appending, and closes it on exit. Raises like :func:`new_file`."""
     return _opened(BackingFile(path, "r+"), "r+")
 
 

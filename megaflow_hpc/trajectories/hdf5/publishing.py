@@ -4,8 +4,8 @@ The temporary name identifies the writing process: ``.<name>.<host>~<boot>.<pid>
 removes a temporary file if its writer ran on this host and no longer exists. A temporary file from another host is
 removed once it has not changed for a day.
 
-A writer that must stop keeps its work in ``.<name>.unfinished`` (:func:`unfinished`). A later writer renames it to its
-own temporary name before it changes it, so that a file that a killed writer was changing is never continued.
+A writer that must stop keeps its work in ``.<name>.unfinished`` (:func:`unfinished`). The next writer renames that file
+to its own temporary name before changing it. So a file that a killed writer had changed is never continued.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FOREIGN_AGE_S = 86400.0
 
 
 class Unfinished(MegaflowError):
-    """Writing was stopped on request. What was written is kept, and the same call continues it."""
+    """Writing was stopped on request. The data written so far is kept, and the same call continues it."""
 
     exit_status = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -36,7 +36,7 @@ class Unfinished(MegaflowError):
 def published(target: Path) -> Iterator[Path]:
     """Yields a temporary path, which is renamed to ``target`` on success and removed after an error.
 
-    After :class:`Unfinished` the file is kept as :func:`unfinished`.
+    After :class:`Unfinished`, the file is kept at :func:`unfinished`.
 
     Raises:
         OSError: The file cannot be synced or renamed.

@@ -49,7 +49,7 @@ _MIN_STRING_BYTES = 16
 
 
 class ColumnWriter:
-    """Appends to a column of numbers or fixed-width strings, which is created unless it exists.
+    """Appends to a column of numbers or fixed-width strings. Creates the column if it does not exist.
 
     Args:
         file: A file open for writing.
@@ -176,7 +176,7 @@ class TextColumnWriter:
 
 
 def column_writer(file: h5py.File, column: Column) -> ColumnWriter | TextColumnWriter:
-    """Opens a schema column, which is created empty unless it exists."""
+    """Opens a schema column. Creates it empty if it does not exist."""
     if column.dtype == TEXT:
         return TextColumnWriter(file, column.path, column.chunk)
     dtype = "S" if column.dtype == STRING else column.dtype
@@ -184,7 +184,7 @@ def column_writer(file: h5py.File, column: Column) -> ColumnWriter | TextColumnW
 
 
 def reward_writer(file: h5py.File, name: str) -> ColumnWriter:
-    """Opens the column of a named reward, which is created empty unless it exists."""
+    """Opens the column of a named reward. Creates it empty if it does not exist."""
     return ColumnWriter(file, f"rewards/{name}", np.float32, ROW_CHUNK, fill=np.float32(np.nan))
 
 
@@ -194,9 +194,9 @@ class TrajectoryWriter:
     Args:
         path: The file, usually a temporary name that the caller publishes. It must not exist, unless ``append``.
         campaign: Name of the campaign.
-        sources: The journals and seals that the file is gathered from. Readers compare them with those of the run.
+        sources: The journals and seals from which the file is gathered. Readers compare them with those of the run.
         attributes: Additional root attributes.
-        append: Continue an existing file, which a writer has closed. Its root attributes stay.
+        append: Continue an existing file that a writer has closed. Its root attributes are kept.
     """
 
     def __init__(

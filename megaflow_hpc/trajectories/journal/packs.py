@@ -1,4 +1,4 @@
-"""Packs: many small journals of one pod in one file, so that the number of files does not grow with every start.
+"""Packs: files that contain many small journals of one pod, so that the number of files does not grow with every start.
 
 ::
 
@@ -9,14 +9,14 @@
     table    msgpack {journal: [offset, size]}
     footer   u64 offset of the table | u32 its length | u32 its CRC-32 | magic
 
-A journal keeps its name and its offsets in a pack. So seals, cursors and the places of records stay valid, and readers
-need not know where a journal is.
+A journal keeps its name and its offsets in a pack. So seals, cursors and record locations stay valid, and readers need
+not know whether a journal is packed.
 
 *What is packed.* Only sealed journals: their writer has closed them (:func:`seal`) and will never write again.
 
-*Nothing is lost or doubled.* A pack is complete and durable before it gets its name, and never changes. A later start
-compares the copies with the originals, and only then removes these. So for hours both are present, and a reader with an
-old listing finds either. Names decide, so a journal that is present twice counts once.
+*Nothing is lost or counted twice.* A pack is complete and durable before it gets its name, and never changes. A later
+start compares the copies with the originals, and only then removes the originals. So both may exist for hours, and a
+reader with an old listing finds either. Journals are identified by name, so a journal that exists twice counts once.
 
 *Bounds.* A start writes at most one pack of :data:`PACK_BYTES`. Packs that stay small are packed again, one level up.
 So a byte is copied once for each level, and a pod has about :data:`FAN` small files of each level.
@@ -48,9 +48,9 @@ JOURNAL, PACK = ".journal", ".pack"
 FAN = 16
 """Number of small files of one level that are packed together."""
 PACK_BYTES = 32 << 20
-"""Size at which a pack is full. Journals and packs of half that size are not packed."""
+"""Maximum size of a pack. Journals and packs larger than half of it are not packed."""
 LISTING_AGE_S = 10.0
-"""Seconds for which a listing of the directory is used to find the pack of a journal."""
+"""Seconds for which a directory listing is reused to find the pack of a journal."""
 _COPY_BYTES = 1 << 20
 _PACK_NAME = re.compile(r"[^.].*\.[0-9]+\.[0-9]+\.pack")
 _MAX_TABLE = 64 << 20
@@ -72,7 +72,7 @@ class Packed(NamedTuple):
 
 
 class PackedJournal:
-    """One journal of a pack, opened for reading: as much of a binary file as readers of journals use."""
+    """One journal in a pack, opened for reading. Provides the methods of a binary file that readers of journals use."""
 
     def __init__(self, file: BinaryIO, packed: Packed) -> None:
         self._file, self._packed, self._position = file, packed, 0
@@ -99,7 +99,7 @@ class PackedJournal:
 
 
 class _Catalog:
-    """The packs of one directory, each of which is read once."""
+    """The packs of one directory. Each table is read once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -131,7 +131,8 @@ class _Catalog:
         }
 
     def find(self, journal: str) -> Packed | None:
-        """Returns the location of a packed journal. Lists the directory if it is unknown and the listing is old."""
+        """Returns the location of a packed journal. Lists the directory if the journal is unknown and the listing is
+        old."""
         if journal not in self.journals and time.monotonic() - self._listed_at >= LISTING_AGE_S:
             with suppress(FileNotFoundError):
                 self.update(os.listdir(self._folder))
@@ -150,8 +151,8 @@ def _catalog(folder: Path) -> _Catalog:
 
 
 def sizes(folder: Path) -> dict[str, int | None]:
-    """Returns the journals of a directory, from one listing. The value is the size of a packed journal, which never
-    changes, and ``None`` for a file.
+    """Lists the journals of a directory once. Returns journal → size if it is packed, since a packed journal never
+    changes, and ``None`` if it is a file.
 
     Raises:
         ConfigError: A pack is damaged.
@@ -172,7 +173,7 @@ def size_of(path: Path) -> int:
     """Returns the size of a journal in bytes.
 
     Raises:
-        FileNotFoundError: There is no such journal.
+        FileNotFoundError: The journal does not exist.
     """
     try:
         return path.stat().st_size
@@ -200,7 +201,7 @@ def is_packed(path: Path) -> bool:
 
 
 def open_packed(path: Path) -> PackedJournal | None:
-    """Opens a journal that is in a pack. Returns ``None`` if it is in none. Raises OSError."""
+    """Opens a packed journal. Returns ``None`` if no pack contains it. Raises OSError."""
     catalog = _catalog(path.parent)
     for _ in range(3):
         packed = catalog.find(path.name)
@@ -208,13 +209,13 @@ def open_packed(path: Path) -> PackedJournal | None:
             return None
         try:
             return PackedJournal(open_regular(path.parent / packed.pack), packed)
-        except FileNotFoundError:  # it was packed again meanwhile
+        except FileNotFoundError:  # it was merged into a larger pack in the meantime
             catalog.forget()
     return None
 
 
 def read_table(pack: Path) -> _Table:
-    """Returns the journals of a pack, each with its offset and size.
+    """Returns journal → (offset, size) of a pack.
 
     Raises:
         ConfigError: The pack is damaged.
@@ -242,16 +243,18 @@ def read_table(pack: Path) -> _Table:
 
 
 def seal(file: int) -> None:
-    """Marks an open journal as one that is never written again, by the sticky bit, which has no meaning for files."""
-    with suppress(OSError):  # a file system without it: the journal is never packed
+    """Marks an open journal as complete: it is never written again. The mark is the sticky bit, which has no other
+    meaning for files.
+    """
+    with suppress(OSError):  # the file system has no sticky bit, so the journal is never packed
         os.fchmod(file, stat.S_IMODE(os.fstat(file).st_mode) | stat.S_ISVTX)
 
 
 def pack_journals(folder: Path, pod: str, start: str) -> None:
-    """Packs the small journals of a pod's earlier starts, and removes what earlier starts have packed.
+    """Packs the small journals of a pod's earlier starts, and removes originals that earlier starts have packed.
 
-    Call it once, some minutes after the start began: what earlier starts packed has then been visible for that long.
-    Errors are logged: packing is an optimisation.
+    Call it once, some minutes after the start began: by then the packs of earlier starts have been visible for that
+    long. Errors are logged, because packing is an optimisation.
 
     Args:
         folder: Directory of the journals.
@@ -268,7 +271,7 @@ def pack_journals(folder: Path, pod: str, start: str) -> None:
 
 
 class _Packing:
-    """The files of one pod in the directory of journals."""
+    """The journals and packs of one pod in the journal directory."""
 
     def __init__(self, folder: Path, pod: str, start: int) -> None:
         self._folder, self._pod, self._start = folder, pod, start
@@ -284,7 +287,7 @@ class _Packing:
                 self._packs[name] = read_table(folder / name)
 
     def _start_of(self, name: str, suffix: str) -> int | None:
-        """Returns the start in ``<pod>.<start><suffix>`` if it is an earlier start of this pod."""
+        """Parses ``<pod>.<start><suffix>``. Returns the start if it is an earlier start of this pod, else ``None``."""
         pod, _, start = name.removesuffix(suffix).rpartition(".")
         is_ours = name.endswith(suffix) and pod == self._pod and start.isdigit() and int(start) < self._start
         return int(start) if is_ours else None
@@ -293,7 +296,7 @@ class _Packing:
         return int(pack.removesuffix(PACK).rpartition(".")[2])
 
     def clean_up(self) -> None:
-        """Removes each file of which all is in a pack of an earlier start, after comparing every byte."""
+        """Removes each file that a pack of an earlier start contains completely, after comparing every byte."""
         for name in sorted(self._journals):
             path = self._folder / name
             for pack, table in self._packs.items():
@@ -330,7 +333,7 @@ class _Packing:
                 return
 
     def _pack(self, level: int, files: Mapping[str, _Table]) -> bool:
-        """Packs small files together, the oldest ones first. Returns False if they are too few."""
+        """Packs small files together, oldest first. Returns False if there are too few."""
         sizes = {name: sum(size for _, size in table.values()) for name, table in files.items()}
         small = sorted((name for name in files if sizes[name] <= PACK_BYTES // 2), key=_age)
         taken: list[str] = []
@@ -388,7 +391,7 @@ def _pieces(path: Path, offset: int, size: int) -> Iterator[bytes]:
 
 
 def _equal(path: Path, offset: int, size: int, other: Path, other_offset: int, other_size: int) -> bool:
-    """Returns whether two parts of files are the same bytes."""
+    """Returns whether two ranges of two files contain the same bytes."""
     if size != other_size:
         return False
     pairs = zip(_pieces(path, offset, size), _pieces(other, other_offset, size), strict=True)

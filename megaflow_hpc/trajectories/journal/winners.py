@@ -106,7 +106,7 @@ class Index:
         return self._decode(entry, read_frame(path, entry.start))
 
     def trajectories(self, first: int = 0) -> Iterator[Trajectory]:
-        """Yields the trajectory of each winner from number ``first`` on, in commit order. Raises the errors of
+        """Yields the trajectories of the winners in commit order, starting at winner ``first``. Raises the errors of
         :meth:`load`.
 
         Records are read in batches of about :data:`BATCH_BYTES`, so that each journal is opened once per batch and read
@@ -162,7 +162,7 @@ def _batches(winners: list[RecordEntry]) -> Iterator[list[RecordEntry]]:
 
 
 def journals(run: RunDir) -> list[Path]:
-    """Returns the journals of a run, sorted by name. Those in packs have a path at which there is no file."""
+    """Returns the journals of a run, sorted by name. No file exists at the path of a packed journal."""
     return [run.journal / name for name in packs.sizes(run.journal)]
 
 
@@ -233,7 +233,7 @@ def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) 
         end = frame.end
         if heading is not None and counts(seals, heading.block, heading.epoch, path.name, base + end):
             size = frame.end - frame.start
-            status = sys.intern(heading.status)  # one text for millions of entries
+            status = sys.intern(heading.status)  # share one string among millions of entries
             order = heading.epoch, heading.attempt, frame.time_ns
             valid.append(RecordEntry(heading.id, status, *order, path.name, frame.start, size))
     return valid, end

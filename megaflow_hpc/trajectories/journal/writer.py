@@ -1,9 +1,9 @@
 """The journal: an append-only file whose records survive SIGKILL, power loss and full disks.
 
-Each pod start that stores something creates one journal, ``journal/<pod>.<start>.journal``, with its first records. The
-file is created with ``O_EXCL`` and never reopened for writing, so no record is ever appended after a crashed writer's
-torn tail. A record is *acknowledged* once :meth:`JournalWriter.commit` has returned. Committing many records together
-(group commit) costs one fsync.
+Each pod start that stores something creates one journal, ``journal/<pod>.<start>.journal``, when it writes its first
+records. The file is created with ``O_EXCL`` and never reopened for writing, so no record is ever appended after a
+crashed writer's torn tail. A record is *acknowledged* once :meth:`JournalWriter.commit` has returned. Committing many
+records together (group commit) costs one fsync.
 :mod:`megaflow_hpc.trajectories.journal.frames` describes the format.
 """
 
@@ -39,7 +39,7 @@ class _State(enum.Enum):
 class JournalWriter:
     """Appends to a new journal. Not thread-safe, and for one process only.
 
-    The file is created when the first records are written, so that a start that stores nothing leaves no file.
+    The file is created when the first records are written. A start that stores nothing leaves no file.
 
     Args:
         path: The new journal. The file must not exist; its directory must.
@@ -148,8 +148,7 @@ class JournalWriter:
             raise OSError(f"{self.path}: an earlier fsync failed; continue with a new journal")
 
     def _write(self) -> None:
-        """Writes the buffer to the file, and creates the file for the first record. If that fails, the buffer is
-        kept."""
+        """Writes the buffer to the file, which it creates for the first record. After an error, the buffer is kept."""
         if self.length == HEADER_SIZE or not self._buffer:
             return
         if self._file is None:

@@ -3,9 +3,9 @@
 A gather first reads the headings of all records and decides which ones win. It then appends the winners in commit
 order, with one batch of records in memory at a time.
 
-The file is published by rename, so readers see either the old or the new file. If a gather is asked to stop, it keeps
-the rows written so far, and the next one continues, unless the journals have changed. If it is killed, the next one
-begins again. It may run while the campaign is running.
+The file is published by rename, so readers see either the old or the new file. A gather that is asked to stop keeps the
+rows written so far. The next gather continues, unless the journals have changed. A killed gather starts again from the
+beginning. Gathering is possible while the campaign is running.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from megaflow_hpc.trajectories.maintenance.index_file import read_index, write_i
 logger = logging.getLogger(__name__)
 
 KEEP_INDEX_S = 5.0
-"""An index that took longer than this many seconds is kept."""
+"""Seconds of work above which an index is kept for a later gather."""
 _IDS = 1 << 16
-"""Ids compared at a time, to bound memory."""
+"""Number of ids compared at a time, to bound memory."""
 
 
 def gather(
@@ -67,7 +67,7 @@ def gather(
     before = recorded_sources(run.trajectories)
     if before is not None and _is_up_to_date(run, before, now, rebuild):
         for kept in (unfinished(run.trajectories), _kept_index(run)):
-            if kept.exists():  # not on a file system that is mounted read-only
+            if kept.exists():  # skip this on a file system that is mounted read-only
                 kept.unlink(missing_ok=True)
         return run.trajectories
     winners = _index(run, seals, now)
@@ -88,8 +88,9 @@ def gather(
 
 
 def _index(run: RunDir, seals: Seals, now: dict[str, Any]) -> Index:
-    """Decides which records win. If that takes long, the result is kept until the file is published, so that a gather
-    that was stopped need not read all journals again."""
+    """Decides which records win. If that takes long, keeps the result until the file is published. A gather that
+    continues a stopped one then need not read all journals again.
+    """
     path = _kept_index(run)
     try:
         if (kept := read_index(path, run.journal, now)) is not None:
@@ -104,7 +105,7 @@ def _index(run: RunDir, seals: Seals, now: dict[str, Any]) -> Index:
         try:
             with published(path) as temporary:
                 write_index(temporary, winners, now)
-        except (OSError, UnicodeEncodeError) as error:  # the disk is full, or an id has lone surrogates
+        except (OSError, UnicodeEncodeError) as error:  # the disk is full, or an id contains lone surrogates
             logger.warning("%s: %s; a gather that is stopped will read the journals again", path, error)
     return winners
 
@@ -128,8 +129,9 @@ def _take_up(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) -
 
 
 def _rows_that_fit(kept: Path, now: dict[str, Any], winners: Index) -> int:
-    """Returns the number of rows of a kept file. 0 if it is damaged or was made from other records or by another
-    version."""
+    """Returns the number of rows of a kept file. 0 if the file is damaged, or was made from other records or by another
+    version.
+    """
     try:
         with open_file(kept) as file:
             if attribute(file, "sources") != now or attribute_text(file, "software") != SOFTWARE:

@@ -1,7 +1,7 @@
-"""Stores an index of journals in a file, in pieces that bound memory.
+"""Stores an index of journals in a file, in chunks that bound memory.
 
-Each piece is ``u32 length | u32 crc | msgpack``, little-endian. The first is the fingerprint of the journals, the next
-the names of the journals and the number of winners. The others are lists of entries, winners first.
+Each chunk is ``u32 length | u32 crc | msgpack``, little-endian. The first contains the fingerprint of the journals, the
+second the names of the journals and the number of winners. The others are lists of entries, winners first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _PIECE = struct.Struct("<II")
 _ENTRIES = 1 << 16
-"""Entries in a piece."""
+"""Number of entries per chunk."""
 
 _Fields = tuple[str, str, int, int, int, int, int, int]
 """id, status, epoch, attempt, time_ns, number of the journal, start, size."""
@@ -38,7 +38,7 @@ def write_index(path: Path, index: Index, fingerprint: dict[str, Any]) -> None:
     """Writes an index. Raises OSError.
 
     Args:
-        fingerprint: The fingerprint of the journals and seals from which the index was made.
+        fingerprint: Fingerprint of the journals and seals from which the index was made.
     """
     numbers: dict[str, int] = {}
     for entry in chain(index.winners, *index.losers.values()):

@@ -211,6 +211,6 @@ def test_a_campaign_that_demands_a_gateway_where_no_way_leads_to_one_is_refused(
 ) -> None:
     monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "nsenter")
     monkeypatch.setattr(helper_python, "why_not", lambda: "this Python cannot be taken along")
-    with pytest.raises(SiteError, match=r"network 'gateway' .* cannot be had on .*this Python cannot be taken along"):
+    with pytest.raises(SiteError, match=r"network 'gateway' .* is unavailable on .*this Python cannot be taken along"):
         probe.require(["gateway"], tmp_path)
     probe.require(["none", "host"], tmp_path)
