@@ -76,10 +76,10 @@ def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> 
     """Returns MPI's network settings for a job step with several nodes. Empty if MPI should choose by itself.
 
     With UCX, MPICH publishes 4 KB that contain its address, in chunks of 1,022 digits, each with a key. Slurm's pmi2
-    and ParaStation's pspmi read at most 1,024 bytes per line, so a full chunk makes startup hang. With libfabric, MPICH publishes only 16
-    bytes. libfabric's provider ``sockets`` lets the other ranks continue if one is killed. With ``tcp``, rank 0 would
-    wait forever. On nodes with several interfaces, libfabric may choose an unusable one, such as a container bridge. So
-    it is told to use the interface through which this node reaches the step's ``srun``.
+    and ParaStation's pspmi read at most 1,024 bytes per line, so a full chunk makes startup hang. With libfabric, MPICH
+    publishes only 16 bytes. libfabric's provider ``sockets`` lets the other ranks continue if one is killed. With
+    ``tcp``, rank 0 would wait forever. On nodes with several interfaces, libfabric may choose an unusable one, such as
+    a container bridge. So it is told to use the interface through which this node reaches the step's ``srun``.
 
     Args:
         library: Full version string of the MPI library. A library built without UCX or without libfabric has no choice.
