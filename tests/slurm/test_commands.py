@@ -437,6 +437,18 @@ def test_submissions_of_a_killed_process_are_adopted_by_their_comment(prints: Pr
     assert again.ids("servers") == ["7", "9"]
 
 
+def test_jobs_of_a_run_in_another_place_with_the_same_name_are_not_adopted(prints: Print, tmp_path: Path) -> None:
+    mine, other = RunDir(tmp_path / "a" / "small-1"), RunDir(tmp_path / "b" / "small-1")
+    mine.create()
+    other.create()
+    prints("squeue", "7_0|small-1\n")
+    prints("scontrol", f"JobId=7 JobName=small StdOut={other.logs}/pod-7_0.log Comment=small-1\n")
+    Arrays(mine).adopt("small")
+    assert Arrays(mine).ids() == []
+    Arrays(other).adopt("small")
+    assert Arrays(other).ids("pods") == ["7"]
+
+
 def test_one_scancel_for_each_cluster(prints: Print) -> None:
     called = prints("scancel")
     ids.scancel(["7_1", "9@other", "8"], "--state=PENDING")
