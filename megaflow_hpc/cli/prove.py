@@ -39,7 +39,10 @@ def register(subparsers: Subparsers) -> None:
                         "models are used; its tasks are not")  # fmt: skip
     parser.add_argument("--image", metavar="SIF", default="", help="image with a shell; default: the campaign's first")
     parser.add_argument(
-        "--preempt", metavar="OPTIONS", default="", help="also preempt a pod by a job with these sbatch options"
+        "--preempt",
+        metavar="OPTIONS",
+        default="",
+        help="also preempt a pod by a job with these sbatch options; write --preempt=OPTIONS",
     )
     parser.add_argument(
         "--only", metavar="TRIAL", action="append", choices=TRIALS, help=f"run only this trial: {', '.join(TRIALS)}"
@@ -96,7 +99,12 @@ def _trials(place: Site, report: Report, wanted: set[str], preempting: list[str]
         try:
             run = start(place)
         except (SiteError, ConfigError) as error:
-            yield Finding(name, "FAIL", f"not submitted: {error}", "correct the campaign file: megaflow-hpc check")
+            yield Finding(
+                name,
+                "FAIL",
+                f"not submitted: {error}",
+                "correct what the message names, then repeat this trial: --only " + name,
+            )
             continue
         if run is None:
             yield Finding(name, "skip", "the campaign file names no model", "name one to test the engine and GPUs")
@@ -130,8 +138,8 @@ def _nodes(place: Site, report: Report, nodes: int) -> Iterator[Finding]:
         return
     note(f"waiting for job {job} on {nodes} nodes")
     if not trials.wait_for(place, job):
-        remedy = "wait longer (--wait), or name a partition with idle nodes"
-        yield Finding("nodes", "FAIL", f"job {job} did not end within {place.wait_s / 60:.0f} minutes", remedy)
+        found = f"job {job} did not end within {place.wait_s / 60:g} minutes"
+        yield Finding("nodes", "FAIL", found, trials.QUEUED)
         return
     yield from trials.nodes_findings(folder, nodes, report)
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.address import interface_towards
 
-PMI2, PMIX = ("pmi2", "cray_shasta"), ("pspmix", "pmix", "pmix_v5", "pmix_v4", "pmix_v3")
-"""Types of ``srun --mpi``. MPICH and Intel MPI support pmi2 without additional libraries. Open MPI supports only
-pmix. ParaStation's psslurm provides pmix as pspmix. Its srun may list other pmix types that do not work.
-"""
+PMI, PMIX, CRAY = ("pspmi", "pmi2"), ("pspmix", "pmix", "pmix_v5", "pmix_v4", "pmix_v3"), ("cray_shasta",)
+"""Types of ``srun --mpi``. MPICH and Intel MPI support PMI without additional libraries. Open MPI supports only pmix.
+Where ParaStation's psslurm replaces slurmd, pspmix serves pmix, and every other type but ``none`` serves PMI 1.1; some
+sites list it as pspmi."""
 LIBRARY_S = 20.0
 LIBRARY = """\
 import mpi4py
@@ -69,26 +69,26 @@ def mpi_library() -> str:
 
 def mpi_order(library: str) -> tuple[str, ...]:
     """Returns the types of ``srun --mpi`` to try with this MPI library, in order."""
-    return (*PMIX, *PMI2) if library.startswith("Open MPI") else (*PMI2[:1], *PMIX, *PMI2[1:])
+    return (*PMIX, *PMI, *CRAY) if library.startswith("Open MPI") else (*PMI, *PMIX, *CRAY)
 
 
 def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns MPI's network settings for a job step with several nodes. Empty if MPI should choose by itself.
 
     With UCX, MPICH publishes 4 KB that contain its address, in chunks of 1,022 digits, each with a key. Slurm's pmi2
-    reads at most 1,024 bytes per line, so a full chunk makes startup hang. With libfabric, MPICH publishes only 16
-    bytes. libfabric's provider ``sockets`` lets the other ranks continue if one is killed. With ``tcp``, rank 0 would
-    wait forever. On nodes with several interfaces, libfabric may choose an unusable one, such as a container bridge. So
-    it is told to use the interface through which this node reaches the step's ``srun``.
+    and ParaStation's pspmi read at most 1,024 bytes per line, so a full chunk makes startup hang. With libfabric, MPICH
+    publishes only 16 bytes. libfabric's provider ``sockets`` lets the other ranks continue if one is killed. With
+    ``tcp``, rank 0 would wait forever. On nodes with several interfaces, libfabric may choose an unusable one, such as
+    a container bridge. So it is told to use the interface through which this node reaches the step's ``srun``.
 
     Args:
         library: Full version string of the MPI library. A library built without UCX or without libfabric has no choice.
         environ: Environment of this rank. Network settings in it take precedence.
     """
     device = re.search(r"MPICH Device:\s*(.*)", library)
-    over_pmi2 = environ.get("MEGAFLOW_MPI") == "pmi2" and int(environ.get("SLURM_STEP_NUM_NODES", "1")) > 1
+    over_pmi = environ.get("MEGAFLOW_MPI") in PMI and int(environ.get("SLURM_STEP_NUM_NODES", "1")) > 1
     chosen = "MPIR_CVAR_CH4_NETMOD" in environ or "FI_PROVIDER" in environ
-    if chosen or not over_pmi2 or not device or not {"ucx", "ofi"} <= set(re.findall(r"\w+", device[1])):
+    if chosen or not over_pmi or not device or not {"ucx", "ofi"} <= set(re.findall(r"\w+", device[1])):
         return {}
     variables = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "sockets"}
     interface = interface_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))

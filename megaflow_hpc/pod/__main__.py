@@ -83,7 +83,8 @@ def _rank(run: RunDir, rank: int, size: int) -> int:
 
 def _wrong_size(seen: int, started: int) -> MegaflowError:
     library, plugin = mpi_library(), os.environ.get("MEGAFLOW_MPI", "")
-    others = " or ".join(other for other in mpi_order(library)[:2] if other != plugin)
+    common = [other for other in mpi_order(library) if other in ("pmi2", "pmix")]
+    others = " or ".join(other for other in common if other != plugin)
     return MegaflowError(
         f"MPI sees {seen} ranks where the launcher started {started}: mpi4py's {library or 'MPI'} and "
         f"{f'srun --mpi={plugin}' if plugin else 'the launcher'} do not fit; set MEGAFLOW_MPI to {others}, or to "

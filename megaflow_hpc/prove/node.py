@@ -258,9 +258,10 @@ def here(folder: Path) -> dict[str, Any]:
         "packages": [name for name in RUNNING if not _imports(name)],
         "squeue": _squeue(),
         "gpus": _gpus(),
+        "scratch_warning": "",
     }
     try:
-        scratch, _ = scratch_base()
+        scratch, facts["scratch_warning"] = scratch_base()
         room = os.statvfs(scratch)
         facts["scratch"] = scratch
         facts["scratch_type"] = file_system(scratch)

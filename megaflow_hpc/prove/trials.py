@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import time
@@ -22,6 +23,7 @@ from megaflow_hpc.prove import work
 from megaflow_hpc.prove.node import NAMES, RENAMES, STEPS
 from megaflow_hpc.prove.report import Finding, Report
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.slurm import accounting, script, site, submission
 from megaflow_hpc.slurm.ids import scancel
 
@@ -30,12 +32,19 @@ GONE_S = 120.0
 NODE_MINUTES = 8
 """Walltime of the job that tests nodes."""
 CAMPAIGN_MINUTES = 15
-WAIT_S = 45.0
-"""Duration of a rollout in seconds. One walltime is too short for two of them."""
+"""Walltime of most trials, without the time that a pod gets to drain."""
+USABLE_S, WAIT_S = 75, 15.0
+"""Minimum walltime, without ``slurm.lead_s``, of the pod of the walltime trial, and duration of each of its rollouts. A
+pod that starts slowly still stores one."""
+EARLY_S = 30
+"""Seconds by which slurmctld signals a job too early, at least. At most it is twice as much."""
+LOOK_S = 15.0
 SLOW_VISIBLE_S = 10.0
 """Seconds after which a change that becomes visible on another node counts as slow."""
 CLOCK_S = 5.0
-"""Difference between the clocks of two nodes, in seconds, that makes logs and reports confusing."""
+"""A larger difference between the clocks of two nodes confuses logs and reports."""
+OWN_OPTIONS = ("time", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
+"""Options of ``extra`` that a trial does not take from the user's campaign file, because it chooses them itself."""
 KEPT = ("site", "share", "environment", "slurm")
 """Keys of the user's campaign file that every trial uses."""
 ANSWERS = [f"I write it.\n\n```bash\n{work.SOLUTION}\n```", "Done."]
@@ -78,11 +87,15 @@ class Site:
         partition = site.partitions().get(named or self._pod_partition)
         return bool(partition and partition.gpus)
 
-    def fields(self, name: str, time: int, slots: int = 2, nodes: int = 1) -> dict[str, Any]:
-        """Returns the keys of a trial's campaign, including the site settings of the user's campaign.
+    def walltime(self, usable_s: float) -> int:
+        """Returns the shortest walltime in minutes of a pod that works for ``usable_s`` seconds before it drains."""
+        return math.ceil((usable_s + self.campaign.config.slurm.lead_s) / 60)
+
+    def fields(self, name: str, time: float, slots: int = 2, nodes: int = 1, rollouts: int = 6) -> dict[str, Any]:
+        """Returns the fields of a trial's campaign, with the site's settings of the user's campaign.
 
         Args:
-            time: Walltime of its pod in minutes.
+            time: Minutes until its pod drains. Its walltime is longer by ``slurm.lead_s``.
             slots: Concurrent rollouts of each worker rank.
         """
         own = yaml.safe_load(self.campaign.text) or {}
@@ -91,10 +104,14 @@ class Site:
         environment["images"] = {**(environment.get("images") or {}), work.IMAGE: self.image}
         slurm = dict(fields.get("slurm") or {})
         pods = {key: value for key, value in (slurm.get("pods") or {}).items() if key not in ("pools", "count")}
-        pods |= {"nodes": nodes, "ranks_per_node": 2, "cpus_per_rank": 1, "slots_per_rank": slots, "time": time}
+        pods |= {"nodes": nodes, "ranks_per_node": 2, "cpus_per_rank": 1, "slots_per_rank": slots}
+        pods["time"] = self.walltime(time * 60)
         slurm["pods"] = pods
+        for section in (slurm, pods):  # these options would win over the trial's
+            extra = section.get("extra") or {}
+            section["extra"] = {key: value for key, value in extra.items() if key not in OWN_OPTIONS}
         slurm.pop("together", None)
-        tasks = [{"path": "megaflow_hpc.prove.work:Work"}]
+        tasks = [{"path": "megaflow_hpc.prove.work:Work", "limit": rollouts}]
         return fields | {"name": f"prove-{name}", "tasks": tasks, "environment": environment, "slurm": slurm}
 
     def start(self, name: str, fields: Mapping[str, Any]) -> Run:
@@ -150,7 +167,8 @@ def submit_nodes(place: Site, name: str, arguments: str, nodes: int, nodelist: s
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {script.option(key, value)}" for key, value in options.items() if value not in (None, False)]
     step = f'"$MEGAFLOW_PYTHON" -m megaflow_hpc.prove.node {arguments} {shlex.quote(str(folder / "shared"))}'
-    lines += [f". {shlex.quote(str(place.environment_script()))}", f"srun --mpi=none --export=ALL {step}"]
+    lines += ["role=pods", f". {shlex.quote(str(place.environment_script()))}"]  # a pod's own set-up, too
+    lines += [f"srun --mpi=none --export=ALL --wait=0 ${{megaflow_srun:-}} {step}"]
     write_atomic(folder / "job.sh", "\n".join(lines) + "\n")
     unset = [f"--unset={name}" for name in submission.inherited(os.environ)]
     answer = site.ask("env", *unset, "sbatch", "--parsable", str(folder / "job.sh"))
@@ -204,6 +222,9 @@ def _node(facts: Mapping[str, Any]) -> Iterator[Finding]:
         missing = ", ".join(facts["packages"])
         remedy = 'pip install "megaflow-hpc[mpi]" for the interpreter of compute nodes, or fix slurm.setup'
         yield Finding("packages", "FAIL", f"{node}: {missing} cannot be imported", remedy)
+    if facts["scratch_warning"]:
+        remedy = "name a local directory that exists on every node: export MEGAFLOW_SCRATCH=… in slurm.setup"
+        yield Finding("scratch", "warn", f"{node}: {facts['scratch_warning']}", remedy)
     if "error" in facts:
         remedy = "load the site's Apptainer in slurm.setup, or set MEGAFLOW_APPTAINER and MEGAFLOW_SCRATCH there"
         yield Finding("sandbox", "FAIL", f"{node}: {facts['error']}", remedy)
@@ -301,10 +322,11 @@ def start_worker(place: Site) -> Run:
 
 
 def start_walltime(place: Site) -> Run:
-    """Submits the campaign with two rollouts for which one walltime is too short."""
-    name, minutes = "walltime", 2
-    fields = place.fields(name, minutes, slots=1)
-    fields["tasks"] = [fields["tasks"][0] | {"limit": 2}]
+    """Submits the campaign whose rollouts, one after the other, do not fit into one walltime."""
+    name = "walltime"
+    usable_s = place.walltime(USABLE_S) * 60 - place.campaign.config.slurm.lead_s - EARLY_S
+    rollouts = math.ceil(usable_s / WAIT_S) + 1  # one more than a pod can start before it drains
+    fields = place.fields(name, USABLE_S / 60, slots=1, rollouts=rollouts)
     agent = {"name": "megaflow_hpc.prove.work:Waits", "args": {"seconds": WAIT_S}}
     return place.start(name, fields | {"agent": agent})
 
@@ -317,8 +339,7 @@ def start_model(place: Site) -> Run | None:
     if model is None:
         return None
     name = "model"
-    fields = place.fields(name, CAMPAIGN_MINUTES)
-    fields["tasks"] = [fields["tasks"][0] | {"limit": 2}]
+    fields = place.fields(name, CAMPAIGN_MINUTES, rollouts=2)
     agent = {"name": "megaflow_hpc.agents.example:MyAgent", "max_turns": 2, "max_tokens": 512}
     dropped = ("agent", "samples", "servers", "also", "include")
     model = {key: value for key, value in model.items() if key not in dropped}
@@ -372,9 +393,14 @@ def preempt(place: Site, run: Run, options: list[str]) -> str:
     return ""
 
 
-REQUEUE = "may jobs be requeued (JobRequeue of slurm.conf, --requeue), and does scontrol answer on compute nodes?"
+REQUEUE = (
+    "ask the site whether jobs may requeue themselves (JobRequeue of slurm.conf), and remove no-requeue from "
+    "slurm.extra; until then keep megaflow-hpc run open: it submits new jobs instead"
+)
+QUEUED = "wait longer (--wait), or name a partition with idle nodes; squeue --me --start says when jobs may start"
 REMEDIES = {
-    "worker": "run megaflow-hpc doctor --job for the MPI; read the log",
+    "worker": "run megaflow-hpc doctor --job: it tries each type of srun --mpi; name one that works by "
+    "export MEGAFLOW_MPI=… in slurm.setup",
     "walltime": REQUEUE,
     "preemption": "does the job preempt pods with PreemptMode=REQUEUE? scontrol show partition, sacctmgr show qos",
     "model": "read the server's log; run megaflow-hpc doctor where the engine is installed",
@@ -389,15 +415,52 @@ def campaign_findings(place: Site, run: Run, report: Report) -> Iterator[Finding
     """
     name = run.path.name
     try:
-        result = run.wait(timeout_s=place.wait_s)
+        result = _wait(place, run)
+    except _RequeueRefusedError as error:
+        yield Finding(name, "FAIL", f"Slurm refuses to requeue the pod: {error}", _remedy(run, name))
+        return
     except (TimeoutError, MegaflowError) as error:
         lines = [str(error)] if not isinstance(error, TimeoutError) else [f"not finished after {place.wait_s:.0f} s"]
-        yield Finding(name, "FAIL", "; ".join([*lines, *causes(run.status())]), _remedy(run, name))
+        status = run.status()
+        queued = isinstance(error, TimeoutError) and not status["pods"]
+        remedy = QUEUED if queued else _remedy(run, name)
+        yield Finding(name, "FAIL", "; ".join([*lines, *(["no pod has started"] * queued), *causes(status)]), remedy)
         return
     if result["state"] != "finished":
         yield Finding(name, "FAIL", "; ".join(["it did not finish", *causes(result)]), _remedy(run, name))
         return
     yield from _stored(place, run, name, result, report)
+
+
+class _RequeueRefusedError(Exception):
+    """Slurm refused repeatedly to requeue a pod. The message is Slurm's."""
+
+
+def _wait(place: Site, run: Run) -> Mapping[str, Any]:
+    """Waits until the run has ended. Returns its status.
+
+    Raises:
+        _RequeueRefusedError: A refused requeue was still refused at a second look. The run is cancelled, because
+            waiting would replace its pods by new jobs, and hide the fault.
+        TimeoutError: It did not end in time.
+        MegaflowError: It failed.
+    """
+    refused, looked = set[str](), time.monotonic()
+
+    def look(_: Mapping[str, Any]) -> None:
+        nonlocal refused, looked
+        if time.monotonic() < looked + LOOK_S:
+            return
+        now = {each.job: each.words for each in Marks(run.dir).refused()}
+        if again := refused & set(now):
+            raise _RequeueRefusedError(now[again.pop()])
+        refused, looked = set(now), time.monotonic()
+
+    try:
+        return run.wait(place.wait_s, look)
+    except _RequeueRefusedError:
+        run.cancel()
+        raise
 
 
 def _stored(place: Site, run: Run, name: str, result: Mapping[str, Any], report: Report) -> Iterator[Finding]:
@@ -412,7 +475,8 @@ def _stored(place: Site, run: Run, name: str, result: Mapping[str, Any], report:
         failed = [f"{row.id}: {row.error}" for row in rows if row.status == "failed"]
         retried = sum(attempt.status == "failed" for attempt in attempts)
         turns = sum(len(row.turns) for row in rows)
-    starts = max(int(pod["pod"].rpartition(".")[2] or 0) for pod in result["pods"]) + 1
+    starts = 1 + max(int(pod["pod"].rpartition(".")[2] or 0) for pod in result["pods"])
+    replaced = len({pod["pod"].rpartition(".")[0] for pod in result["pods"]}) - 1
     report.facts[f"{name}: rollouts, starts, failed attempts"] = f"{len(rows)}, {starts}, {retried}"
     wrong = failed or unsolved
     twice = [each for each, count in ids.items() if count > 1]
@@ -426,6 +490,9 @@ def _stored(place: Site, run: Run, name: str, result: Mapping[str, Any], report:
         yield Finding(name, "FAIL", "no model call was recorded", _remedy(run, name))
     elif name == "model":
         yield Finding(name, "ok", f"{turns} model calls of {len(rows)} rollouts are recorded")
+    elif starts < 2 and replaced:
+        found = f"Slurm did not requeue the pod; {replaced} new jobs took its place while prove was running"
+        yield Finding(name, "FAIL", found, _remedy(run, name))
     elif starts < 2:
         found = "its pod started only once, so this was not tested"
         yield Finding(name, "warn", found, REMEDIES[name])
@@ -485,4 +552,6 @@ def check_image(image: str, campaign: Campaign) -> str:
     found = image or next(iter(campaign.config.environment.images.values()), "")
     if not found:
         raise ConfigError(f"{campaign.where('environment.images')}: no image is named; give one with --image SIF")
+    if "://" not in found and not (campaign.base / found).exists():
+        raise ConfigError(f"{'--image' if image else campaign.where('environment.images')}: {found}: no such file")
     return found

@@ -12,7 +12,8 @@ from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
 IMAGE = "prove-image"
 """Name of the tasks' image in ``environment.images``."""
-TASKS = 6
+TASKS = 12
+"""More than the walltime trial needs at any ``slurm.lead_s``."""
 SOLUTION = "echo 42 > answer"
 
 

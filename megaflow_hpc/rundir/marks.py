@@ -236,6 +236,8 @@ def counts(mark: Mapping[str, object] | None, blocks: int) -> bool:
 def cause(lines: Sequence[str]) -> str:
     """Returns the line of a log's tail that best explains the failure."""
     texts = [line.strip() for line in lines if line.strip()]
+    requeued = [n for n, text in enumerate(texts) if "DUE TO JOB REQUEUE" in text]
+    texts = texts[requeued[-1] + 1 :] if requeued else texts  # lines before are an earlier start's
     return explained(texts, CAUSES) or (texts[-1] if texts else "nothing was written")
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -212,9 +214,9 @@ class Arrays:
             for line in output.splitlines():
                 element, _, comment = line.partition("|")  # 12_[0-3], 12_4, or 12+1 for a heterogeneous job
                 array = named(element.partition("_")[0].partition("+")[0], cluster)
-                if comment == self.run.path.name and array not in ids:
+                if comment == self.run.path.name and array not in ids and (role := _role(self.run, array)):
                     ids.add(array)
-                    self._record(array, _role(self.run, array), None)
+                    self._record(array, role, None)
 
     def leave(self, pods: Sequence[str]) -> None:
         """Asks running elements to drain, and prevents them from being requeued.
@@ -237,9 +239,12 @@ class Arrays:
 
 
 def _role(run: RunDir, array: str) -> str:
-    """Derives a job's role from its log path."""
+    """Derives a job's role from its log path. Empty if the log is in another run, whose directory has the same name."""
     log = site.ask("scontrol", *site.here_or_on(cluster_of(array)), "-o", "show", "job", number(array))
     for role, prefix in (("servers", "server-"), ("trainer", "trainer-"), ("gather", "gather-")):
         if f"StdOut={run.logs}/{prefix}" in log:
             return role
+    logs = {os.path.realpath(os.path.dirname(path)) for path in re.findall(r"\bStdOut=(.*?)(?= \w+=|\n|$)", log)}
+    if any(os.path.isdir(path) for path in logs - {os.path.realpath(run.logs)}):  # a run that was moved left none there
+        return ""
     return "pods"

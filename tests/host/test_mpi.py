@@ -16,8 +16,9 @@ STEP = {"MEGAFLOW_MPI": "pmi2", "SLURM_STEP_NUM_NODES": "2", "SLURM_LAUNCH_NODE_
 OVER_SOCKETS = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "sockets", "FI_SOCKETS_IFACE": "lo"}
 
 
-def test_an_mpich_that_may_use_ucx_takes_libfabric_between_nodes_that_pmi2_started() -> None:
-    assert network_variables(UCX, STEP) == OVER_SOCKETS
+@pytest.mark.parametrize("plugin", ["pmi2", "pspmi"])
+def test_an_mpich_that_may_use_ucx_takes_libfabric_between_nodes_that_pmi_started(plugin: str) -> None:
+    assert network_variables(UCX, STEP | {"MEGAFLOW_MPI": plugin}) == OVER_SOCKETS
 
 
 @pytest.mark.parametrize(

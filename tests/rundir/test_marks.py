@@ -17,6 +17,11 @@ from megaflow_hpc.rundir.marks import Marks, Unstarted
             "0: Fatal Python error: init\n0: ModuleNotFoundError: No module\nsrun: error: task 0: Exited with 1\n",
             "0: ModuleNotFoundError: No module",
         ),
+        (
+            "0: pod: MPI sees 1 ranks\nslurmstepd-a: error: *** JOB 7 ON a CANCELLED AT T DUE TO JOB REQUEUE ***\n"
+            "0: pod: no room\n",
+            "0: pod: no room",
+        ),
         ("bash: /no/python: No such file\nbye \n\n", "bye"),
         ("", "nothing was written"),
     ],

@@ -343,10 +343,16 @@ def test_the_mpi_plugin_is_the_first_that_fits_of_those_offered(prints: Print) -
     assert site.mpi_attempts() == "pmix cray_shasta"
 
 
-def test_parastations_own_type_of_pmix_comes_before_slurms(prints: Print, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site, "mpi_library", lambda: "Open MPI v5.0.11")
-    prints("srun", said="MPI plugin types are...\n\tnone\n\tpspmi\n\tpspmix\n\tpmix\n")
-    assert site.mpi_attempts() == "pspmix pmix"
+@pytest.mark.parametrize(
+    ("library", "attempts"),
+    [("Open MPI v5.0.11", "pspmix pmix pspmi pmi2"), ("MPICH Version: 5.0.2", "pspmi pmi2 pspmix pmix")],
+)
+def test_parastations_own_types_come_before_slurms(
+    prints: Print, monkeypatch: pytest.MonkeyPatch, library: str, attempts: str
+) -> None:
+    monkeypatch.setattr(site, "mpi_library", lambda: library)
+    prints("srun", said="MPI plugin types are...\n\tnone\n\tpmi2\n\tpspmi\n\tpspmix\n\tpmix\n")
+    assert site.mpi_attempts() == attempts
 
 
 @pytest.mark.parametrize(
@@ -359,9 +365,9 @@ def test_parastations_own_type_of_pmix_comes_before_slurms(prints: Print, monkey
     ],
 )
 def test_each_mpi_gets_the_plugin_that_it_speaks_first(library: str, first: str) -> None:
-    everywhere = [plugin for plugin in mpi.mpi_order(library) if plugin != "pspmix"]  # but at ParaStation's sites
+    everywhere = [plugin for plugin in mpi.mpi_order(library) if not plugin.startswith("ps")]  # these: ParaStation's
     assert everywhere[0] == first
-    assert set(mpi.mpi_order(library)) == {*mpi.PMI2, *mpi.PMIX}
+    assert set(mpi.mpi_order(library)) == {*mpi.PMI, *mpi.PMIX, *mpi.CRAY}
 
 
 def test_the_mpi_of_this_interpreter_says_what_it_is() -> None:
@@ -429,6 +435,18 @@ def test_submissions_of_a_killed_process_are_adopted_by_their_comment(prints: Pr
     again = Arrays(run)
     again.adopt("small")
     assert again.ids("servers") == ["7", "9"]
+
+
+def test_jobs_of_a_run_in_another_place_with_the_same_name_are_not_adopted(prints: Print, tmp_path: Path) -> None:
+    mine, other = RunDir(tmp_path / "a" / "small-1"), RunDir(tmp_path / "b" / "small-1")
+    mine.create()
+    other.create()
+    prints("squeue", "7_0|small-1\n")
+    prints("scontrol", f"JobId=7 JobName=small StdOut={other.logs}/pod-7_0.log Comment=small-1\n")
+    Arrays(mine).adopt("small")
+    assert Arrays(mine).ids() == []
+    Arrays(other).adopt("small")
+    assert Arrays(other).ids("pods") == ["7"]
 
 
 def test_one_scancel_for_each_cluster(prints: Print) -> None:

@@ -80,13 +80,15 @@ def scratch_base(environ: Mapping[str, str] | None = None, mountinfo: str | None
     first = reason = ""
     for name in ("MEGAFLOW_SCRATCH", "SLURM_TMPDIR", "TMPDIR", "/tmp", "/dev/shm"):
         base = name if name.startswith("/") else environ.get(name, "")
+        if base and name == "MEGAFLOW_SCRATCH" and not os.path.isdir(base):
+            reason = f"{name}={base} is not a directory"
         if not base or not os.path.isdir(base):
             continue
         type_ = file_system(base, mountinfo)
         if kind_of(type_) != "network":
             return base, f"{reason}; {base} is used instead" if reason else ""
         if not first:
-            first, reason = base, f"{name}={base} is on {type_}, which takes no overlay"
+            first, reason = base, reason or f"{name}={base} is on {type_}, which takes no overlay"
     if not first:
         return "/tmp", ""
     return first, f"{reason}; nothing local was found: sandboxes are copies of their images"

@@ -68,6 +68,8 @@ def test_scratch_on_a_network_file_system_is_passed_over_with_a_warning(tmp_path
     assert base == str(local)
     assert f"MEGAFLOW_SCRATCH={local} is on nfs4" in warning
     assert "copies" in warning
+    base, warning = scratch_base({"MEGAFLOW_SCRATCH": "/proc/none", "TMPDIR": str(local)}, mounts)
+    assert (base, warning) == (str(local), f"MEGAFLOW_SCRATCH=/proc/none is not a directory; {local} is used instead")
 
 
 def test_a_diskless_node_falls_back_on_memory(tmp_path: Path) -> None:
