@@ -10,13 +10,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megaflow_hpc.cli.output import print_json, say
 from megaflow_hpc.cli.verb import Subparsers, add_verb
 from megaflow_hpc.errors import MegaflowError, SiteError
+from megaflow_hpc.prove.report import Finding
 from megaflow_hpc.resources import RUNNING
 
 if TYPE_CHECKING:
@@ -26,16 +27,6 @@ if TYPE_CHECKING:
 ASK_S = 60.0
 TRAINED_WITH = ("torch", "transformers", "safetensors", "numpy", "h5py", "msgspec", "pydantic", "yaml")
 """Modules that a trainer's interpreter must have. This package need not be installed in it."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    check: str
-    level: Literal["ok", "warn", "FAIL"]
-    found: str
-    remedy: str = ""
 
 
 def register(subparsers: Subparsers) -> None:

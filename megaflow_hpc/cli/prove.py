@@ -15,8 +15,8 @@ from megaflow_hpc.errors import ConfigError, SiteError
 
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.facade import Run
-    from megaflow_hpc.prove.report import Finding, Report
-    from megaflow_hpc.prove.trials import Site
+    from megaflow_hpc.prove.report import Finding, ProofReport
+    from megaflow_hpc.prove.trials import ProofSite
 
 TRIALS = ("nodes", "worker", "walltime", "model", "preemption")
 
@@ -53,7 +53,7 @@ def register(subparsers: Subparsers) -> None:
 def _prove(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Campaign
     from megaflow_hpc.prove import trials
-    from megaflow_hpc.prove.report import Report, home, secrets_of
+    from megaflow_hpc.prove.report import ProofReport, home, secrets_of
     from megaflow_hpc.slurm import site
 
     if arguments.wait <= 0:
@@ -66,9 +66,9 @@ def _prove(arguments: argparse.Namespace) -> int:
     folder.mkdir(parents=True, mode=0o700)
     slurm = campaign.config.slurm
     accounts = [name for name in (slurm.account, *(pool.account for pool in slurm.pods.pools)) if name]
-    report = Report(secrets_of(accounts, [folder, home(), campaign.base]))
+    report = ProofReport(secrets_of(accounts, [folder, home(), campaign.base]))
     report.facts["slurm"] = site.ask("sbatch", "--version").strip()
-    place = trials.Site(campaign, image, folder, arguments.wait * 60)
+    place = trials.ProofSite(campaign, image, folder, arguments.wait * 60)
     wanted = set(arguments.only or TRIALS) - (set() if arguments.preempt else {"preemption"})
     note(f"testing this site in {folder}")
     try:
@@ -87,7 +87,7 @@ def _prove(arguments: argparse.Namespace) -> int:
     return SiteError.exit_status if report.failed else 0
 
 
-def _trials(place: Site, report: Report, wanted: set[str], preempting: list[str]) -> Iterator[Finding]:
+def _trials(place: ProofSite, report: ProofReport, wanted: set[str], preempting: list[str]) -> Iterator[Finding]:
     """Runs the selected trials. Their jobs wait in the queue at the same time, except those of the preemption trial."""
     from megaflow_hpc.prove import trials
     from megaflow_hpc.prove.report import Finding
@@ -127,7 +127,7 @@ def _trials(place: Site, report: Report, wanted: set[str], preempting: list[str]
         yield from _left(place)
 
 
-def _nodes(place: Site, report: Report, nodes: int) -> Iterator[Finding]:
+def _nodes(place: ProofSite, report: ProofReport, nodes: int) -> Iterator[Finding]:
     from megaflow_hpc.prove import trials
     from megaflow_hpc.prove.report import Finding
 
@@ -144,7 +144,7 @@ def _nodes(place: Site, report: Report, nodes: int) -> Iterator[Finding]:
     yield from trials.nodes_findings(folder, nodes, report)
 
 
-def _left(place: Site) -> Iterator[Finding]:
+def _left(place: ProofSite) -> Iterator[Finding]:
     """Looks for leftover processes of the campaigns on the nodes that they used."""
     from megaflow_hpc.prove import trials
 

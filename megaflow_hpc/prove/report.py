@@ -29,7 +29,7 @@ class Finding:
 
 
 @dataclass
-class Report:
+class ProofReport:
     """All findings of one run of ``prove``.
 
     Args:

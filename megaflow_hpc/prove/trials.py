@@ -21,7 +21,7 @@ from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.prove import work
 from megaflow_hpc.prove.node import NAMES, RENAMES, STEPS
-from megaflow_hpc.prove.report import Finding, Report
+from megaflow_hpc.prove.report import Finding, ProofReport
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.slurm import accounting, script, site, submission
@@ -51,7 +51,7 @@ ANSWERS = [f"I write it.\n\n```bash\n{work.SOLUTION}\n```", "Done."]
 
 
 @dataclass
-class Site:
+class ProofSite:
     """The parts of the user's campaign that the trials use.
 
     Args:
@@ -111,7 +111,7 @@ class Site:
             extra = section.get("extra") or {}
             section["extra"] = {key: value for key, value in extra.items() if key not in OWN_OPTIONS}
         slurm.pop("together", None)
-        tasks = [{"path": "megaflow_hpc.prove.work:Work", "limit": rollouts}]
+        tasks = [{"path": "megaflow_hpc.prove.work:ProofTask", "limit": rollouts}]
         return fields | {"name": f"prove-{name}", "tasks": tasks, "environment": environment, "slurm": slurm}
 
     def start(self, name: str, fields: Mapping[str, Any]) -> Run:
@@ -149,7 +149,7 @@ class Site:
 # --- nodes ---
 
 
-def submit_nodes(place: Site, name: str, arguments: str, nodes: int, nodelist: str = "") -> tuple[str, Path]:
+def submit_nodes(place: ProofSite, name: str, arguments: str, nodes: int, nodelist: str = "") -> tuple[str, Path]:
     """Submits a job that runs :mod:`.node` once on each of its nodes. Returns the job's id and the shared directory.
 
     Raises:
@@ -177,7 +177,7 @@ def submit_nodes(place: Site, name: str, arguments: str, nodes: int, nodelist: s
     return job, folder
 
 
-def wait_for(place: Site, job: str) -> bool:
+def wait_for(place: ProofSite, job: str) -> bool:
     """Waits until a job has ended. Returns False if it did not end in time."""
     end = time.monotonic() + place.wait_s
     while any(state.live for state in accounting.live_jobs([job]).values()):
@@ -187,7 +187,7 @@ def wait_for(place: Site, job: str) -> bool:
     return True
 
 
-def nodes_findings(folder: Path, expected: int, report: Report) -> Iterator[Finding]:
+def nodes_findings(folder: Path, expected: int, report: ProofReport) -> Iterator[Finding]:
     """Evaluates the measurements of :mod:`.node` on each node.
 
     Args:
@@ -245,7 +245,7 @@ def _node(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("Slurm in jobs", "warn", f"{node}: squeue does not answer: pods cannot be requeued", remedy)
 
 
-def _between(results: list[dict[str, Any]], report: Report) -> Iterator[Finding]:
+def _between(results: list[dict[str, Any]], report: ProofReport) -> Iterator[Finding]:
     """Evaluates the tests between nodes."""
     if broken := [result["error"] for result in results if "error" in result]:
         remedy = "use a run directory on a file system that all nodes mount"
@@ -279,7 +279,7 @@ def _between(results: list[dict[str, Any]], report: Report) -> Iterator[Finding]
         yield Finding("network", "ok", "every node reaches every other at its published address")
 
 
-def _visible(results: list[dict[str, Any]], report: Report, remedy: str) -> Iterator[Finding]:
+def _visible(results: list[dict[str, Any]], report: ProofReport, remedy: str) -> Iterator[Finding]:
     """Evaluates how quickly changes become visible, and the clocks."""
     delays = {"a new file": results[0]["new_files"]["visible_s"]}
     for what, step in (("appended bytes", "appended"), ("an overwritten file", "rewritten")):
@@ -311,7 +311,7 @@ def _tail(log: Path, lines: int = 3) -> list[str]:
 # --- campaigns ---
 
 
-def start_worker(place: Site) -> Run:
+def start_worker(place: ProofSite) -> Run:
     """Submits the campaign whose agent kills a worker. Its engine server replies from a file."""
     name = "worker"
     write_atomic(place.folder / "answers.yaml", yaml.safe_dump({"default": ANSWERS}))
@@ -321,7 +321,7 @@ def start_worker(place: Site) -> Run:
     return place.start(name, fields | {"model": model, "agent": agent})
 
 
-def start_walltime(place: Site) -> Run:
+def start_walltime(place: ProofSite) -> Run:
     """Submits the campaign whose rollouts, one after the other, do not fit into one walltime."""
     name = "walltime"
     usable_s = place.walltime(USABLE_S) * 60 - place.campaign.config.slurm.lead_s - EARLY_S
@@ -331,7 +331,7 @@ def start_walltime(place: Site) -> Run:
     return place.start(name, fields | {"agent": agent})
 
 
-def start_model(place: Site) -> Run | None:
+def start_model(place: ProofSite) -> Run | None:
     """Submits two rollouts with the user's own model. Returns ``None`` if the user's campaign has none."""
     own = yaml.safe_load(place.campaign.text) or {}
     models = dict(own.get("models") or {}) | ({"default": own["model"]} if own.get("model") else {})
@@ -346,7 +346,7 @@ def start_model(place: Site) -> Run | None:
     return place.start(name, fields | {"model": model, "agent": agent})
 
 
-STARTS: dict[str, Callable[[Site], Run | None]] = {
+STARTS: dict[str, Callable[[ProofSite], Run | None]] = {
     "worker": start_worker,
     "walltime": start_walltime,
     "model": start_model,
@@ -354,7 +354,7 @@ STARTS: dict[str, Callable[[Site], Run | None]] = {
 """Name of a trial → function that submits its campaign."""
 
 
-def start_preempted(place: Site) -> Run:
+def start_preempted(place: ProofSite) -> Run:
     """Submits the campaign whose pod will be preempted."""
     name = "preemption"
     fields = place.fields(name, CAMPAIGN_MINUTES, slots=1)
@@ -362,7 +362,7 @@ def start_preempted(place: Site) -> Run:
     return place.start(name, fields | {"agent": agent})
 
 
-def preempt(place: Site, run: Run, options: list[str]) -> str:
+def preempt(place: ProofSite, run: Run, options: list[str]) -> str:
     """Waits until the run's pod is working, and submits a job that preempts it. Returns an error message, or "".
 
     Args:
@@ -407,7 +407,7 @@ REMEDIES = {
 }
 
 
-def campaign_findings(place: Site, run: Run, report: Report) -> Iterator[Finding]:
+def campaign_findings(place: ProofSite, run: Run, report: ProofReport) -> Iterator[Finding]:
     """Waits for a trial's campaign and evaluates its result.
 
     Raises:
@@ -436,7 +436,7 @@ class _RequeueRefusedError(Exception):
     """Slurm refused repeatedly to requeue a pod. The message is Slurm's."""
 
 
-def _wait(place: Site, run: Run) -> Mapping[str, Any]:
+def _wait(place: ProofSite, run: Run) -> Mapping[str, Any]:
     """Waits until the run has ended. Returns its status.
 
     Raises:
@@ -463,7 +463,7 @@ def _wait(place: Site, run: Run) -> Mapping[str, Any]:
         raise
 
 
-def _stored(place: Site, run: Run, name: str, result: Mapping[str, Any], report: Report) -> Iterator[Finding]:
+def _stored(place: ProofSite, run: Run, name: str, result: Mapping[str, Any], report: ProofReport) -> Iterator[Finding]:
     from megaflow_hpc.trajectories import open_trajectories
 
     with open_trajectories(run.path) as store:
@@ -500,7 +500,7 @@ def _stored(place: Site, run: Run, name: str, result: Mapping[str, Any], report:
         yield Finding(name, "ok", f"{len(rows)} rollouts in {starts} starts of a pod, each stored once")
 
 
-def _worker(place: Site, retried: int, starts: int, turns: int, nodes: int) -> Iterator[Finding]:
+def _worker(place: ProofSite, retried: int, starts: int, turns: int, nodes: int) -> Iterator[Finding]:
     killed = (place.folder / "killed").exists()
     if not killed or not (retried or starts > 1):
         yield Finding("worker", "warn", "no worker was killed, so this was not tested", "run prove again")

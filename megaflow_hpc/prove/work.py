@@ -17,7 +17,7 @@ TASKS = 12
 SOLUTION = "echo 42 > answer"
 
 
-class Work:
+class ProofTask:
     """The task: write 42 into a file."""
 
     image = IMAGE
