@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.campaign.facade import Run
-from megaflow_hpc.config import ModelConfig
+from megaflow_hpc.config import ModelConfig, load
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.swebench.lines import read_tasks
 from tests.support.campaigns import Make, cli, planned, rows, run_local
@@ -207,3 +207,48 @@ def test_two_agents_of_one_class_are_refused_with_a_remedy(make_campaign: Make) 
     done = cli("check", make_campaign(1, agent="[oracle, oracle]"), "--no-site")
     assert done.returncode == 2
     assert "give each a class or function of its own" in done.stderr
+
+
+def test_a_first_campaign_file_maps_the_image_of_new_tasks(tmp_path: Path) -> None:
+    campaign = tmp_path / "campaign.yaml"
+    assert cli("tasks", "new", "a", tmp_path / "tasks").returncode == 0
+    assert cli("init", campaign).returncode == 0
+    assert load(campaign).environment.images == {"base": "docker://debian:12", "*": "docker://*"}
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "base.sif").touch()
+    assert cli("init", campaign, "--force").returncode == 0
+    assert load(campaign).environment.images["base"] == "images/base.sif"
+    assert len(campaign.read_text().splitlines()) <= 40
+
+
+def test_tasks_list_shows_the_valid_tasks_and_names_the_others(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        cli("tasks", "new", name, tmp_path)
+    (tmp_path / "b" / "task.toml").write_text("schema_version = 7\n")
+    done = cli("tasks", "list", tmp_path)
+    assert done.returncode == 2
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["a", "c"]
+    (error,) = done.stderr.splitlines()
+    assert f"{tmp_path}/b/task.toml:1: schema_version = 7" in error
+    done = cli("tasks", "list", tmp_path / "[ab]", "--json")
+    assert (done.returncode, [task["id"] for task in json.loads(done.stdout)]) == (2, ["a"])
+    done = cli("tasks", "list", tmp_path / "c*")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_tasks_without_a_statement_are_left_out_of_an_import(tmp_path: Path) -> None:
+    smith = {"repo": "a/a", "patch": "x", "FAIL_TO_PASS": ["t"], "image": "x", "runner": "named"}
+    path = tmp_path / "smith.jsonl"
+    statements = ("adds wrongly", "", None)
+    lines = [{**smith, "instance_id": f"i{n}", "problem_statement": text} for n, text in enumerate(statements)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for options in ((), ("--workdir", "/here")):
+        done = cli("tasks", "import", path, "-o", tmp_path / "out", *options)
+        assert done.returncode == 0, done.stderr
+        assert f"{path}:2: has no problem_statement; left out 2 such lines" in done.stderr
+        assert "1 instances" in done.stdout
+        assert [task.id for task in read_tasks(tmp_path / "out" / "smith.jsonl")] == ["i0"]
+    with pytest.raises(ConfigError, match=r"smith\.jsonl:2: problem_statement '': .*megaflow-hpc tasks import"):
+        read_tasks(path)
+    path.write_text(json.dumps(lines[2]) + "\n")
+    assert "contains no instance with a problem_statement" in cli("tasks", "import", path).stderr
