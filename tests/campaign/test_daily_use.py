@@ -6,6 +6,8 @@ import json
 import os
 import re
 import resource
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,8 @@ from megaflow_hpc.config import ModelConfig, load
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.swebench.lines import read_tasks
 from tests.support.campaigns import Make, cli, planned, rows, run_local
+from tests.support.processes import processes
+from tests.support.waiting import until
 
 
 def with_command(make_campaign: Make, tasks: int, line: str, extra: str = "") -> Path:
@@ -252,3 +256,34 @@ def test_tasks_without_a_statement_are_left_out_of_an_import(tmp_path: Path) -> 
         read_tasks(path)
     path.write_text(json.dumps(lines[2]) + "\n")
     assert "contains no instance with a problem_statement" in cli("tasks", "import", path).stderr
+
+
+def test_list_and_status_agree_on_a_run_that_was_copied_or_moved(tmp_path: Path, make_campaign: Make) -> None:
+    run = planned(make_campaign(20, agent="oracle", solution="sleep 3; echo 42 > answer"))
+    command = [sys.executable, "-m", "megaflow_hpc", "resume", str(run.path), "--launcher", "local"]
+    home = tmp_path / "elsewhere"
+    home.mkdir()
+
+    def told(path: Path) -> tuple[str, int]:
+        status = json.loads(cli("status", path, "--json").stdout)
+        (row,) = [row for row in json.loads(cli("list", path.parent, "--json").stdout) if row["path"] == str(path)]
+        assert (row["state"], row["done"]) == (status["state"], status["rollouts"]["completed"]), path.name
+        return row["state"], row["done"]
+
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+        until(lambda: run.status()["rollouts"]["completed"] >= 3, "three rollouts are stored")
+        shutil.copytree(run.path, home / "while-it-ran", symlinks=True)
+        process.kill()
+        for pid in [pid for pid, words in processes() if str(run.path) in words and "megaflow_hpc.pod" in words]:
+            os.kill(pid, signal.SIGKILL)
+    state, done = told(run.path)
+    assert state == "stopped"
+    assert 3 <= done < 20
+    shutil.copytree(run.path, home / "copied", symlinks=True)
+    assert told(home / "copied") == (state, done)
+    os.rename(run.path, home / "moved")
+    assert told(home / "moved") == (state, done)
+    assert told(home / "while-it-ran")[0] == "stopped"
+    assert cli("resume", home / "moved", "--launcher", "local").returncode == 0
+    assert told(home / "moved") == ("finished", 20)
+    assert told(home / "copied") == (state, done)
