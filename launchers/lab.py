@@ -269,8 +269,10 @@ class Lab:
         password = secrets.token_hex(16)
         self.write("slurm.conf", self.site.edit(self.slurm_conf()) + self.site.conf + self.site_conf())
         self.write("gres.conf", "".join(self.gres_line(node) for node in GPU_NODES))
-        for name in {name for site in SITES.values() for name in site.files}:
-            (self.dir / name).unlink(missing_ok=True)
+        for name, text in [pair for site in SITES.values() for pair in site.files.items()]:
+            path = self.dir / name  # of another variant, but not the user's own
+            if path.is_file() and path.read_text() == text:
+                path.unlink()
         for name, text in self.site.files.items():
             self.write(name, text)
         if self.site.stepd:

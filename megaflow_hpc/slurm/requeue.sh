@@ -22,12 +22,12 @@ again() {
     end=${walltime_end:-${SLURM_JOB_END_TIME:-$now}}
     # After SIGTERM, Slurm decides about a requeue, unless the walltime has ended.
     while [ "$requeues" = yes ] || [ "$now" -ge "$end" ]; do
-        if words=$(timeout 60 scontrol "$verb" "$id" 2>&1); then words=; fi
-        # An earlier request succeeded although it reported an error.
-        case $words in '' | *"ob is pending execution"*)
+        if words=$(timeout 60 scontrol "$verb" "$id" 2>&1); then words=; else words="${words:-no answer (exit status $?)}"; fi
+        # An earlier request has succeeded although it reported an error, or Slurm ends this job before scontrol (143).
+        case $words in '' | *"ob is pending execution"* | *"exit status 143)")
             rm -f "$where/$name"
-            sleep 30 # until Slurm ends this shell
-            return
+            sleep 30 # until Slurm ends this shell, and perhaps the sleep first
+            return 0
             ;;
         esac
         words=${words##*$'\n'}

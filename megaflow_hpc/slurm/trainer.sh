@@ -33,14 +33,28 @@ near=no step='' serving=''
 trap 'near=yes; kill -USR1 "$step" 2>/dev/null; (sleep 270; kill -KILL "$step" 2>/dev/null) &' USR2
 trap 'requeues=no; kill -USR1 "$step" 2>/dev/null' TERM
 
-# Applies a command to the pods that are held because they were idle while the trainer was queued. It is repeated because
-# some pods may still be draining, and because Slurm may be unavailable.
+# Applies a command to the pods that are held because they were idle while the trainer was queued. Slurm takes the elements
+# of an array in one request. If one of them has ended it refuses them all, and then each is tried alone. The command is
+# repeated for pods that were just draining, and because Slurm may be away.
 held_pods() {
+    local held element key words list
+    local -A elements=()
     for held in "$RUN"/logs/pod-*.held; do
         [ -e "$held" ] || continue
         element=${held##*/pod-} element=${element%.held}
         case $element in *[!0-9_]* | _* | '') continue ;; esac # must not look like an option of scancel, such as --me
-        "$@" "$element" 2>/dev/null && rm -f "$held"
+        case $element in *_*) key=${element%_*}_ ;; *) key=$element ;; esac
+        elements[$key]+=" $element"
+    done
+    for key in "${!elements[@]}"; do
+        # shellcheck disable=SC2206 # digits and underscores
+        list=(${elements[$key]})
+        held="${list[*]#"$key"}"
+        if words=$("$@" "$key${held:+[${held// /,}]}" 2>&1); then
+            for element in "${list[@]}"; do rm -f "$RUN/logs/pod-$element.held"; done
+        elif [[ $words == *"nvalid job id"* ]]; then
+            for element in "${list[@]}"; do "$@" "$element" 2>/dev/null && rm -f "$RUN/logs/pod-$element.held"; done
+        fi
     done
 }
 held_pods scontrol release

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import resource
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.campaign.facade import Run
-from megaflow_hpc.config import ModelConfig
+from megaflow_hpc.config import ModelConfig, load
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.swebench.lines import read_tasks
 from tests.support.campaigns import Make, cli, planned, rows, run_local
+from tests.support.processes import processes
+from tests.support.waiting import until
 
 
 def with_command(make_campaign: Make, tasks: int, line: str, extra: str = "") -> Path:
@@ -207,3 +211,79 @@ def test_two_agents_of_one_class_are_refused_with_a_remedy(make_campaign: Make) 
     done = cli("check", make_campaign(1, agent="[oracle, oracle]"), "--no-site")
     assert done.returncode == 2
     assert "give each a class or function of its own" in done.stderr
+
+
+def test_a_first_campaign_file_maps_the_image_of_new_tasks(tmp_path: Path) -> None:
+    campaign = tmp_path / "campaign.yaml"
+    assert cli("tasks", "new", "a", tmp_path / "tasks").returncode == 0
+    assert cli("init", campaign).returncode == 0
+    assert load(campaign).environment.images == {"base": "docker://debian:12", "*": "docker://*"}
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "base.sif").touch()
+    assert cli("init", campaign, "--force").returncode == 0
+    assert load(campaign).environment.images["base"] == "images/base.sif"
+    assert len(campaign.read_text().splitlines()) <= 40
+
+
+def test_tasks_list_shows_the_valid_tasks_and_names_the_others(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        cli("tasks", "new", name, tmp_path)
+    (tmp_path / "b" / "task.toml").write_text("schema_version = 7\n")
+    done = cli("tasks", "list", tmp_path)
+    assert done.returncode == 2
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["a", "c"]
+    (error,) = done.stderr.splitlines()
+    assert f"{tmp_path}/b/task.toml:1: schema_version = 7" in error
+    done = cli("tasks", "list", tmp_path / "[ab]", "--json")
+    assert (done.returncode, [task["id"] for task in json.loads(done.stdout)]) == (2, ["a"])
+    done = cli("tasks", "list", tmp_path / "c*")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_tasks_without_a_statement_are_left_out_of_an_import(tmp_path: Path) -> None:
+    smith = {"repo": "a/a", "patch": "x", "FAIL_TO_PASS": ["t"], "image": "x", "runner": "named"}
+    path = tmp_path / "smith.jsonl"
+    statements = ("adds wrongly", "", None)
+    lines = [{**smith, "instance_id": f"i{n}", "problem_statement": text} for n, text in enumerate(statements)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for options in ((), ("--workdir", "/here")):
+        done = cli("tasks", "import", path, "-o", tmp_path / "out", *options)
+        assert done.returncode == 0, done.stderr
+        assert f"{path}:2: has no problem_statement; left out 2 such lines" in done.stderr
+        assert "1 instances" in done.stdout
+        assert [task.id for task in read_tasks(tmp_path / "out" / "smith.jsonl")] == ["i0"]
+    with pytest.raises(ConfigError, match=r"smith\.jsonl:2: problem_statement '': .*megaflow-hpc tasks import"):
+        read_tasks(path)
+    path.write_text(json.dumps(lines[2]) + "\n")
+    assert "contains no instance with a problem_statement" in cli("tasks", "import", path).stderr
+
+
+def test_list_and_status_agree_on_a_run_that_was_copied_or_moved(tmp_path: Path, make_campaign: Make) -> None:
+    run = planned(make_campaign(20, agent="oracle", solution="sleep 3; echo 42 > answer"))
+    command = [sys.executable, "-m", "megaflow_hpc", "resume", str(run.path), "--launcher", "local"]
+    home = tmp_path / "elsewhere"
+    home.mkdir()
+
+    def told(path: Path) -> tuple[str, int]:
+        status = json.loads(cli("status", path, "--json").stdout)
+        (row,) = [row for row in json.loads(cli("list", path.parent, "--json").stdout) if row["path"] == str(path)]
+        assert (row["state"], row["done"]) == (status["state"], status["rollouts"]["completed"]), path.name
+        return row["state"], row["done"]
+
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+        until(lambda: run.status()["rollouts"]["completed"] >= 3, "three rollouts are stored")
+        shutil.copytree(run.path, home / "while-it-ran", symlinks=True)
+        process.kill()
+        for pid in [pid for pid, words in processes() if str(run.path) in words and "megaflow_hpc.pod" in words]:
+            os.kill(pid, signal.SIGKILL)
+    state, done = told(run.path)
+    assert state == "stopped"
+    assert 3 <= done < 20
+    shutil.copytree(run.path, home / "copied", symlinks=True)
+    assert told(home / "copied") == (state, done)
+    os.rename(run.path, home / "moved")
+    assert told(home / "moved") == (state, done)
+    assert told(home / "while-it-ran")[0] == "stopped"
+    assert cli("resume", home / "moved", "--launcher", "local").returncode == 0
+    assert told(home / "moved") == ("finished", 20)
+    assert told(home / "copied") == (state, done)

@@ -94,11 +94,62 @@ def test_only_elements_of_arrays_are_released_or_cancelled(tmp_path: Path) -> No
     for name in names:
         (tmp_path / "logs" / f"pod-{name}.held").touch()
     function = part("trainer.sh", "held_pods() {", "held_pods scontrol release")
-    said = run(f'{function}\nasked() {{ printf "<%s>" "$@"; }}\nheld_pods asked cancel', tmp_path)
-    assert re.findall("<([^>]*)>", said) == ["cancel", "12", "cancel", "12_3", "cancel", "456_0"]
+    said = run(f'{function}\nasked() {{ printf "<%s>" "$@" >>said; }}\nheld_pods asked cancel; cat said', tmp_path)
+    assert sorted(re.findall("<cancel><([^>]*)>", said)) == ["12", "12_[3]", "456_[0]"]
     left = {path.name for path in (tmp_path / "logs").iterdir()}
     assert left == {f"pod-{name}.held" for name in names[:-3]}
     assert not (tmp_path / "ran").exists()
+
+
+def test_held_elements_are_released_in_one_request_or_else_each_alone(tmp_path: Path) -> None:
+    """Slurm refuses a list that names an element which has ended."""
+    (tmp_path / "logs").mkdir()
+    held = [tmp_path / "logs" / f"pod-7_{n}.held" for n in range(3)]
+    function = part("trainer.sh", "held_pods() {", "held_pods scontrol release")
+
+    def released(answer: str) -> list[str]:
+        for path in held:
+            path.touch()
+        script = f'{function}\nasked() {{ echo "$1" >>said; {answer}; }}\nheld_pods asked; cat said; rm said'
+        return run(script, tmp_path).split()
+
+    assert released("true") == ["7_[0,1,2]"]
+    assert not any(path.exists() for path in held)
+    ended = 'case $1 in *1*) echo "Invalid job id specified for job $1" >&2; return 1 ;; esac'
+    assert released(ended) == ["7_[0,1,2]", "7_0", "7_1", "7_2"]
+    assert [path for path in held if path.exists()] == [held[1]]
+    assert released('echo "Unable to contact slurm controller" >&2; return 1') == ["7_[0,1,2]"]
+    assert all(path.exists() for path in held)
+
+
+AGAIN = "again trainer requeue 7 && echo taken || echo refused"
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "said"),
+    [
+        ("exit 0", "taken"),
+        ("echo Job is pending execution >&2; exit 1", "taken"),
+        ("kill -TERM $$", "taken"),
+        ("echo Requested operation is presently disabled >&2; exit 1", "refused"),
+        ("test -e asked && exit 0; touch asked; exit 124", "taken"),
+    ],
+)
+def test_a_request_that_slurm_takes_is_not_called_refused(tmp_path: Path, scontrol: str, said: str) -> None:
+    """Slurm ends the job that it requeues, and with it the commands of its shell."""
+    program = tmp_path / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/bash\n{scontrol}\n")
+    program.chmod(0o755)
+    (tmp_path / "run.json").touch()
+    text = (SLURM / "requeue.sh").read_text()
+    function = text[text.index("again() {") :]
+    script = f'{function}\nsleep() {{ [ "$1" -lt 30 ] || return 143; }}\nrequeues=yes\n{AGAIN}'
+    done = run(script, tmp_path, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert done.splitlines()[-1] == said
+    assert (tmp_path / "ledger" / "refused" / "7").exists() == (said == "refused")
+    if "asked" in scontrol:
+        assert "scontrol requeue 7: no answer (exit status 124)" in done
 
 
 def test_a_consumers_name_is_no_pattern_among_the_jobs(tmp_path: Path) -> None:

@@ -99,3 +99,40 @@ def test_tasks_validate_takes_limits_and_images_from_a_campaign(
     assert (evidence["reward_after"], evidence["valid"]) == (0.0, False)
     assert any("memory limit" in problem for problem in evidence["problems"])
     remove_tree(tmp_path / "scratch")
+
+
+MODULE = """\
+class Answer:
+    image, workdir, instruction = "base", "/app", "Write 42 to the file answer."
+
+    async def setup(self, sandbox):
+        await sandbox.exec(["mkdir", "-p", "/app"], cwd="/")
+
+    async def solve(self, sandbox):
+        await sandbox.exec(["sh", "-c", "echo 42 > /app/answer"])
+
+    async def score(self, sandbox):
+        return float((await sandbox.exec(["grep", "-q", "42", "/app/answer"])).exit_code == 0)
+"""
+
+
+def test_tasks_validate_takes_whatever_a_campaign_names(
+    rootfs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("a1", "a2", "b1"):
+        assert main(["tasks", "new", name]) == 0
+    (tmp_path / "answers.py").write_text(MODULE)
+
+    def valid(*words: str) -> list[str]:
+        capsys.readouterr()
+        assert main(["tasks", "validate", *words, "--image", rootfs, "--json"]) == 0
+        return [task["task"] for task in json.loads(capsys.readouterr().out)["tasks"]]
+
+    assert valid("tasks/a*") == ["a1", "a2"]
+    assert valid("tasks/*", "--only", "b1") == ["b1"]
+    assert valid("answers:Answer") == ["Answer"]
+    assert main(["tasks", "validate", "tasks/*", "--only", "c", "--image", rootfs]) == 2
+    assert "--only c: no such task in tasks/*; see: megaflow-hpc tasks list" in capsys.readouterr().err
+    remove_tree(tmp_path / "scratch")

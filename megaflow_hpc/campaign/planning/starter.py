@@ -35,6 +35,8 @@ class Starter:
     tasks: str = ""
     """Source of tasks in the directory, if any."""
     model: str = ""
+    base: str = "docker://debian:12"
+    """Source of the image ``base``, a placeholder that only ``tasks new`` writes and that no registry has."""
     engine: bool = False
     agent: bool = False
     """True if mini-swe-agent is installed."""
@@ -60,6 +62,8 @@ class Starter:
             starter.tasks = "tasks/*"
         elif lines := sorted(directory.glob("*.jsonl")):
             starter.tasks = lines[0].name
+        if (directory / "images" / "base.sif").exists():
+            starter.base = "images/base.sif"
         starter.model = next(iter(cached_models()), "")
         starter.engine = not why_no_engine({"engine": "vllm"})
         starter.agent = importlib.util.find_spec("minisweagent") is not None
@@ -139,12 +143,13 @@ class Starter:
             *(f"#   needs {each}" for each in lacking),
         ]
 
-    @staticmethod
-    def _environment() -> list[str]:
+    def _environment(self) -> list[str]:
         return [
             "environment:",
             "  network: gateway  # sandboxes reach the model only; or none, host",
-            '  images: {"*": "docker://*"}  # image names of tasks: from Docker Hub; or NAME: FILE.sif, NAME: FILE.def',
+            "  images:  # of the names that tasks use: NAME: FILE.sif, FILE.def or docker://ADDRESS",
+            f'    base: "{self.base}"  # the name in tasks made by: megaflow-hpc tasks new',
+            '    "*": "docker://*"  # all other names: from Docker Hub',
         ]
 
     def _slurm(self) -> list[str]:

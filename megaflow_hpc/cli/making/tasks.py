@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import glob
+import os
 from pathlib import Path
 
 from megaflow_hpc.cli.making import tasks_import
@@ -32,6 +34,9 @@ Each task runs twice in fresh sandboxes: unchanged (reward 0 expected) and with 
 tasks made by tasks build, single tests are compared too: a named test must fail before, not just be missing.
 Sandboxes and verification follow the campaign file of --campaign, or the defaults. Exit status 1 if a
 task is invalid.
+
+SOURCE is a task directory, a directory of tasks, or whatever "tasks:" of a campaign may name: a quoted pattern, a
+module:Class, or a JSONL file.
 """
 
 
@@ -73,11 +78,15 @@ def register(subparsers: Subparsers) -> None:
             "tasks validate tasks/bugs",
             "tasks validate tasks/bugs/tomlkit-integer-division --image tasks/images/megaflow-bugs.sif --json",
             "tasks validate tasks/bugs --campaign campaign.yaml",
+            "tasks validate 'tasks/py*' --image base.sif",
+            "tasks validate mytasks:Sorting --image base.sif",
         ],
         description=VALIDATE,
     )
-    validate.add_argument("directory", metavar="DIR", help="a task directory, or a directory of tasks")
-    validate.add_argument("--image", metavar="SIF", help="the tasks' image; default: images/NAME.sif next to DIR")
+    validate.add_argument("source", metavar="SOURCE", help="the tasks, as described above")
+    validate.add_argument(
+        "--image", metavar="SIF", help="the tasks' image; default: images/NAME.sif next to the tasks' directory"
+    )
     validate.add_argument("--only", metavar="ID", action="extend", nargs="+", default=[], help="only these tasks")
     validate.add_argument(
         "--campaign", metavar="FILE", help="use this campaign's limits, network, verification and images"
@@ -102,8 +111,15 @@ def register(subparsers: Subparsers) -> None:
     new.add_argument("name", metavar="NAME", help="id of the task")
     new.add_argument("directory", metavar="DIR", nargs="?", default="tasks", help="parent directory; default: tasks")
 
-    listing = add_verb(verbs, "list", run_list, "print the tasks of a directory", examples=["tasks list tasks/bugs"])
-    listing.add_argument("directory", metavar="DIR", help="a task directory, or a directory of tasks")
+    listing = add_verb(
+        verbs,
+        "list",
+        run_list,
+        "print the tasks of a directory",
+        examples=["tasks list tasks/bugs"],
+        description="Invalid tasks are named on stderr and left out of the list. Exit status 2 if there are any.",
+    )
+    listing.add_argument("directory", metavar="DIR", help="a task directory, a directory of tasks, or a quoted pattern")
 
 
 def run_build(arguments: argparse.Namespace) -> int:
@@ -138,11 +154,15 @@ def run_build(arguments: argparse.Namespace) -> int:
 
 
 def task_directories(directory: str) -> list[Path]:
-    """Returns ``directory`` itself if it is a task, otherwise the tasks in it.
+    """Returns ``directory`` itself if it is a task, otherwise the tasks in it. A pattern gives the tasks that match it.
 
     Raises:
-        ConfigError: The directory contains no tasks.
+        ConfigError: The directory contains no tasks, or no task matches the pattern.
     """
+    if glob.has_magic(directory) and not os.path.lexists(directory):
+        from megaflow_hpc.tasks.harbor.format import find_tasks
+
+        return [Path(path) for path in find_tasks(directory, Path.cwd())]
     root = Path(directory).absolute()
     if (root / "task.toml").is_file():
         return [root]
@@ -165,23 +185,29 @@ def run_validate(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
-    from megaflow_hpc.tasks.harbor.reader import read_harbor_task
+    from megaflow_hpc.tasks.formats import format_of_source
+    from megaflow_hpc.tasks.harbor.format import FORMAT as HARBOR
     from megaflow_hpc.tasks.images import image_requests, in_image_directories
+    from megaflow_hpc.tasks.loading import load_tasks
     from megaflow_hpc.tasks.validation import Validation, validate
 
-    directories = task_directories(arguments.directory)
-    unknown = set(arguments.only) - {path.name for path in directories}
-    if unknown:
-        raise ConfigError(
-            f"--only {sorted(unknown)[0]}: no such task in {arguments.directory}; see: megaflow-hpc tasks list"
-        )
+    sources: list[str] = [arguments.source]
+    if format_of_source(arguments.source) is HARBOR:
+        sources = [glob.escape(str(path)) for path in task_directories(arguments.source)]
+        if arguments.only:
+            sources = [path for path in sources if Path(path).name in map(glob.escape, arguments.only)]
     environment = load(arguments.campaign).environment if arguments.campaign else EnvironmentConfig(network="none")
     if arguments.network:
         environment = environment.model_copy(update={"network": arguments.network})
     registries = Registries(environment.mirrors, environment.air_gapped)
     images = Images(ImageStore(named=environment.image_store), registries, Builder(environment.network_of_builds))
-    chosen = [path for path in directories if not arguments.only or path.name in arguments.only]
-    tasks = [read_harbor_task(path, images.dockerfiles) for path in chosen]
+    tasks = load_tasks(sources, Path.cwd(), images.dockerfiles) if sources else []
+    unknown = set(arguments.only) - {task.id for task in tasks}
+    if unknown:
+        raise ConfigError(
+            f"--only {sorted(unknown)[0]}: no such task in {arguments.source}; see: megaflow-hpc tasks list"
+        )
+    tasks = [task for task in tasks if not arguments.only or task.id in arguments.only]
     requests = image_requests(tasks)
     if arguments.campaign and not arguments.image:
         mapping = ImageMapping(environment.images, Path(arguments.campaign).absolute().parent, arguments.campaign)
@@ -230,7 +256,8 @@ def run_validate(arguments: argparse.Namespace) -> int:
 def _image_beside(task: Path, name: str) -> str:
     from megaflow_hpc.environments.images.mapping import match_name
 
-    return str(match_name(name, {"*": f"{task.parent.parent / 'images'}/*.sif"}))
+    place = task.parent if task.is_file() else task.parent.parent
+    return str(match_name(name, {"*": f"{place / 'images'}/*.sif"}))
 
 
 def run_new(arguments: argparse.Namespace) -> int:
@@ -250,10 +277,16 @@ RELEASE = ("package", "buggy", "fixed", "kind", "changelog")
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Prints the tasks in a directory. Returns the exit status."""
+    """Prints the valid tasks in a directory. Returns 2 if another one is invalid."""
     from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 
-    tasks = [read_harbor_task(path) for path in task_directories(arguments.directory)]
+    tasks, status = [], 0
+    for path in task_directories(arguments.directory):
+        try:
+            tasks.append(read_harbor_task(path))
+        except ConfigError as error:
+            note(str(error))
+            status = 2
     release_keys = [key for key in RELEASE if any(task.metadata.get(key) for task in tasks)]
     rows = [
         {
@@ -268,11 +301,13 @@ def run_list(arguments: argparse.Namespace) -> int:
     ]
     if arguments.json:
         print_json([{**row, "path": task.path} for row, task in zip(rows, tasks, strict=True)])
-        return 0
+        return status
+    if not rows:
+        return status
     shown = [
         {**row, "solution": "yes" if row["solution"] else "no", "instruction": str(row["instruction"])[:60]}
         for row in rows
     ]
     head = [{"agent_timeout_s": "agent s"}.get(key, key) for key in rows[0]]
     say(table(head, [tuple(row.values()) for row in shown]))
-    return 0
+    return status

@@ -18,8 +18,9 @@ from megaflow_hpc.host.atomic import write_atomic
 DESCRIPTION = """\
 Reads JSONL of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, one instance a line, and
 reports how each would be tested: script (the line's own or the swebench package's command, its log parsed by the
-package) or named (pytest with the ids). With --output the instances are written to DIR/NAME.jsonl in a uniform format,
-with the values of the options. A campaign reads such files directly, imported or not: tasks: [{path: X.jsonl}].
+package) or named (pytest with the ids). Lines without a problem statement are left out and counted. With --output the
+instances are written to DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign reads such
+files directly, imported or not: tasks: [{path: X.jsonl}].
 """
 
 
@@ -55,8 +56,9 @@ def register(verbs: Subparsers) -> None:
 
 def run_import(arguments: argparse.Namespace) -> int:
     """Checks files, and writes them if requested. Returns the exit status."""
+    from megaflow_hpc.tasks.swebench.datasets import Line
     from megaflow_hpc.tasks.swebench.instances import read_instances
-    from megaflow_hpc.tasks.swebench.lines import LineSource, read_tasks
+    from megaflow_hpc.tasks.swebench.lines import LineSource, read_tasks, to_task
     from megaflow_hpc.tasks.swebench.plan import settle
 
     names = [Path(file).name for file in arguments.files]
@@ -75,14 +77,18 @@ def run_import(arguments: argparse.Namespace) -> int:
         if source.suffix != ".jsonl":
             raise ConfigError(f"{source}: expected a .jsonl file")
         with under_way(f"reading {source}"), tempfile.TemporaryDirectory() as scratch:
-            instances = [instance.fill_in(arguments.image, **options) for _, instance in read_instances(source)]
+            skipped: list[Line] = []
+            read = list(read_instances(source, skipped=skipped))
+            instances = [instance.fill_in(arguments.image, **options) for _, instance in read]
             text = "".join(json.dumps(instance.record(), ensure_ascii=False) + "\n" for instance in instances)
             if changed:  # check the tasks in the form that will be written
                 copy = Path(scratch, source.name)
                 copy.write_text(text, encoding="utf-8", errors="surrogatepass")
                 tasks = settle(read_tasks(copy))
             else:
-                tasks = settle(read_tasks(source))
+                tasks = settle([to_task(line, instance) for line, instance in read])
+        if skipped:
+            note(f"{skipped[0]}: has no problem_statement; left out {len(skipped)} such lines")
         target = Path(arguments.output).absolute() / source.name if arguments.output else None
         if target is not None:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -93,10 +93,19 @@ def image_name(pattern: str, instance_id: str) -> str:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
+class NoStatementError(ConfigError):
+    """A line has no problem statement. Most lines of SWE-smith have none, so no agent can be given them."""
+
+
 def read_instances(
-    path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda _: True
+    path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda _: True, skipped: list[Line] | None = None
 ) -> Iterator[tuple[Line, Instance]]:
     """Yields every instance of a file in order. Skips blank lines, and invalid lines whose id is not wanted.
+
+    Args:
+        path: the file.
+        wanted: Returns whether the instance of this id is used.
+        skipped: Receives the lines without a problem statement. If ``None``, such lines are invalid.
 
     Raises:
         ConfigError: a line is invalid or an id is duplicated; names file, line, field, value and what was expected.
@@ -106,8 +115,10 @@ def read_instances(
     for line in _lines(file):
         try:
             instance = parse(line)
-        except ConfigError:
-            if wanted(_id_of(line)):
+        except ConfigError as error:
+            if skipped is not None and isinstance(error, NoStatementError):
+                skipped.append(line)
+            elif wanted(_id_of(line)):
                 raise
             continue
         if instance.task_id in seen:
@@ -118,7 +129,8 @@ def read_instances(
         seen[instance.task_id] = line.number
         yield line, instance
     if not seen:
-        raise ConfigError(f"{file}: contains no instance; expected one JSON object per line")
+        which = "no instance with a problem_statement" if skipped else "no instance"
+        raise ConfigError(f"{file}: contains {which}; expected one JSON object per line")
 
 
 def _id_of(line: Line) -> str:
@@ -165,9 +177,12 @@ def parse(line: Line) -> Instance:
 def _instance(line: Line, raw: dict[str, Any]) -> Instance:
     fields = dataset_of(raw).convert(line, raw)
     values = {key: _text(line, key, fields[key]) for key in TEXT_FIELDS if key in fields}
-    for key in ("instance_id", "repo", "problem_statement"):
+    for key in ("instance_id", "repo"):
         if not values.get(key, "").strip():
             raise line.error(key, fields.get(key), "a text that is not empty")
+    if not values.get("problem_statement", "").strip():
+        found = line.error("problem_statement", fields.get("problem_statement"), "a text that is not empty")
+        raise NoStatementError(f"{found}; leave such lines out with: megaflow-hpc tasks import {line.path} -o DIR")
     failing = _names(line, "FAIL_TO_PASS", fields.get("FAIL_TO_PASS"))
     if not failing:
         raise line.error("FAIL_TO_PASS", fields.get("FAIL_TO_PASS"), "at least one test")
