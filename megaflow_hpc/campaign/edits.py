@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
-from megaflow_hpc.campaign.overview import stored
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.ledger import Ledger, read_blocks
+from megaflow_hpc.ledger.progress import stored_by
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.accepted import accept, accepted_line
 from megaflow_hpc.rundir.layout import RunDir
@@ -96,7 +96,7 @@ def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
 
     there = {path.name.removesuffix(".journal") for path in journals(run)}  # <pod>.<start>
     leases = ledger.leases()
-    lost = [count for name, lease in leases.items() if name not in there and (count := stored(run, name, lease))]
+    lost = [count for name, lease in leases.items() if name not in there and (count := stored_by(run, name, lease))]
     accounts = ledger.accounts(leases)
     # The leases of earlier starts were removed. We know how many journals there were, but not which are missing.
     earlier = sum(facts["journals"] for name, facts in accounts.items() if name not in leases)

@@ -23,7 +23,6 @@ from megaflow_hpc.config.quotas import check_scale
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.blocks import numbers
-from megaflow_hpc.ledger.report import progress_of
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Refused
@@ -39,6 +38,7 @@ from megaflow_hpc.slurm.arrays import (
     trainer_jobs,
 )
 from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
+from megaflow_hpc.trajectories.journal import packs
 
 GONE_S = 120.0
 MAX_DEPENDENCIES = 16
@@ -405,11 +405,9 @@ class Jobs(LiveJobs):
                 ends[job] = "vain"
             elif state not in accounting.LIVE:  # slurmdbd may be late
                 ends[job] = state
-        stored = set()
-        for name, lease in self._ledger.leases().items() if ends or plan.last else ():
-            progress = progress_of(lease)
-            if progress and progress.stored:
-                stored.add(name.rpartition(".")[0])
+        # A start that stores nothing leaves no journal. Leases of ended pods are removed.
+        journals = packs.sizes(self._run.journal) if ends or plan.last else ()
+        stored = {name.removesuffix(packs.JOURNAL).rpartition(".")[0] for name in journals}
         plan.take_in(pods, listed, ends, stored)
 
     def _vain(self, pod: str) -> bool:

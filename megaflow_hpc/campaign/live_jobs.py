@@ -60,7 +60,7 @@ class LiveJobs:
         started."""
         ids = set(self.arrays.ids(role))
         if role in (None, "pods"):
-            ids |= {array for facts in self._ledger.accounts().values() for array in facts["arrays"]}
+            ids |= self._ledger.arrays()
         if role in (None, "trainer"):
             ids |= {job for jobs in self.trainers().values() for job in jobs}
         return sorted(ids, key=lambda job: (len(number(job)), job))

@@ -17,12 +17,11 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.report import process_here, progress_of
+from megaflow_hpc.ledger.progress import progress_of, stored_by
+from megaflow_hpc.ledger.report import process_here
 from megaflow_hpc.monitor.state import lives, run_state
 from megaflow_hpc.rundir.endpoints import EndpointFiles
-from megaflow_hpc.rundir.events import PodEvent, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.logs import last_events
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_head
 from megaflow_hpc.slurm import accounting, site
@@ -31,8 +30,6 @@ from megaflow_hpc.slurm.ids import array_of
 
 SIZED_ENTRIES = 20_000
 """Default limit on the files and directories visited to measure all runs of a list."""
-RECENT_EVENTS = 200
-"""Number of latest events to read of a pod that has not ended."""
 
 
 @dataclass
@@ -115,7 +112,7 @@ class _Look:
             leases, gone = ledger.leases(), ledger.gone()
             accounts = ledger.accounts(leases)
             past = sum(facts["stored"] for name, facts in accounts.items() if name not in leases)
-            done = sum(stored(run, name, lease) for name, lease in leases.items() if name in accounts)
+            done = sum(stored_by(run, name, lease) for name, lease in leases.items() if name in accounts)
             self.glance.done = min(past + done, self.glance.total)
             if marks.cancelled:
                 self.glance.state = "cancelled"
@@ -141,17 +138,6 @@ class _Look:
             started=self._started,
         )
         self.glance.cause = cause if self.glance.state == "unknown" else ""
-
-
-def stored(run: RunDir, pod: str, lease: dict[str, Any]) -> int:
-    """Returns the number of rollouts that a pod start has stored. Its last events are newer than its last lease
-    renewal, for instance if it was killed or its run was moved."""
-    progress = progress_of(lease)
-    events, all_of_them = last_events(run, pod, 1 if lease.get("ended") else RECENT_EVENTS)
-    said = max((event.stored or 0 for event in events if isinstance(event, PodEvent)), default=0)
-    counted, since = (0, 0.0) if all_of_them or not progress else (progress.stored, progress.t)
-    counted += len({event.id for event in events if isinstance(event, RolloutEvent) and event.t > since})
-    return max(progress.stored if progress else 0, counted, said)
 
 
 def _lives(lease: dict[str, Any], jobs: set[str] | None) -> bool:

@@ -16,9 +16,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Names:
-    """Lists a directory, excluding private names. Result: ``tuple[str, ...]``, empty if the directory is missing."""
+    """Lists a directory. Result: ``tuple[str, ...]``, empty if the directory is missing."""
 
     directory: str
+    private: bool = False
+    """If True, private names, which begin with a dot, are listed too."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,19 @@ class Length:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Counts the rollouts that ``<pod>.<start>`` stored, of which the lease may show fewer. Result: ``int``."""
+
+    owner: str
+    lease: Mapping[str, Any] = field(hash=False)
+
+
+@dataclass(frozen=True)
 class Do:
     """Makes results durable. No result."""
 
     action: Callable[[], object]
 
 
-Call = Names | Read | There | Link | Publish | Rewrite | Touch | Remove | Clock | Length | Do
+Call = Names | Read | There | Link | Publish | Rewrite | Touch | Remove | Clock | Length | Stored | Do
 Steps = Generator[Call, Any, T]

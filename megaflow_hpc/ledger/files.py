@@ -31,10 +31,12 @@ from megaflow_hpc.ledger.calls import (
     Remove,
     Rewrite,
     Steps,
+    Stored,
     T,
     There,
 )
 from megaflow_hpc.ledger.calls import Touch as TouchCall
+from megaflow_hpc.ledger.progress import stored_by
 from megaflow_hpc.rundir.json_files import read_json
 from megaflow_hpc.rundir.layout import RunDir
 
@@ -117,9 +119,13 @@ class Files:
     def _length(self, call: Length) -> int:
         return self.journal_length(call.owner)
 
+    def _stored(self, call: Stored) -> int:
+        return stored_by(RunDir(self._root), call.owner, call.lease)
+
     def _names(self, call: Names) -> tuple[str, ...]:
         try:
-            return tuple(name for name in os.listdir(self._root / call.directory) if not name.startswith("."))
+            names = os.listdir(self._root / call.directory)
+            return tuple(name for name in names if call.private or not name.startswith("."))
         except FileNotFoundError:
             return ()
 
@@ -173,6 +179,9 @@ class Files:
             try:
                 self._hard_link(private, target)
                 won = True
+            except FileNotFoundError:  # the private file was removed because this pod was assumed dead
+                self._private.pop(call.token, None)
+                raise
             except FileExistsError:
                 refused = True
                 won = _links(private) > links
@@ -182,6 +191,12 @@ class Files:
             self._private.pop(call.token, None)
             private.unlink(missing_ok=True)
         return won
+
+    def remove_private(self) -> None:
+        """Removes the private files that are kept for further calls. The next call writes a new one. Raises OSError."""
+        for private, _ in self._private.values():
+            private.unlink(missing_ok=True)
+        self._private.clear()
 
     def _hard_link(self, private: Path, target: Path) -> None:
         os.link(private, target)

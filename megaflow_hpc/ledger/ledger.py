@@ -29,7 +29,7 @@ from megaflow_hpc.ledger import names
 from megaflow_hpc.ledger.calls import Clock, Names, Read
 from megaflow_hpc.ledger.files import Files, Operation, boot_clock
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
-from megaflow_hpc.ledger.past import Facts, accounts, read_record
+from megaflow_hpc.ledger.past import Facts, accounts, add_facts, array_of, read_record, recent
 from megaflow_hpc.ledger.pruning import Pruning
 from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.ledger.rules import Claim, LedgerRules, Outlook
@@ -144,6 +144,13 @@ class Ledger:
         _, record = self._files.carry_out(read_record())
         return accounts(self.leases() if leases is None else leases, record)
 
+    def arrays(self) -> set[str]:
+        """Returns the job arrays of all pods that ever started. Reads no lease, because it is called often."""
+        _, record = self._files.carry_out(read_record())
+        pods = {name.rpartition(".")[0] for name in self._names(names.LEASES)}
+        ended = add_facts([record, *recent(record).values()])
+        return {*ended.get("arrays", ()), *filter(None, map(array_of, pods))}
+
     def mark_gone(self, pod_start: str) -> None:
         """Records that a start of a pod is gone. The caller must have proof (from Slurm or the process table)."""
         write_atomic(self.run.path / names.GONE / pod_start, b"")
@@ -191,6 +198,10 @@ class Ledger:
             LedgerError: Another pod took over the block. Anything stored after that does not count.
         """
         self._files.carry_out(self._rules.mark_done(claim))
+
+    def leave(self) -> None:
+        """Removes this pod's private files, when it ends. The coordinator removes those of killed pods."""
+        self._files.remove_private()
 
     @property
     def seen(self) -> Outlook:

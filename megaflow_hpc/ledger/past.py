@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megaflow_hpc.ledger.calls import Names, Read, Steps
+from megaflow_hpc.ledger.calls import Names, Read, Steps, Stored
 from megaflow_hpc.ledger.names import ENDED, newest_starts
 from megaflow_hpc.rundir.budget import measured
 from megaflow_hpc.rundir.record import JOB_ID
@@ -34,14 +34,20 @@ record."""
 def facts_of(lease: Mapping[str, Any]) -> Facts:
     """Returns the facts of one start, without earlier ones."""
     stored, job = _count(lease.get("stored")), lease.get("job_id")
+    array = array_of(job) if isinstance(job, str) else None
     return {
         "starts": 1,
         "core_s": measured(lease.get("core_s")) or 0.0,
         "began_at": measured(lease.get("began_at")),
         "stored": stored,
         "journals": int(stored > 0),
-        "arrays": [re.sub("_[^@]*", "", job)] if isinstance(job, str) and JOB_ID.fullmatch(job) else [],
+        "arrays": [array] if array else [],
     }
+
+
+def array_of(pod: str) -> str | None:
+    """Returns the job array of a pod, which is named like its job. ``None`` if it does not run under Slurm."""
+    return re.sub("_[^@]*", "", pod) if JOB_ID.fullmatch(pod) else None
 
 
 def add_facts(several: Iterable[Mapping[str, Any]]) -> Facts:
@@ -108,6 +114,13 @@ def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any])
         if earlier := _earlier(leases[name]):
             found[f"{name} earlier"] = add_facts([earlier])
     return found
+
+
+def counted(name: str, lease: dict[str, Any]) -> Steps[dict[str, Any]]:
+    """Returns a lease with the number of rollouts that the start stored, also after its last renewal."""
+    if not lease or lease.get("ended"):
+        return lease
+    return {**lease, "stored": (yield Stored(name, lease))}
 
 
 def read_record() -> Steps[tuple[int, dict[str, Any]]]:

@@ -16,6 +16,7 @@ file                                 is not needed once
 ``released/<block>.<epoch>``         the block has a later claim
 ``hungry/<pod>.<start>.<n>.<slots>`` the pod has no lease, has ended or is gone
 ``partial/<pod>.<start>.json``       every block that the pod ever held is done
+``claims/.<pod>.<start>.…``          the pod has no lease, has ended or is gone
 ``ended/<n>``                        there is a later record
 ==================================== ========================================================================
 
@@ -24,7 +25,7 @@ A pod whose lease was removed may still be alive. It finds out at its next renew
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -45,7 +46,7 @@ from megaflow_hpc.ledger.names import (
     newest_starts,
     pairs,
 )
-from megaflow_hpc.ledger.past import Facts, add_facts, facts_of_starts, read_record, recent, taken_over
+from megaflow_hpc.ledger.past import Facts, add_facts, counted, facts_of_starts, read_record, recent, taken_over
 from megaflow_hpc.ledger.rules import LedgerRules
 
 PRUNE_S = 60.0
@@ -80,7 +81,8 @@ class Pruning:
         partial = yield Names(PARTIAL)
         # Read the claims last: a pod that has ended or is gone makes no more.
         done = done_blocks((yield Names(DONE)))
-        claims = pairs((yield Names(CLAIMS)))
+        listed = yield Names(CLAIMS, private=True)
+        claims = pairs(name for name in listed if name[0] != ".")
         released = pairs((yield Names(RELEASED)))
         newest = latest(f"{block}.{epoch}" for block, epoch in claims)
         holders, wanted = yield from self._owners(newest, done, released)
@@ -104,6 +106,7 @@ class Pruning:
             for name in partial
             if name.endswith(".json") and name.removesuffix(".json") not in wanted | active
         ]
+        paths += [f"{CLAIMS}/{name}" for name in listed if name[0] == "." and not _is_of(name, active)]
         paths += [f"{ENDED}/{older}" for older in (yield Names(ENDED)) if older.isdigit() and int(older) < number]
         unread = {name.rpartition(".")[0] for name in current - known.keys()}  # they may have taken starts over
         absent = [name for name in recorded if name not in leases and name.rpartition(".")[0] not in unread]
@@ -113,7 +116,9 @@ class Pruning:
         new = sorted(over - recorded - holders)[:MAX_NAMES]
         if new or due & set(absent):
             names = [name for name in [*recorded, *new] if name not in due or name in leases]
-            apart = {**recent(record), **{name: facts_of_starts({name: known[name]}) for name in new}}
+            apart = recent(record)
+            for name in new:
+                apart[name] = facts_of_starts({name: (yield from counted(name, known[name]))})
             yield from self._record(number + 1, record, apart, names, taken_over(known))
         for path in sorted(due - set(absent)):
             yield Remove(path)
@@ -151,3 +156,9 @@ class Pruning:
         kept = {name: apart[name] for name in sorted(names) if name in apart}
         content = {**sums, "names": sorted(names), "recent": kept}
         yield Link(f"{ENDED}/{number}", content, f"{self._rules.identity.name}.ended.{number}.{len(kept)}")
+
+
+def _is_of(private: str, pods: Collection[str]) -> bool:
+    """Returns whether a private file belongs to one of these ``<pod>.<start>``, with whose name it begins."""
+    parts = private.lstrip(".").split(".")
+    return any(".".join(parts[:count]) in pods for count in range(2, len(parts) + 1))

@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger.leader import Leader
-from megaflow_hpc.rundir.events import Count, Number, Time
+from megaflow_hpc.ledger.progress import Progress
 from megaflow_hpc.rundir.live import Asked
 
 FEW = 8
@@ -38,19 +38,6 @@ class Survey:
     """True if the lease of such a consumer has not expired."""
 
 
-class Progress(NamedTuple):
-    """Progress of a pod, as published in its lease."""
-
-    t: Time
-    """Unix seconds, by the pod's clock."""
-    running: Count
-    queued: Count
-    stored: Count
-    tokens: Count = 0
-    """Number of tokens that engines have sampled for the pod."""
-    tokens_per_s: Number = 0.0
-
-
 class Report(msgspec.Struct, kw_only=True):
     """Content of the coordinator's report."""
 
@@ -73,15 +60,6 @@ def reported(leader: Leader) -> Report:
         return msgspec.convert(leader.report, Report)
     except ValueError:  # also raised for lone surrogates
         return Report()
-
-
-def progress_of(lease: dict[str, object]) -> Progress | None:
-    """Returns the progress published in a pod's lease, or ``None``."""
-    try:
-        content = {**Progress._field_defaults, **lease}
-        return msgspec.convert([content[name] for name in Progress._fields], Progress)
-    except (KeyError, ValueError):
-        return None
 
 
 def process_here(lease: Mapping[str, Any]) -> Identity | None:

@@ -51,11 +51,12 @@ from megaflow_hpc.ledger.names import (
     done_path,
     earlier,
     latest,
+    newest_starts,
     pairs,
     precedes,
     seals_in,
 )
-from megaflow_hpc.ledger.past import take_over
+from megaflow_hpc.ledger.past import counted, take_over
 from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.types import Rollout
 
@@ -229,7 +230,7 @@ class LedgerRules:
                 if precedes(name, me):
                     lease = self.leases.setdefault(name, Lease(f"{LEASES}/{name}"))
                     yield from lease.look()
-                    earlier[name] = lease.content
+                    earlier[name] = yield from counted(name, lease.content)
         self.earlier = take_over(earlier)
         yield from self.lease.publish(now, self._content)
         for name in earlier:
@@ -240,9 +241,12 @@ class LedgerRules:
     def _look_after(self, owners: Collection[str]) -> Steps[set[str]]:
         """Returns the members of ``owners`` that are gone."""
         marked = set((yield Names(GONE))) if owners else set()
+        latest_marked = {name.rpartition(".")[0]: name for name in newest_starts(marked)}
         gone = set()
         for owner in sorted(owners):
-            is_gone = owner in marked or self._is_earlier_start(owner)
+            # The lease of a start that a later one superseded was removed, so it may not be marked itself.
+            over = precedes(owner, latest_marked.get(owner.rpartition(".")[0], ""))
+            is_gone = owner in marked or over or self._is_earlier_start(owner)
             if not is_gone and self.surveyed is None:
                 is_gone = yield from self.expired(owner)
             if is_gone:

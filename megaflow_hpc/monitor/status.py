@@ -21,7 +21,8 @@ from megaflow_hpc.config.campaign import pass_threshold_of
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader import COORDINATOR, Leader
-from megaflow_hpc.ledger.report import FEW, Progress, process_here, progress_of, reported
+from megaflow_hpc.ledger.progress import Progress, progress_of
+from megaflow_hpc.ledger.report import FEW, process_here, reported
 from megaflow_hpc.monitor.engines import servers
 from megaflow_hpc.monitor.outcomes import Outcomes, broken_verifiers, causes, failing_agents
 from megaflow_hpc.monitor.state import PodView, lives, run_state
@@ -243,7 +244,8 @@ class Monitor:
         views = self._pods
         pods = self._rows(views, jobs, asked_at)
         running = sum(pod["running"] for pod in pods)
-        unstarted = [asdict(pod) for pod in self._marks.unstarted()]
+        started = {view.pod for view in views}  # their leases may have been removed
+        unstarted = [asdict(pod) for pod in self._marks.unstarted() if pod.pod not in started]
         waits_for = self._waits_for(remaining, pods)
         state = run_state(
             finished=self._finished,

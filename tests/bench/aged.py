@@ -36,13 +36,16 @@ from megaflow_hpc import config
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.ledger import Ledger, PodIdentity, write_blocks
 from megaflow_hpc.ledger.leader import COORDINATOR, Leader
+from megaflow_hpc.pod.master import histories
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock, ClaimedBlocks
 from megaflow_hpc.pod.master.coordination import Coordination, Role
 from megaflow_hpc.pod.master.endpoints import Endpoints
+from megaflow_hpc.pod.master.histories import History
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter, PodEvent, RolloutEvent, StartEvent, WorkerEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
+from megaflow_hpc.rundir.pods.condensing import condense
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter
 from megaflow_hpc.trajectories.journal import packs
@@ -64,6 +67,8 @@ TURN_S = 0.5
 LISTING_S = 10.0
 """Interval at which a pod lists the engines and reads requests for work."""
 SETTLE_S = 60.0
+MINUTES = 6
+"""Simulated minutes that pods live in a walltime that is not measured. A leader removes nothing in its first four."""
 MAX_TAKEOVER_S = 900.0
 LIMITS = {"core_hours": 1e9, "wall": 1e9}
 
@@ -125,6 +130,7 @@ class Start:
         pod, start = f"{world.array}_{number}", str(world.starts)
         name = PodIdentity(pod, start, pod, "n", 1, 1)
         self.clock, self.began_at, self.core_s = clock, time.time(), 0.0
+        self.stored = 0
         self.journal = JournalWriter(run.journal_file(pod, start))
         self.ledger = Ledger(run, name, clock, pods=world.pods)
         self.events = EventWriter(run.event_file(pod, start))
@@ -136,6 +142,7 @@ class Start:
         self.listed_at = clock.now - LISTING_S * number / world.pods
         self.block: ClaimedBlock | None = None
         self.ledger.register()
+        condense(run.events, pod, start)
         self.events.write(PodEvent(state="started", job_id=pod, node="n", ranks=2))
         self.events.write(WorkerEvent(rank=1, state="ready", slots=96, node="n"))
         self.events.flush()
@@ -159,7 +166,8 @@ class Start:
         self.summary.tick()
 
     def _show(self, ended: str = "") -> None:
-        shown: dict[str, Any] = {"running": 96, "queued": 0, "stored": 1, "t": time.time(), "began_at": self.began_at}
+        shown: dict[str, Any] = {"running": 96, "queued": 0, "stored": self.stored, "t": time.time()}
+        shown["began_at"] = self.began_at
         self.ledger.show({**shown, "core_s": self.core_s, "ended": ended}, self.coordination.renew_s)
 
     def store(self) -> None:
@@ -174,6 +182,7 @@ class Start:
         stored = trajectory(0, id=rollout.id, task_id=rollout.task_id, group_id=rollout.group_id)
         self.journal.append(record(claim.block, claim.epoch, stored))
         assert self.ledger.committed(self.journal.commit)
+        self.stored += 1
         self.events.write(RolloutEvent(id=rollout.id, status="completed", reward=1.0))
         self.events.flush()
         self.blocks.settled(claim.block, rollout.id)
@@ -181,8 +190,11 @@ class Start:
     def end(self, core_s: float) -> None:
         """Releases its block and ends, as at the end of an allocation."""
         self.core_s = core_s
+        left = self.block.rollouts[1:2] if self.block else []
+        histories.write(self.ledger.run, self.name, {rollout.id: History(cuts=1) for rollout in left})
         self.blocks.release(self.journal.committed)
         self.coordination.leave()
+        self.ledger.leave()
         self.summary.finish()
         self._show("released")
         self.ledger.renew(force=True)
@@ -212,6 +224,7 @@ class Aged:
     def create(self) -> None:
         """Plans the campaign without blocks."""
         self.run.create()
+        self.run.partial.mkdir()
         Ledger(self.run).create()
         campaign = {"name": "x", "tasks": ["t"], "agent": "oracle", "slurm": {"pods": {"count": self.pods}}}
         dumped = config.parse(campaign).model_dump(mode="json")
@@ -243,12 +256,14 @@ class Aged:
             self.clock.now += TURN_S
 
     def walltime(self, number: int) -> None:
-        """Lets all pods start, store and end, in a few simulated seconds, and skips the rest of the walltime."""
+        """Lets all pods start, store and end, in a few simulated minutes, and skips the rest of the walltime."""
         pods = self.start()
         leader = pods[number % self.pods]
-        for _ in range(40):  # the others are not told, because they end soon
+        for _ in range(MINUTES * 6):
             leader.turn()
-            self.clock.now += TURN_S
+            for pod in pods:
+                pod.ledger.renew()  # the others look at nothing, because they end soon
+            self.clock.now += 10.0
         for pod in pods:
             fate = self.luck.random()
             if pod is leader:
@@ -345,7 +360,12 @@ def measure(world: Aged, day: int, seconds: float) -> dict[str, Any]:
     gathering = measured(GATHER, world.run)
     row["gather, s"], row["gather, MB"] = round(gathering["s"], 1), gathering["mb"]
     world.run.trajectories.unlink()
-    own = {top: files.pop(top) for top in ("journal", "tasks") if top in files}
+    own = {top: files.pop(top) for top in ("journal", "tasks", "ledger/done") if top in files}
+    done = Ledger(world.run).view().done
+    claims = [path for path in (world.run.ledger / "claims").iterdir() if path.name[0] != "."]
+    ended = [path.stat().st_size for path in claims if int(path.name[:6]) in done]
+    own["claims of done blocks"] = len(ended), sum(ended)
+    files["ledger/claims"] = files["ledger/claims"][0] - len(ended), files["ledger/claims"][1] - sum(ended)
     row["files of results and plan"] = ", ".join(f"{top} {n:,}" for top, (n, _) in own.items())
     row["MB of results and plan"] = ", ".join(f"{top} {size / 1e6:.1f}" for top, (_, size) in own.items())
     row["other files"] = sum(n for n, _ in files.values())

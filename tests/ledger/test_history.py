@@ -18,6 +18,7 @@ from megaflow_hpc.ledger.pruning import PRUNE_S
 from megaflow_hpc.pod.master.coordination import CALLS_PER_TURN, Coordination, Role
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.rundir.events import EventWriter, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from tests.support.ledgers import LEASE, Clock, rollouts
 from tests.support.operations import counted
@@ -412,3 +413,72 @@ def test_a_start_counts_once_if_its_element_starts_again_after_it_was_recorded(r
     go_by(clock, 500, keeper)
     assert files(run)["leases"] == 1
     assert sum(facts["starts"] for facts in Ledger(run).accounts().values()) == 3
+
+
+# --- private files and superseded starts ------------------------------------------------------------------------------
+
+
+def private(run: RunDir) -> list[str]:
+    return sorted(path.name for path in (run.ledger / "claims").iterdir() if path.name[0] == ".")
+
+
+def test_private_files_of_claims_are_removed_by_their_pod_or_else_by_the_coordinator(run: RunDir) -> None:
+    clock, most = Clock(), []
+    write_blocks(run, rollouts(200), size=1)
+    keeper = Pod(run, "host.example-9", 0, clock)  # a pod's name may contain dots
+    assert keeper.claim() is not None
+    for start in range(12):
+        pods = [Pod(run, f"8_{number}", start, clock) for number in range(4)]
+        for pod in pods:
+            claim = pod.claim()
+            assert claim is not None
+            pod.ledger.mark_done(claim)
+            assert pod.claim() is not None
+        (run.ledger / "claims" / f"..8_0.{start}.done.0.77.ab").touch()  # it was killed while it wrote
+        most.append(len(private(run)))
+        go_by(clock, 60, keeper, *pods)
+        for pod in pods[:2]:
+            pod.leave()
+            pod.ledger.leave()
+            assert not [name for name in private(run) if name.startswith(f".{pod.name}.")]
+    go_by(clock, 2 * TIMES.lease_s + 3 * PRUNE_S, keeper)
+    assert private(run) == [f".{keeper.name}."]
+    print(most)
+    assert max(most[6:]) <= max(most[:6]) + 2
+    assert keeper.claim() is not None
+
+
+def test_a_pod_that_was_assumed_dead_can_claim_although_its_private_file_was_removed(run: RunDir) -> None:
+    write_blocks(run, rollouts(3), size=1)
+    pod = Pod(run, "a", 0, Clock())
+    assert pod.claim() == Claim(0, 0)
+    for name in private(run):
+        (run.ledger / "claims" / name).unlink()
+    assert pod.claim() == Claim(1, 0)
+    assert private(run) == [".a.0."]
+
+
+def test_blocks_of_a_superseded_start_are_free_once_the_later_start_is_marked_as_gone(run: RunDir) -> None:
+    clock = Clock()
+    write_blocks(run, rollouts(1), size=1)
+    first = Pod(run, "8_0", 0, clock)
+    assert first.claim() == Claim(0, 0)
+    Pod(run, "8_0", 1, clock)  # removes the lease of the first, and is killed before it claims
+    heir = Pod(run, "9_0", 0, clock)
+    assert heir.claim() is None
+    Ledger(run).mark_gone("8_0.1")  # as resume does
+    assert heir.claim() == Claim(0, 1), "it does not wait for three minutes"
+
+
+def test_what_a_killed_start_stored_last_counts_although_its_lease_is_removed(run: RunDir) -> None:
+    clock = Clock()
+    killed = Pod(run, "8_0", 0, clock)
+    events = EventWriter(run.event_file("8_0", "0"))
+    for number in range(3):
+        events.write(RolloutEvent(id=f"t{number}/p/0", status="completed"))
+    events.close()
+    assert killed.ledger._rules.lease.content["stored"] == 0
+    Pod(run, "8_0", 1, clock)
+    assert not (run.ledger / "leases" / "8_0.0").exists()
+    facts = Ledger(run).accounts().values()
+    assert (sum(each["stored"] for each in facts), sum(each["journals"] for each in facts)) == (3, 1)

@@ -89,11 +89,6 @@ class ClaimedBlocks:
     def __len__(self) -> int:
         return len(self._held)
 
-    @property
-    def block_of(self) -> dict[str, int]:
-        """Rollout → its block, for rollouts that are claimed but not durable yet."""
-        return {rollout: block for block, held in self._held.items() for rollout in held.missing}
-
     def claim(self) -> ClaimedBlock | None:
         """Claims the next block. Returns ``None`` while no block is available.
 

@@ -17,8 +17,9 @@ import msgspec
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.files import Operation
 from megaflow_hpc.ledger.leader import COORDINATOR, RENEW_S, Leader
+from megaflow_hpc.ledger.progress import progress_of
 from megaflow_hpc.ledger.pruning import PRUNE_S
-from megaflow_hpc.ledger.report import FEW, Report, progress_of, reported
+from megaflow_hpc.ledger.report import FEW, Report, reported
 from megaflow_hpc.ledger.survey import Surveyed
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
@@ -100,7 +101,7 @@ class Coordination:
         try:
             if self._survey is not None:
                 self._continue_survey(self._survey)
-            elif self.role is Role.LEADER:
+            if self._survey is None and self.role is Role.LEADER:  # surveys that take long must not prevent it
                 self._prune(now)
         except OSError:  # a failed operation cannot be continued
             self._survey = self._pruning = None

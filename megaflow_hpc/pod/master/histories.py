@@ -3,18 +3,16 @@
 ``RUN/partial/<pod>.<start>.json`` is written once, before the pod releases its blocks, and never changes. It holds the
 attempts and causes so far, the number of interruptions by the end of an allocation, and the checkpoint to resume from.
 If several pods wrote a history of the same rollout, the longest one counts. A pod that takes over a block reads the
-files of its earlier holders. A pod's later starts, or else the coordinator, remove a file once the blocks of its
-rollouts are done, so the number of files does not grow with the number of starts. A killed pod writes no file. Its
-rollouts restart from the beginning, and the failures in its events count.
+files of its earlier holders. The coordinator removes a file once all blocks that its pod ever held are done
+(:mod:`megaflow_hpc.ledger.pruning`). A killed pod writes no file. Its rollouts restart from the beginning, and the
+failures in its events count.
 """
 
 from __future__ import annotations
 
-import glob
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
 import msgspec
@@ -25,7 +23,7 @@ from megaflow_hpc.pod.scheduling.failures import RULES
 from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import AttemptEvent
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.summaries import Summary, start_number
+from megaflow_hpc.rundir.summaries import Summary
 from megaflow_hpc.trajectory import Attempt
 
 
@@ -62,8 +60,6 @@ class History:
 
 class _HistoryFile(msgspec.Struct):
     rollouts: dict[str, History]
-    blocks: list[int] = []
-    """Blocks of these rollouts. Empty if any block is unknown, because the rollout was handed to another pod."""
 
 
 class Histories:
@@ -122,45 +118,16 @@ class Histories:
         return written.later(history) if written else history
 
 
-def write(run: RunDir, pod: str, histories: Mapping[str, History], blocks: Mapping[str, int]) -> None:
+def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
     """Writes the histories of a pod before the pod releases its blocks. Raises OSError.
 
     Args:
         pod: ``<pod>.<start>``.
         histories: Rollout id → its history.
-        blocks: Rollout id → its block, for the blocks that the pod holds.
     """
     if histories:
-        known = sorted({blocks[rollout] for rollout in histories if rollout in blocks})
-        content = {
-            "rollouts": {rollout: asdict(history) for rollout, history in histories.items()},
-            "blocks": known if histories.keys() <= blocks.keys() else [],
-        }
+        content = {"rollouts": {rollout: asdict(history) for rollout, history in histories.items()}}
         write_atomic(run.partial / f"{pod}.json", json.dumps(content, default=str).encode("utf-8", "backslashreplace"))
-
-
-def remove_done(run: RunDir, pod: str, start: str, done: Callable[[], Collection[int]]) -> None:
-    """Removes the histories that earlier starts of a pod wrote, once the blocks of their rollouts are done.
-
-    A rollout that was later handed to another pod may still need its history. Without it, the rollout restarts from the
-    beginning.
-
-    Args:
-        done: Returns the blocks that are done. Called only if there are such histories.
-
-    Raises:
-        OSError: The run directory does not respond.
-    """
-    done_blocks: set[int] | None = None
-    for path in run.partial.glob(f"{glob.escape(pod)}.*.json"):
-        earlier, _, number = path.stem.rpartition(".")
-        if earlier != pod or not -1 < start_number(number) < start_number(start):
-            continue
-        done_blocks = set(done()) if done_blocks is None else done_blocks
-        with suppress(ValueError, FileNotFoundError):
-            blocks = msgspec.convert(json.loads(read_regular(path)), _HistoryFile).blocks
-            if blocks and done_blocks.issuperset(blocks):
-                path.unlink()
 
 
 def remove_partials(run: RunDir) -> None:

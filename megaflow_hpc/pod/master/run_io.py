@@ -274,7 +274,6 @@ class RunIoThread(threading.Thread):
         pod, _, start = self._name.rpartition(".")
         try:
             condense(self._run.events, pod, start)
-            histories.remove_done(self._run, pod, start, lambda: self._ledger.view().done)
         except OSError as error:  # the next start tries again
             print(f"pod: {self._run.events}: {error}; earlier starts are not condensed", file=sys.stderr)
         self._viewers.clear_earlier()
@@ -395,7 +394,7 @@ class RunIoThread(threading.Thread):
     def _release(self, stop: Stop) -> None:
         """Writes the histories of the released rollouts, releases blocks, and cleans up a finished campaign."""
         try:
-            histories.write(self._run, self._name, stop.histories, self._blocks.block_of)
+            histories.write(self._run, self._name, stop.histories)
         except OSError as error:
             print(f"pod: {self._run.partial}: {error}; what was cut short starts anew", file=sys.stderr)
         self._ledger.request_work(0)
@@ -405,6 +404,7 @@ class RunIoThread(threading.Thread):
             histories.remove_partials(self._run)
             self._viewers.clear()
         self._coordination.leave()
+        self._ledger.leave()
         self._summary.finish()
         self._renew(ended="released")
 

@@ -11,7 +11,6 @@ from megaflow_hpc.rundir.events import AttemptEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectory import Attempt
 from megaflow_hpc.types import Rollout
-from tests.support.operations import counted
 from tests.support.pods import IoPod
 
 
@@ -62,35 +61,8 @@ def test_a_written_history_counts_more_than_the_events(tmp_path: Path) -> None:
     assert (known.take("t/p/0") or History()).causes == ["node"] * 3
     run.partial.mkdir(exist_ok=True)
     written = History([Attempt(0, "cancelled"), Attempt(1, "failed")], ["model"], cuts=1)
-    histories.write(run, "c.0", {"t/p/0": written}, {"t/p/0": 0})
+    histories.write(run, "c.0", {"t/p/0": written})
     known = Histories(run)
     known.look(["a.0", "c.0"])
     known.look_at_events(["a.0", "b.0"])
     assert (known.take("t/p/0") or History()).cuts == 1, "how often it was cut short outweighs"
-
-
-def test_histories_of_blocks_that_are_done_are_removed_by_the_next_start(tmp_path: Path) -> None:
-    run = prepared(tmp_path / "run")
-    run.partial.mkdir(exist_ok=True)
-    cut = History([Attempt(0, "cancelled")], [], cuts=1)
-    write_blocks(run, [Rollout(task, "p", 0, "a") for task in ("t0", "t1", "t2")], size=1)
-    pod = IoPod(run, "a")
-    claims = [pod.claim() for _ in range(3)]
-    ids = [claimed.rollouts[0].id for claimed in claims]
-    histories.write(run, "a.0", {ids[0]: cut}, pod.blocks.block_of)
-    histories.write(run, "a.1", {ids[1]: cut}, pod.blocks.block_of)
-    histories.write(run, "a.2", {ids[0]: cut, "handed/p/0": cut}, pod.blocks.block_of)
-    histories.write(run, "a.3", {ids[0]: cut}, pod.blocks.block_of)
-    histories.write(run, "b.0", {ids[0]: cut}, pod.blocks.block_of)
-    (run.partial / "a.1.json.damaged").write_text("{")
-    pod.blocks.settled(claims[0].claim.block, ids[0])
-    assert ids[0] not in pod.blocks.block_of
-    with counted(run.path) as operations:
-        histories.remove_done(run, "b", "0", lambda: pod.ledger.view().done)
-    assert operations["lists"] + operations["opens"] <= 2, "nothing to remove"
-    histories.remove_done(run, "a", "3", lambda: pod.ledger.view().done)
-    left = sorted(path.name for path in run.partial.glob("*.json"))
-    assert left == ["a.1.json", "a.2.json", "a.3.json", "b.0.json"]
-    known = Histories(run)
-    known.look(["a.0", "a.1", "a.2", "a.3", "b.0"])
-    assert (known.take(ids[1]) or History()).cuts == 1
