@@ -261,6 +261,8 @@ class Aged:
         leader = pods[number % self.pods]
         for _ in range(MINUTES * 6):
             leader.turn()
+            for _ in range(19):  # of the turns in ten seconds
+                leader.coordination.tick()
             for pod in pods:
                 pod.ledger.renew()  # the others look at nothing, because they end soon
             self.clock.now += 10.0
