@@ -140,4 +140,4 @@ def test_numbers_and_costs_after_200_starts_are_those_after_eight(
     max(world.run.journal.glob("*.pack"), key=lambda path: path.stat().st_size).unlink()
     aged.packs._catalogs.clear()
     (warning,) = lost_journals(world.run, Ledger(world.run))
-    assert "pods are gone" in warning
+    assert "journals of 16 pods are missing" in warning
