@@ -18,7 +18,8 @@ element=${MEGAFLOW_POD%@*} # the element's id on its own cluster
 [ -z "${counted:-}" ] || SLURM_RESTART_COUNT=${counted#*=}
 export MEGAFLOW_START="${SLURM_RESTART_COUNT:-0}"
 rm -f "$RUN/ledger/refused/$MEGAFLOW_POD" # of an earlier start
-trap 'for job in "${elastic:-}" "${timer:-}"; do [ -z "$job" ] || kill "$job" 2>/dev/null; done; rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
+# shellcheck disable=SC2086 # two process ids, if there are any
+trap 'kill ${elastic:-} ${timer:-} 2>/dev/null; rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
 
 # End of the walltime in seconds UTC. Rank 0 starts nothing that cannot finish before it. Older Slurm versions do not set
 # the variable, so squeue is asked.
@@ -31,7 +32,7 @@ walltime_end=$MEGAFLOW_END
 if [ "${megaflow_window_s:-0}" -gt 0 ] && [ -n "$MEGAFLOW_END" ] && [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
     slot=$(((SLURM_ARRAY_TASK_ID - ${SLURM_ARRAY_TASK_MIN:-0}) * megaflow_window_s / ${SLURM_ARRAY_TASK_COUNT:-1}))
     MEGAFLOW_END=$((MEGAFLOW_END - (MEGAFLOW_END - slot) % megaflow_window_s))
-    left=$((MEGAFLOW_END - megaflow_lead_s - $(date +%s)))
+    left=$((MEGAFLOW_END - ${megaflow_lead_s:-60} - $(date +%s)))
     (
         trap 'kill "$nap" 2>/dev/null; exit' TERM
         sleep "$((left > 0 ? left : 0))" &
