@@ -20,7 +20,7 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 BUDGETS = {
     "campaign keys": 189,
     "environment variables": 28,
-    "modules": 509,
+    "modules": 510,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 10,
     "thousand tokens of agents": 12,
@@ -31,7 +31,7 @@ BUDGETS = {
     "thousand tokens of environments": 94,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 2,
-    "thousand tokens of ledger": 19,
+    "thousand tokens of ledger": 20,
     "thousand tokens of model": 57,
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 34,
