@@ -114,6 +114,7 @@ def first_campaign(environment: Environment, wheel: Path, make_task: Make, image
                 campaign.read_text()
                 .replace("agent: oracle ", "agent: [oracle, nop] ")
                 .replace("docker://*", str(image))
+                .replace("docker://debian:12", str(image))
             )
             campaign.write_text(text.replace("network: gateway", "network: none"))
     return rows(environment.place / result["run"])

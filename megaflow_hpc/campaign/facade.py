@@ -98,7 +98,7 @@ class Campaign:
         config = self.config if slurm else _filled_here(self.config)
 
         def check(draft: Draft) -> None:
-            for one in self._preflight(draft, slurm, watch or Silent()):
+            for one in self._preflight(draft, slurm, watch or Silent(), packages=slurm):
                 one()
 
         made = plan_module.make(
@@ -132,14 +132,22 @@ class Campaign:
         self.notices += job_requests.requeue_warnings(draft.config, groups, self.where)
         self.notices += warnings(draft, self.where, walltimes_s)
 
-    def _preflight(self, draft: Draft, slurm: bool, watch: PlanWatch) -> Iterator[Callable[[], object]]:
-        """Yields the checks of what pods need. ``check``, ``plan`` and ``run`` all perform them."""
+    def _preflight(
+        self, draft: Draft, slurm: bool, watch: PlanWatch, packages: bool = True
+    ) -> Iterator[Callable[[], object]]:
+        """Yields the checks of what pods need. ``check``, ``plan`` and ``run`` all perform them.
+
+        Args:
+            packages: Also check the packages that pods import. ``run`` without Slurm checks them when it starts a pod, so
+                that the core install can plan.
+        """
         if slurm:
             watch.step("asking Slurm")
             yield lambda: self._check_site(draft)
             yield site.mpi_attempts
-        watch.step("trying Python and MPI")
-        yield lambda: self._liftable(draft, lambda: check_packages(draft.config, slurm))
+        if packages:
+            watch.step("trying Python and MPI")
+            yield lambda: self._liftable(draft, lambda: check_packages(draft.config, slurm))
         yield lambda: self._liftable(draft, lambda: try_sandboxes(draft, watch, slurm))
 
     def _liftable(self, draft: Draft, check: Callable[[], None]) -> None:

@@ -43,7 +43,7 @@ def test_ranks_fill_the_nodes_of_a_partition_that_allocates_whole_ones(
     path = make_campaign(1, pods.replace("RANKS", ""))
     done = cli("check", path)
     assert done.returncode == 0, done.stderr
-    assert "a pod uses 4 of the 8 CPUs that it is charged for, because whole allocates whole nodes" in done.stderr
+    assert "a pod uses 4 of the 8 CPUs charged for it, because whole allocates whole nodes" in done.stderr
     _, estimate = Campaign.from_yaml(path).estimate(rollout_seconds=60)
     assert [job.cores for job in estimate.jobs if job.role == "pods"] == [8]
     path.write_text(path.read_text().replace("mem_gb", "ranks_per_node: fill, mem_gb"))
