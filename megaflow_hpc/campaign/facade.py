@@ -138,8 +138,8 @@ class Campaign:
         """Yields the checks of what pods need. ``check``, ``plan`` and ``run`` all perform them.
 
         Args:
-            packages: Also check the packages that pods import. ``run`` without Slurm checks them when it starts a pod, so
-                that the core install can plan.
+            packages: Also check the packages that pods import. ``run`` without Slurm checks them when it starts a pod,
+                so the core install can plan.
         """
         if slurm:
             watch.step("asking Slurm")
