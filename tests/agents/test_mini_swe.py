@@ -230,5 +230,5 @@ def test_commands_run_with_the_interpreter_of_the_configuration(servers: Servers
 def test_a_configuration_for_tool_calls_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tools.yaml"
     path.write_text(CONFIGURATION)
-    with pytest.raises(ConfigError, match=r"tools\.yaml: neither model\.action_regex nor mswea_bash_command"):
+    with pytest.raises(ConfigError, match=r"tools\.yaml: has neither model\.action_regex nor mswea_bash_command"):
         create({"name": "mini-swe-agent", "args": {"config": str(path)}})
