@@ -57,7 +57,7 @@ def test_errors_of_agents_are_verified_and_named_in_the_summary(make_campaign: M
     assert done.returncode == 0, done.stderr
     assert "errors in verified rollouts: agent 2" in done.stdout
     assert re.search(r"first of agent: task\d/default/0: .* ended with exit code 3: no licence", done.stdout)
-    assert "policy default: its agent ended with an error in all its verified rollouts (2)" in done.stdout
+    assert "policy default: its agent ended with an error in all 2 verified rollouts" in done.stdout
 
 
 @pytest.mark.parametrize(("line", "status"), [("chmod -x run.sh; ./run.sh", "failed"), ("true", "completed")])
@@ -210,7 +210,7 @@ def test_only_may_be_repeated(make_campaign: Make) -> None:
 def test_two_agents_of_one_class_are_refused_with_a_remedy(make_campaign: Make) -> None:
     done = cli("check", make_campaign(1, agent="[oracle, oracle]"), "--no-site")
     assert done.returncode == 2
-    assert "give each a class or function of its own" in done.stderr
+    assert "use a separate class or function for each" in done.stderr
 
 
 def test_a_first_campaign_file_maps_the_image_of_new_tasks(tmp_path: Path) -> None:

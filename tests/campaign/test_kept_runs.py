@@ -45,4 +45,4 @@ def test_a_run_that_was_moved_and_purged_of_what_was_empty_goes_on(run: Run, tmp
     assert Run(moved).status()["warnings"] == [], "what is gathered needs no journal"
     (moved / "trajectories.h5").unlink()
     [warning] = Run(moved).status()["warnings"]
-    assert "journals of 1 pods with 3 stored rollouts are gone" in warning
+    assert "journals of 1 pods with 3 stored rollouts are missing" in warning

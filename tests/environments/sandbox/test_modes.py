@@ -174,13 +174,13 @@ def test_a_campaign_that_demands_what_the_site_cannot_give_is_refused(tmp_path: 
 
     refused = plan("gateway")
     assert refused.returncode == 3
-    assert "network 'gateway' of a sandbox cannot be had" in refused.stderr
+    assert "network 'gateway' of a sandbox is unavailable" in refused.stderr
     assert "use environment.network host" in refused.stderr
     assert not (tmp_path / "runs").exists()
     assert plan("host").returncode == 0
     lifted = plan("gateway", "{check: false}")
     assert lifted.returncode == 0
-    assert "network 'gateway' of a sandbox cannot be had" in lifted.stderr
+    assert "network 'gateway' of a sandbox is unavailable" in lifted.stderr
 
 
 def test_an_apptainer_without_its_setuid_starter_is_not_setuid(tmp_path: Path) -> None:
