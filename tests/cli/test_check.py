@@ -652,7 +652,7 @@ def test_a_missing_package_of_pods_is_found_before_anything_is_made(
     (lacking / f"{package}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{package}'\")\n")
     path = os.pathsep.join([str(lacking), os.environ.get("PYTHONPATH", "")])
     before = files(campaign)
-    done = own_check(verb, campaign, PYTHONPATH=path)
+    done = own_check(verb, campaign, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 3
     assert f"No module named '{package}'; pip install 'megaflow-hpc[run]'" in done.stderr
     assert files(campaign) == before
