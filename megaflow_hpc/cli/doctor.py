@@ -63,10 +63,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print_json({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
     else:
         for finding in findings:
-            say(f"{finding.level:4}  {finding.check:12}  {finding.found}")
-            if finding.remedy:
-                say(f"      {'':12}  -> {finding.remedy}")
+            say_finding(finding, 12)
     return SiteError.exit_status if failed else 0
+
+
+def say_finding(finding: Finding, width: int) -> None:
+    """Prints a finding and its remedy. ``width`` is that of the column of checks."""
+    say(f"{finding.level:4}  {finding.check:{width}}  {finding.found}")
+    if finding.remedy:
+        say(f"      {'':{width}}  -> {finding.remedy}")
 
 
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

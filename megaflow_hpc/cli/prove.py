@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaflow_hpc.cli.output import note, print_json, say
+from megaflow_hpc.cli.doctor import say_finding
+from megaflow_hpc.cli.output import note, print_json
 from megaflow_hpc.cli.verb import Subparsers, add_verb
 from megaflow_hpc.errors import ConfigError, SiteError
 
@@ -53,7 +54,7 @@ def register(subparsers: Subparsers) -> None:
 def _prove(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Campaign
     from megaflow_hpc.prove import trials
-    from megaflow_hpc.prove.report import ProofReport, home, secrets_of
+    from megaflow_hpc.prove.report import ProofReport, secrets_of
     from megaflow_hpc.slurm import site
 
     if arguments.wait <= 0:
@@ -66,7 +67,7 @@ def _prove(arguments: argparse.Namespace) -> int:
     folder.mkdir(parents=True, mode=0o700)
     slurm = campaign.config.slurm
     accounts = [name for name in (slurm.account, *(pool.account for pool in slurm.pods.pools)) if name]
-    report = ProofReport(secrets_of(accounts, [folder, home(), campaign.base]))
+    report = ProofReport(secrets_of(accounts, [folder, Path.home(), campaign.base]))
     report.facts["slurm"] = site.ask("sbatch", "--version").strip()
     place = trials.ProofSite(campaign, image, folder, arguments.wait * 60)
     wanted = set(arguments.only or TRIALS) - (set() if arguments.preempt else {"preemption"})
@@ -75,9 +76,7 @@ def _prove(arguments: argparse.Namespace) -> int:
         for finding in _trials(place, report, wanted, shlex.split(arguments.preempt)):
             kept = report.add(finding)
             if not arguments.json:
-                say(f"{kept.level:4}  {kept.check:13}  {kept.found}")
-                if kept.remedy:
-                    say(f"      {'':13}  -> {kept.remedy}")
+                say_finding(kept, 13)
     finally:
         place.cancel()
         written = report.write(folder)
@@ -137,7 +136,7 @@ def _nodes(place: ProofSite, report: ProofReport, nodes: int) -> Iterator[Findin
         yield Finding("nodes", "FAIL", f"not submitted: {error}", "correct slurm.pods of the campaign file")
         return
     note(f"waiting for job {job} on {nodes} nodes")
-    if not trials.wait_for(place, job):
+    if not trials.wait_for([job], place.wait_s):
         found = f"job {job} did not end within {place.wait_s / 60:g} minutes"
         yield Finding("nodes", "FAIL", found, trials.QUEUED)
         return
@@ -154,5 +153,5 @@ def _left(place: ProofSite) -> Iterator[Finding]:
     arguments = f"--left {shlex.quote(str(place.folder))}"
     job, folder = trials.submit_nodes(place, "left", arguments, len(used), ",".join(used))
     note(f"waiting for job {job}, which looks for leftover processes on {', '.join(used)}")
-    trials.wait_for(place, job)
+    trials.wait_for([job], place.wait_s)
     yield from trials.left_findings(folder)

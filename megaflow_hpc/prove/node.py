@@ -273,7 +273,7 @@ def here(folder: Path) -> dict[str, Any]:
 
 
 def _imports(name: str) -> bool:
-    command = [sys.executable, "-c", f"import {name.replace('-', '_')}"]
+    command = [sys.executable, "-c", f"import {name}"]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

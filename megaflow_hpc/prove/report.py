@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import os
 import platform
 import re
 import time
@@ -116,8 +115,3 @@ def _markdown(content: Mapping[str, Any]) -> str:
     lines += ["", "## Facts", "", "| fact | value |", "| --- | --- |"]
     lines += [f"| {name} | {value} |" for name, value in content["facts"].items()]
     return "\n".join(lines) + "\n"
-
-
-def home() -> Path:
-    """Returns the user's home directory."""
-    return Path(os.path.expanduser("~"))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,11 @@ class ProofSite:
     jobs: list[str] = field(default_factory=list)
     nodes_used: set[str] = field(default_factory=set)
 
+    @cached_property
+    def own(self) -> dict[str, Any]:
+        """The content of the user's campaign file."""
+        return yaml.safe_load(self.campaign.text) or {}
+
     @property
     def pod_nodes(self) -> int:
         """Number of nodes of a trial's pod: two, if the partition has two."""
@@ -98,8 +103,7 @@ class ProofSite:
             time: Minutes until its pod drains. Its walltime is longer by ``slurm.lead_s``.
             slots: Concurrent rollouts of each worker rank.
         """
-        own = yaml.safe_load(self.campaign.text) or {}
-        fields = {key: own[key] for key in KEPT if own.get(key)}
+        fields = {key: self.own[key] for key in KEPT if self.own.get(key)}
         environment = dict(fields.get("environment") or {})
         environment["images"] = {**(environment.get("images") or {}), work.IMAGE: self.image}
         slurm = dict(fields.get("slurm") or {})
@@ -130,14 +134,22 @@ class ProofSite:
         if self.jobs:
             scancel(self.jobs)
 
+    def submit(self, *words: str) -> str:
+        """Submits a job of the trials' own. Returns its id.
+
+        Args:
+            words: sbatch options and the script.
+
+        Raises:
+            SiteError: Slurm refused the job. Includes Slurm's message.
+        """
+        job = site.ask(*submission.sbatch("--parsable", *words)).strip().partition(";")[0]
+        self.jobs.append(job)
+        return job
+
     def wait_until_gone(self) -> None:
         """Waits until Slurm has no more jobs of the trials' campaigns, at most :data:`GONE_S` seconds."""
-        end = time.monotonic() + GONE_S
-        ids = [job for run in self.runs for job in run.job_ids()]
-        while ids and time.monotonic() < end:
-            if not any(state.live for state in accounting.live_jobs(ids).values()):
-                return
-            time.sleep(POLL_S)
+        wait_for([job for run in self.runs for job in run.job_ids()], GONE_S)
 
     def environment_script(self) -> Path:
         """Writes the script that every job of a campaign sources first. Returns its path."""
@@ -170,17 +182,13 @@ def submit_nodes(place: ProofSite, name: str, arguments: str, nodes: int, nodeli
     lines += ["role=pods", f". {shlex.quote(str(place.environment_script()))}"]  # a pod's own set-up, too
     lines += [f"srun --mpi=none --export=ALL --wait=0 ${{megaflow_srun:-}} {step}"]
     write_atomic(folder / "job.sh", "\n".join(lines) + "\n")
-    unset = [f"--unset={name}" for name in submission.inherited(os.environ)]
-    answer = site.ask("env", *unset, "sbatch", "--parsable", str(folder / "job.sh"))
-    job = answer.strip().partition(";")[0]
-    place.jobs.append(job)
-    return job, folder
+    return place.submit(str(folder / "job.sh")), folder
 
 
-def wait_for(place: ProofSite, job: str) -> bool:
-    """Waits until a job has ended. Returns False if it did not end in time."""
-    end = time.monotonic() + place.wait_s
-    while any(state.live for state in accounting.live_jobs([job]).values()):
+def wait_for(jobs: Sequence[str], timeout_s: float) -> bool:
+    """Waits until jobs have ended. Returns False if they did not end in time."""
+    end = time.monotonic() + timeout_s
+    while any(state.live for state in accounting.live_jobs(jobs).values()):
         if time.monotonic() > end:
             return False
         time.sleep(POLL_S)
@@ -194,7 +202,7 @@ def nodes_findings(folder: Path, expected: int, report: ProofReport) -> Iterator
         folder: The job's directory.
         expected: Number of nodes.
     """
-    results = [json.loads(path.read_bytes()) for path in sorted((folder / "shared").glob("result.*.json"))]
+    results = _results(folder)
     if len(results) < expected:
         tail = "\n".join(_tail(folder / "job.log"))
         remedy = f"read {folder / 'job.log'}; is the run directory on a file system that all nodes mount?"
@@ -210,6 +218,11 @@ def nodes_findings(folder: Path, expected: int, report: ProofReport) -> Iterator
     for facts in here:
         yield from _node(facts)
     yield from _between(results, report)
+
+
+def _results(folder: Path) -> list[dict[str, Any]]:
+    """Returns what each task of a job has written."""
+    return [json.loads(path.read_bytes()) for path in sorted((folder / "shared").glob("result.*.json"))]
 
 
 def _one_node(names: list[str]) -> str:
@@ -333,7 +346,7 @@ def start_walltime(place: ProofSite) -> Run:
 
 def start_model(place: ProofSite) -> Run | None:
     """Submits two rollouts with the user's own model. Returns ``None`` if the user's campaign has none."""
-    own = yaml.safe_load(place.campaign.text) or {}
+    own = place.own
     models = dict(own.get("models") or {}) | ({"default": own["model"]} if own.get("model") else {})
     model = next((m for m in models.values() if m.get("engine", "vllm") not in ("scripted", "replay")), None)
     if model is None:
@@ -384,12 +397,10 @@ def preempt(place: ProofSite, run: Run, options: list[str]) -> str:
         "--job-name=prove-preempt",
         f"--output={place.folder}/%j",
     ]
-    unset = [f"--unset={name}" for name in submission.inherited(os.environ)]
     try:
-        job = site.ask("env", *unset, "sbatch", "--parsable", *wanted, *options, str(place.folder / "preempt.sh"))
+        place.submit(*wanted, *options, str(place.folder / "preempt.sh"))
     except SiteError as error:
         return str(error)
-    place.jobs.append(job.strip().partition(";")[0])
     return ""
 
 
@@ -529,7 +540,7 @@ def causes(status: Mapping[str, Any]) -> list[str]:
 
 def left_findings(folder: Path) -> Iterator[Finding]:
     """Evaluates what the trials left behind on nodes."""
-    results = [json.loads(path.read_bytes()) for path in sorted((folder / "shared").glob("result.*.json"))]
+    results = _results(folder)
     if not results:
         yield Finding(
             "clean", "warn", "the nodes could not be searched for leftover processes", f"read {folder / 'job.log'}"

@@ -59,7 +59,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         return script(self._job)
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return ["env", *(f"--unset={name}" for name in inherited(os.environ)), "sbatch", str(submission_file_path)]
+        return sbatch(str(submission_file_path))
 
     def _num_tasks(self) -> int:
         return 1
@@ -92,6 +92,11 @@ def inherited(environment: Iterable[str]) -> list[str]:
     foreign = re.compile(r"(SLURMD?|SBATCH|SRUN|SALLOC|PMIX?|OMPI|PRTE|HYDRA|HYDI|I_MPI_HYDRA)_")
     mine = {f"MEGAFLOW_{name}" for name in POD_VARIABLES}
     return sorted(name for name in environment if name in mine or (foreign.match(name) and name not in SITE_VARIABLES))
+
+
+def sbatch(*words: str) -> list[str]:
+    """Returns an ``sbatch`` command that passes on nothing of the job around this process."""
+    return ["env", *(f"--unset={name}" for name in inherited(os.environ)), "sbatch", *words]
 
 
 def submit(run: RunDir, job: Job) -> list[ArrayJob]:
