@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import TRAINER_REQUEUES, lead_s
+from megaflow_hpc.config.slurm import TRAINER_REQUEUES
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.address import LOOPBACKS
 from megaflow_hpc.host.apptainer import find_apptainer
@@ -75,7 +75,7 @@ def environment_script(config: CampaignConfig, mpi: str, window_s: int = 0) -> s
         f'export MEGAFLOW_MPI="${{MEGAFLOW_MPI:-{mpi}}}"',
         f'export MEGAFLOW_REQUEUES="${{MEGAFLOW_REQUEUES:-{config.slurm.requeues}}}"',
         f"megaflow_srun={shlex.quote(' '.join(config.slurm.srun))}",
-        f"megaflow_lead_s={lead_s(config.slurm)} megaflow_window_s={window_s}",
+        f"megaflow_lead_s={config.slurm.lead_s} megaflow_window_s={window_s}",
         "export PYTHONUNBUFFERED=1",
     ]
     if config.training:

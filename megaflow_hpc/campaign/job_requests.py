@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, LIFTED, lead_s
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, LIFTED
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
@@ -209,7 +209,7 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
 
 
 def _too_short(config: CampaignConfig, key: str, role: str, options: Mapping[str, Any]) -> Iterator[str]:
-    leads = {"pods": lead_s(config.slurm), "servers": script.WARN_S, "trainer": script.TRAINER_WARN_S}
+    leads = {"pods": config.slurm.lead_s, "servers": script.WARN_S, "trainer": script.TRAINER_WARN_S}
     time_s, lead = walltime_s(options), leads.get(role, 0)
     if time_s is not None and time_s <= lead:
         what = "slurm.lead_s" if role == "pods" else "the time reserved for its end"

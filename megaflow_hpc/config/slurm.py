@@ -278,8 +278,3 @@ class SlurmConfig(Section):
         return value
 
     _setup = field_validator("setup", mode="before")(_lines)
-
-
-def lead_s(slurm: SlurmConfig) -> int:
-    """Returns how many seconds before the end of the walltime Slurm signals a pod, so that it drains."""
-    return slurm.lead_s

@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from megaflow_hpc.config import CampaignConfig, PodPoolConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, LEAD_S, PodsConfig, lead_s
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, LEAD_S, PodsConfig
 from megaflow_hpc.rundir.layout import RunDir
 
 Role = Literal["pods", "servers", "trainer", "gather"]
@@ -191,7 +191,7 @@ def pod_job(
         "cpus-per-task": pods.cpus_per_rank or CPUS_PER_RANK,
         "mem": _megabytes(pods.mem_gb),
         "time": _walltime(pods.time),
-        "signal": f"B:USR2@{lead_s(config.slurm)}",
+        "signal": f"B:USR2@{config.slurm.lead_s}",
         "requeue": True,
         "dependency": dependency,
         **config.slurm.extra,

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import CampaignConfig, Policy
-from megaflow_hpc.config.slurm import lead_s
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.mpi import LIBRARY
 from megaflow_hpc.ledger.blocks import count_blocks
@@ -81,7 +80,7 @@ def _cut_off(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]
         if walltime_s is None or math.isinf(walltime_s) or walltime_s in seen:
             continue
         seen.add(walltime_s)  # warn once about pools with equal walltimes
-        lead = lead_s(draft.config.slurm)
+        lead = draft.config.slurm.lead_s
         left_s = walltime_s - lead
         long = [task for task in _own(draft) if longest_s(task, draft.policies.values()) > left_s]
         if not long:

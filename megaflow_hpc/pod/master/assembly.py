@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig, lead_s
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, PodIdentity
@@ -146,6 +146,6 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
         scheduling=config.scheduling,
         learned=planned.learned,
         room=room_per_rank(config.slurm.pods),
-        walltime=Walltime.of_job(lead_s(config.slurm)),
+        walltime=Walltime.of_job(config.slurm.lead_s),
         drain_s=config.slurm.lead_s - STOP_S,
     )
