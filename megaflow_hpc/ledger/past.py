@@ -124,7 +124,7 @@ def counted(name: str, lease: dict[str, Any]) -> Steps[dict[str, Any]]:
 
 
 def read_record() -> Steps[tuple[int, dict[str, Any]]]:
-    """Returns the number and the content of the latest record of ended pods. (0, {}) if there is none yet."""
+    """Returns the number and the content of the latest record of ended pods, or (0, {}) before the first."""
     number = 0
     for _ in range(MAX_LOOKS):
         number = max((int(name) for name in (yield Names(ENDED)) if name.isdigit()), default=0)

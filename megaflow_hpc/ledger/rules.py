@@ -442,9 +442,8 @@ class LedgerRules:
         if not (yield from self._link(block, epoch + 1, content, f"{block}.{epoch + 1}")):
             return None
         if (yield Clock()) - self._looked_at >= self.times.commit_s:
-            # Measuring the journal took long. The name may have been free only because later claims replaced it. Then
-            # this
-            # claim does not count. If it is the latest after all, the next scan finds it.
+            # Measuring the journal took long, so the name may have been free only because later claims replaced it.
+            # Then this claim does not count. If it is the latest after all, the next scan finds it.
             return None
         return self._hold((yield from self._claim_of(block, epoch + 1, content)))
 

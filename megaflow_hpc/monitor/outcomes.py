@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -234,15 +234,10 @@ def failing_agents(rollouts: Iterable[RolloutEvent]) -> list[str]:
     Args:
         rollouts: All stored rollouts.
     """
-    by_policy: dict[str, list[RolloutEvent]] = {}
-    for event in rollouts:
-        if event.status in VERIFIED:
-            by_policy.setdefault(policy_of(event.id), []).append(event)
     return [
         f"policy {policy}: its agent ended with an error in all {len(events)} verified rollouts; the first: "
         f"{events[0].id}: {events[0].error}"
-        for policy, events in by_policy.items()
-        if all(event.kind == "agent" for event in events)
+        for policy, events in _always_with(rollouts, "agent", policy_of)
     ]
 
 
@@ -255,13 +250,23 @@ def broken_verifiers(rollouts: Iterable[RolloutEvent]) -> list[str]:
     Args:
         rollouts: All stored rollouts.
     """
-    by_task: dict[str, list[RolloutEvent]] = {}
-    for event in rollouts:
-        if event.status in VERIFIED:
-            by_task.setdefault(_task_of(event.id), []).append(event)
     return [
         f"task {task}: its verifier failed for all its rollouts ({len(events)}), which have reward 0; see that its "
         f"solution gets 1 (megaflow-hpc tasks validate); the first: {events[0].id}: {events[0].error}"
-        for task, events in by_task.items()
-        if all(event.kind == "verifier" for event in events)
+        for task, events in _always_with(rollouts, "verifier", _task_of)
     ]
+
+
+def _always_with(
+    rollouts: Iterable[RolloutEvent], kind: str, group_of: Callable[[str], str]
+) -> list[tuple[str, list[RolloutEvent]]]:
+    """Returns the groups whose verified rollouts all have an error of this kind, with these rollouts.
+
+    Args:
+        group_of: Returns the group of a rollout id.
+    """
+    groups: dict[str, list[RolloutEvent]] = {}
+    for event in rollouts:
+        if event.status in VERIFIED:
+            groups.setdefault(group_of(event.id), []).append(event)
+    return [each for each in groups.items() if all(event.kind == kind for event in each[1])]

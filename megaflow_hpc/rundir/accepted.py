@@ -70,7 +70,7 @@ def accept(run: RunDir, tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> N
 
 
 def accepted_line(run: RunDir) -> str:
-    """Describes the accepted changes in one line. Empty if there are none."""
+    """Describes the accepted changes in one line. Empty without any."""
     tasks = accepted(run)
     if not tasks:
         return ""

@@ -131,7 +131,7 @@ class Dataflow:
     # --- start and end ---
 
     def restore(self) -> Commit | None:
-        """Returns the last commit whose checkpoint exists, from which the trainer continues; ``None`` if there is none.
+        """Returns the last commit whose checkpoint exists, from which the trainer continues, or ``None``.
         Its ``checkpoint`` is an absolute path.
 
         Raises:

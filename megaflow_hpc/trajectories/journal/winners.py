@@ -54,7 +54,7 @@ from megaflow_hpc.types import VERIFIED
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".journal"
+SUFFIX = packs.JOURNAL
 BATCH_BYTES = 64 << 20
 """Bytes of records that :meth:`Index.trajectories` reads per batch before decoding."""
 
