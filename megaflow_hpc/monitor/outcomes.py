@@ -76,9 +76,10 @@ class Outcomes:
 
     def _keep(self, event: RolloutEvent) -> None:
         before = self._kept.get(event.id)
-        # A later success replaces a failure (resume --failed). Otherwise the first stored result is kept.
-        if before is None or before.status not in VERIFIED:
-            self._kept[event.id] = event
+        # A success replaces a failure (resume --failed), and a later failure an earlier one. Pods are read in any order.
+        if before and (before.status in VERIFIED or (event.status not in VERIFIED and event.t < before.t)):
+            return
+        self._kept[event.id] = event
 
     def between_pods(self, running: Iterable[str]) -> list[str]:
         """Finds rollouts that succeeded in one pod although another pod failed them or still appears to run them.

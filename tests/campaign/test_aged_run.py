@@ -109,7 +109,9 @@ def test_numbers_and_costs_after_200_starts_are_those_after_eight(
             early, files = costs(world.run), others(world.run)
     check_numbers(world)
     late, late_files = costs(world.run), others(world.run)
-    assert Run(world.run).status()["state"] == glances([world.run.path])[0].state == "unknown", "there is no Slurm"
+    state = Run(world.run).status()["state"]
+    assert state == glances([world.run.path])[0].state
+    assert state in ("unknown", "stopped"), "there is no Slurm, or it does not have these jobs"
     print(f"operations after {EARLY} starts {early}, after {STARTS} {late}; files {files}, {late_files}")
     for look, cost in late.items():
         assert cost <= early[look] * 1.2 + 5, look

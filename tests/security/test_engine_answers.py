@@ -266,4 +266,4 @@ async def test_other_rollouts_are_served_while_a_large_answer_is_dealt_with(stre
         assert (status, text.count("top_logprobs")) == (200, len(tokens))
         recording = await gateway.close("t/p/0")
         assert recording.sequences[0].tokens.tolist() == [1, *tokens]
-        assert answered > 5
+        assert answered > 1, "not all of them waited for its end"

@@ -112,7 +112,7 @@ def test_what_a_run_directory_calls_its_jobs_is_no_option_and_no_line_of_a_scrip
     run.jobs.mkdir(exist_ok=True)
     for number, name in enumerate((*NO_JOBS, "17", "18@other")):
         (run.jobs / f"{number}.json").write_text(json.dumps({"role": "pods", "id": name}))
-        (run.path / f"ledger/leases/{number}.0").write_text(json.dumps({**LEASE, "job_id": name}))
+        (run.path / f"ledger/leases/{name}.0").write_text(json.dumps({**LEASE, "job_id": name}))
     seen = Run(run.path)
     assert [record.id for record in seen.slurm_jobs.arrays.records()] == ["17", "18@other"]
     assert seen.slurm_jobs.ids() == ["17", "18@other"]

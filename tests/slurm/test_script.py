@@ -111,7 +111,8 @@ def test_a_pool_at_another_cluster_waits_for_nothing_here_and_its_pods_bear_its_
 
 def test_the_gather_jobs_walltime_follows_from_bytes_and_it_is_warned_before_its_end() -> None:
     def asked(journal_bytes: float, **gather: object) -> tuple[object, object]:
-        parsed = config.parse({**CAMPAIGN, "slurm": {"gather": gather}})
+        slurm = {"gather": {"partition": "of-no-limit", **gather}}
+        parsed = config.parse({**CAMPAIGN, "slurm": slurm})
         options = arrays.gather_job(parsed, RunDir("/r"), "afterany:7", (), journal_bytes).options
         assert options["requeue"] is True
         return options["time"], options["signal"]

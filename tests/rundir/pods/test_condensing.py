@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megaflow_hpc.ledger import write_blocks
@@ -337,6 +337,9 @@ def test_many_periods_of_slots_are_merged(tmp_path: Path) -> None:
 STEPS = st.tuples(st.integers(0, 99), st.integers(0, 2), st.integers(0, 7), st.integers(0, 12))
 """What happens, to which pod, to which of its rollouts, and the operation at which a condensing start is killed."""
 
+TWO_FAILURES = [(0, 0, 0, 0), (0, 1, 0, 0), (0, 1, 0, 0), (50, 1, 0, 0), (75, 0, 0, 0), (0, 0, 0, 0), (50, 0, 1, 0)]
+"""A rollout fails in the second pod, and then in the first one."""
+
 
 class Twins:
     """Two runs with the same events. Starts condense those of the second one, and are killed at any step."""
@@ -401,6 +404,7 @@ class Twins:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(STEPS, min_size=20, max_size=200))
+@example(TWO_FAILURES)
 def test_condensed_events_count_as_the_events_do(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
     folder = tmp_path_factory.mktemp("twins")
     twins = Twins(folder)
