@@ -76,7 +76,7 @@ class Outcomes:
 
     def _keep(self, event: RolloutEvent) -> None:
         before = self._kept.get(event.id)
-        # A success replaces a failure (resume --failed), and a later failure an earlier one. Pods are read in any order.
+        # A success replaces a failure (resume --failed), a later failure an earlier one. Pods are read in any order.
         if before and (before.status in VERIFIED or (event.status not in VERIFIED and event.t < before.t)):
             return
         self._kept[event.id] = event
