@@ -32,6 +32,8 @@ MARK = "mswea_bash_command"
 """Info string of the code block that contains an answer's command, unless ``model.action_regex`` is set."""
 COMMAND_TIMEOUT_S = 120.0
 """Default timeout of one command in seconds."""
+SAMPLING = ("temperature", "top_p", "max_tokens")
+"""Keys of ``model.model_kwargs`` in a configuration file that apply. The others concern litellm."""
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
@@ -40,9 +42,11 @@ class MiniSweAgent:
 
     Args:
         max_turns: Maximum number of model calls before the rollout is truncated. ``None`` means no limit.
-        command_timeout_s: Timeout of one command in seconds.
+        command_timeout_s: Timeout of one command in seconds. The default is :data:`COMMAND_TIMEOUT_S`.
         model: Options for every model call: ``temperature``, ``max_tokens``, …
-        config: Another configuration file for mini-swe-agent's text mode.
+        config: Another configuration file for mini-swe-agent's text mode. Its ``agent.step_limit``,
+            ``environment.timeout`` and ``model.model_kwargs`` (those in :data:`SAMPLING`) apply unless the arguments
+            above are given.
         max_format_errors: Number of consecutive malformed responses after which the agent gives up.
     """
 
@@ -50,16 +54,18 @@ class MiniSweAgent:
         self,
         *,
         max_turns: int | None = None,
-        command_timeout_s: float = COMMAND_TIMEOUT_S,
+        command_timeout_s: float | None = None,
         model: Mapping[str, Any] | None = None,
         config: str | None = None,
         max_format_errors: int = 3,
     ) -> None:
-        self.max_turns = max_turns
-        self.command_timeout_s = command_timeout_s
-        self.model_options = dict(model or {})
-        self.max_format_errors = max_format_errors
         self._config = _load_config(config)
+        own_timeout_s = self._config.get("environment", {}).get("timeout") if config else None
+        own_model = self._config["model"].get("model_kwargs") or {}
+        self.max_turns = max_turns or self._config["agent"].get("step_limit") or None
+        self.command_timeout_s: float = command_timeout_s or own_timeout_s or COMMAND_TIMEOUT_S
+        self.model_options = {key: own_model[key] for key in SAMPLING if key in own_model} | dict(model or {})
+        self.max_format_errors = max_format_errors
         self._saved: dict[str, Any] = {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -78,9 +84,9 @@ class MiniSweAgent:
         bridge = SandboxBridge()
         system = await _uname(sandbox)
         async with ChatClient(model, self.model_options) as client:
-            model_part = _Model(client, bridge, self._config.get("model", {}), model.model_name)
-            environment = _Environment(sandbox, bridge, self._config.get("environment", {}), task, system)
-            environment.command_timeout_s = self.command_timeout_s
+            model_part = _Model(client, bridge, self._config["model"], model.model_name)
+            settings = {**self._config.get("environment", {}), "timeout": self.command_timeout_s}
+            environment = _Environment(sandbox, bridge, settings, task, system)
             templates = {k: v for k, v in self._config["agent"].items() if k.endswith("_template")}
             agent = _package().Agent(
                 model_part,
@@ -167,8 +173,6 @@ class _Model:
 class _Environment:
     """mini-swe-agent's environment interface: runs commands in the sandbox, with stdout and stderr in one stream."""
 
-    command_timeout_s = COMMAND_TIMEOUT_S
-
     def __init__(
         self, sandbox: Sandbox, bridge: SandboxBridge, config: Mapping[str, Any], task: Task, system: Mapping[str, str]
     ) -> None:
@@ -176,7 +180,8 @@ class _Environment:
         self._env = {str(k): str(v) for k, v in (config.get("env") or {}).items()}
         self._interpreter = [str(word) for word in config.get("interpreter") or ()]
         self._cwd = task.workdir
-        self.config = SimpleNamespace(cwd=task.workdir or "", timeout=self.command_timeout_s)
+        self._timeout_s: float = config["timeout"]
+        self.config = SimpleNamespace(cwd=task.workdir or "", timeout=self._timeout_s)
 
     def execute(self, action: Mapping[str, Any], cwd: str = "") -> dict[str, Any]:
         """Runs an action's command and returns its ``output``, ``returncode`` and ``exception_info``.
@@ -188,7 +193,7 @@ class _Environment:
         result: ExecResult = self._bridge.wait(
             self._sandbox.exec(
                 [*self._interpreter, command] if self._interpreter else command,
-                timeout_s=self.command_timeout_s,
+                timeout_s=self._timeout_s,
                 cwd=cwd or self._cwd,
                 env=self._env,
             )
@@ -196,7 +201,7 @@ class _Environment:
         text = result.stdout_bytes.decode("utf-8", "replace") + result.stderr_bytes.decode("utf-8", "replace")
         output: dict[str, Any] = {"output": text, "returncode": result.exit_code, "exception_info": ""}
         if result.timed_out:
-            output["exception_info"] = f"The command was ended after {self.command_timeout_s:g} seconds."
+            output["exception_info"] = f"The command was ended after {self._timeout_s:g} seconds."
         first, _, rest = text.lstrip().partition("\n")
         if first.strip() == SUBMIT and result.exit_code == 0:
             extra = {"exit_status": "Submitted", "submission": rest}

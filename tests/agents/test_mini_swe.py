@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launchers.solutions import script_from_patch
 from megaflow_hpc.agents import create
+from megaflow_hpc.agents.mini_swe import MiniSweAgent
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError
 from megaflow_hpc.host.wire import pack, unpack
 from megaflow_hpc.trajectory import Recording
@@ -232,3 +234,18 @@ def test_a_configuration_for_tool_calls_is_refused(tmp_path: Path) -> None:
     path.write_text(CONFIGURATION)
     with pytest.raises(ConfigError, match=r"tools\.yaml: has neither model\.action_regex nor mswea_bash_command"):
         create({"name": "mini-swe-agent", "args": {"config": str(path)}})
+
+
+def test_limits_of_the_configuration_apply_unless_the_campaign_gives_them(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    own = yaml.safe_load(CONFIGURATION)
+    own["agent"]["step_limit"] = 7
+    own["environment"]["timeout"] = 2.5
+    own["model"] |= {"action_regex": "x", "model_kwargs": {"temperature": 0.0, "drop_params": True}}
+    path.write_text(yaml.safe_dump(own))
+    agent = MiniSweAgent(config=str(path))
+    assert (agent.max_turns, agent.command_timeout_s, agent.model_options) == (7, 2.5, {"temperature": 0.0})
+    agent = MiniSweAgent(max_turns=3, command_timeout_s=9, model={"temperature": 1.0}, config=str(path))
+    assert (agent.max_turns, agent.command_timeout_s, agent.model_options) == (3, 9, {"temperature": 1.0})
+    agent = MiniSweAgent()
+    assert (agent.max_turns, agent.command_timeout_s, agent.model_options) == (None, 120, {})
