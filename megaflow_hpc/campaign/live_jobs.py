@@ -170,6 +170,8 @@ class LiveJobs:
         live = self.live(max_age_s) if refused else None
         pods = len(self.live_pods(max_age_s) or ())
         for one in refused:
+            if one.role == "gather" and self._run.trajectories.exists():
+                continue
             here = live is not None and one.job in live
             if here or one.role != "pod" or pods < self._config.slurm.pods.total:  # otherwise it was replaced
                 causes.setdefault((one.role, one.words, here), []).append(one.job)
@@ -181,7 +183,7 @@ class LiveJobs:
                 continue
             why = "it was submitted with Requeue=0, by slurm.extra or by the site; " if DISABLED in words else ""
             more = f"scale {self._run} --pods {self._config.slurm.pods.total}" if role == "pod" and pods else ""
-            remedy = more or f"resume {self._run}"
+            remedy = more or f"{'gather' if role == 'gather' else 'resume'} {self._run}"
             lines.append(
                 f"{who} ended, and Slurm did not requeue it: {words!r}; {why}continue with: megaflow-hpc {remedy}"
             )

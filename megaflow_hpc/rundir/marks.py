@@ -103,7 +103,7 @@ class Refused:
     at: float
     """Unix time of the last request."""
     role: str
-    """``pod``, ``server`` or ``trainer``."""
+    """``pod``, ``server``, ``trainer`` or ``gather``."""
     log: str
     words: str
     """Slurm's answer, on one line."""

@@ -4,11 +4,13 @@ RUN=@RUN@
 role=pods # env.sh runs the setup of this section, because the job runs in the pods' partition
 @OWN@
 set -u
+@REQUEUE@
+rm -f "$RUN/ledger/refused/$SLURM_JOB_ID" # of an earlier start
 
 # USR2: the walltime is near. TERM: the job is preempted or cancelled, and Slurm decides about a requeue.
 near=no
 trap 'near=yes; kill -TERM "$gather" 2>/dev/null' USR2
-trap 'kill -TERM "$gather" 2>/dev/null' TERM
+trap 'requeues=no; kill -TERM "$gather" 2>/dev/null' TERM
 kept() { stat -c %Y.%s "$RUN/.trajectories.h5.unfinished" "$RUN/.trajectories.h5.index" 2>/dev/null; }
 before=$(kept)
 
@@ -23,19 +25,12 @@ done
 # Count consecutive starts that wrote nothing. Any progress resets the count.
 count="$RUN/logs/gather-$SLURM_JOB_ID.requeues"
 if [ "$status" -eq 0 ] || [ "$(kept)" != "$before" ]; then rm -f "$count"; else printf . >>"$count"; fi
-if [ "$status" -eq 0 ] || [ "$near" = no ]; then exit "$status"; fi
+if [ "$status" -eq 0 ] || [ "$near$requeues" != yesyes ]; then exit "$status"; fi
 vain=$(wc -c 2>/dev/null <"$count" || echo 0)
 if [ "$vain" -gt "$MEGAFLOW_REQUEUES" ]; then
     echo "not requeued: $vain starts in a row wrote nothing; megaflow-hpc resume $RUN --time gather=TIME gives it more time"
     exit "$status"
 fi
 echo "requeueing the gather job ($vain of $MEGAFLOW_REQUEUES starts in a row wrote nothing)"
-for pause in 1 2 4 8 16 32; do # slurmctld may be unavailable or limit the rate of requests
-    if scontrol requeue "$SLURM_JOB_ID"; then
-        sleep 30 # until Slurm ends this shell
-        exit 1
-    fi
-    sleep "$pause"
-done
-echo "could not be requeued; continue with: megaflow-hpc gather $RUN"
+again gather requeue "$SLURM_JOB_ID"
 exit "$status"

@@ -2,8 +2,8 @@
 
 ``--dry-run`` prints exactly the text that would be submitted. The scripts in ``sbatch/`` are the output of this
 function without a campaign, so manual and automatic submission run the same lines. The bodies are ``pods.sh``,
-``servers.sh``, ``trainer.sh`` and ``gather.sh`` in this directory. Each of them starts with ``own.sh``, and all but the
-last include ``requeue.sh``.
+``servers.sh``, ``trainer.sh`` and ``gather.sh`` in this directory. Each of them starts with ``own.sh`` and includes
+``requeue.sh``.
 """
 
 from __future__ import annotations

@@ -72,6 +72,10 @@ def test_what_slurm_said_is_shown_with_the_remedy(run: RunDir, monkeypatch: pyte
     around.states.update({f"8_{n}": JobState(f"8_{n}", "RUNNING") for n in range(4)})
     (run.jobs / "8.json").write_text('{"role": "pods", "id": "8", "elements": 4}')
     assert around.jobs.refused() == [], "others have replaced them"
+    around.refuse("9", DISABLED, "gather")
+    assert around.jobs.refused()[0].endswith(f"continue with: megaflow-hpc gather {run}")
+    run.trajectories.touch()
+    assert around.jobs.refused() == []
 
 
 def test_each_refusal_is_answered_by_one_request_for_as_many_pods_as_are_missing(

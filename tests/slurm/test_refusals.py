@@ -165,6 +165,23 @@ def test_engines_and_trainers_repeat_their_requests_too(here: Site) -> None:
     assert (here.run.path / "training" / "default" / "last").read_text().startswith("lost ")
 
 
+def test_a_gather_job_whose_walltime_ends_repeats_its_request(here: Site) -> None:
+    python = here.notes.parent / "python"
+    python.write_text("#!/bin/sh\ncase $* in *gather*) kill -USR2 $PPID; /bin/sleep 0.5; exit 130;; esac\n")
+    here.scontrol("Unable to contact slurm controller")
+    assert here.play("gather").returncode == 143, "it was ended"
+    assert here.said("scontrol") == ["requeue 7"] * 2
+    assert Marks(here.run).refused() == []
+    here.scontrol(*["Requested operation is presently disabled for job 7"] * 9)
+    here.play("gather")
+    assert [(one.job, one.role) for one in Marks(here.run).refused()] == [("7", "gather")]
+    (here.notes / "scontrol").unlink()
+    python.write_text("#!/bin/sh\ncase $* in *gather*) kill -TERM $PPID; /bin/sleep 0.5; exit 130;; esac\n")
+    here.play("gather")
+    assert here.said("scontrol") == [], "Slurm decides"
+    assert Marks(here.run).refused() == [], "a later start removes the record"
+
+
 def test_a_submitted_script_knows_that_it_is_the_batch_script_whatever_its_parent(here: Site) -> None:
     """Under ParaStation's psslurm no process is called slurmstepd."""
     here.scontrol()
