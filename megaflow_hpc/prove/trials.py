@@ -36,8 +36,6 @@ CAMPAIGN_MINUTES = 15
 USABLE_S, WAIT_S = 75, 15.0
 """Minimum walltime, without ``slurm.lead_s``, of the pod of the walltime trial, and duration of each of its rollouts. A
 pod that starts slowly still stores one."""
-EARLY_S = 30
-"""Seconds by which slurmctld signals a job too early, at least. At most it is twice as much."""
 LOOK_S = 15.0
 SLOW_VISIBLE_S = 10.0
 """Seconds after which a change that becomes visible on another node counts as slow."""
@@ -337,7 +335,7 @@ def start_worker(place: ProofSite) -> Run:
 def start_walltime(place: ProofSite) -> Run:
     """Submits the campaign whose rollouts, one after the other, do not fit into one walltime."""
     name = "walltime"
-    usable_s = place.walltime(USABLE_S) * 60 - place.campaign.config.slurm.lead_s - EARLY_S
+    usable_s = place.walltime(USABLE_S) * 60 - place.campaign.config.slurm.lead_s
     rollouts = math.ceil(usable_s / WAIT_S) + 1  # one more than a pod can start before it drains
     fields = place.fields(name, USABLE_S / 60, slots=1, rollouts=rollouts)
     agent = {"name": "megaflow_hpc.prove.work:Waits", "args": {"seconds": WAIT_S}}

@@ -18,7 +18,7 @@ from megaflow_hpc.trajectories import open_trajectories
 from tests.support.campaigns import Make, cli, rows
 from tests.support.labs import pods
 from tests.support.processes import processes
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 
@@ -50,10 +50,12 @@ def test_a_campaign_of_one_command_is_accounted_for_and_leaves_nothing(make_camp
     assert gather["TimeLimit"] == "01:00:00"
     assert (pod["Requeue"], pod["OverSubscribe"], pod["Nice"]) == ("1", "OK", "0")
     until(lambda: run.live_jobs(0) == set(), "every job has left")
-    states = accounting.finished_jobs(run.job_ids())
-    assert {job: state.state for job, state in states.items()} == dict.fromkeys(
-        (f"{array}_0", f"{array}_1", last), "COMPLETED"
-    )
+    jobs = (f"{array}_0", f"{array}_1", last)
+
+    def states() -> dict[str, str]:
+        return {job: state.state for job, state in accounting.finished_jobs(run.job_ids()).items()}
+
+    assert eventually(lambda: states() == dict.fromkeys(jobs, "COMPLETED"), every_s=1.0), states()
     steps = sacct("-j", array, "-o", "JobID")
     assert len([step for step in steps if step.endswith(".0")]) == 2, "one srun a pod"
     assert not [step for step in steps if step.endswith(".1")]

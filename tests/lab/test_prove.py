@@ -146,7 +146,7 @@ def test_a_sound_site_passes(proved: dict[str, Future[Proved]]) -> None:
     passed = ("nodes", "sandbox", "visibility", "links", "renames", "network", "worker", "engine", "walltime", "clean")
     assert levels == {**dict.fromkeys(passed, "ok"), "model": "skip", "preemption": "skip"}
     assert "a rank was killed" in findings["worker"]["found"]
-    assert re.match(r"4 rollouts in [2-4] starts of a pod, each stored once", findings["walltime"]["found"])
+    assert re.match(r"6 rollouts in [2-6] starts of a pod, each stored once", findings["walltime"]["found"])
     text = (folder / "report.md").read_text()
     assert str(Path.home()) not in text
     assert str(folder) not in text

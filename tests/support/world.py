@@ -71,7 +71,29 @@ def events(run: RunDir, kind: str = "") -> list[dict[str, Any]]:
     return [event for event in [*kept, *map(json.loads, lines)] if not kind or event["event"] == kind]
 
 
+CONSTANTS = (
+    (coordination, "SOON_S"),
+    (coordination, "SELDOM_S"),
+    (ranks, "LOST_S"),
+    (run_io, "LOOP_HANGS_S"),
+    (results, "MAX_INTERRUPTIONS"),
+    (results, "SYSTEMATIC_LAST"),
+    (drain_rules, "DRAIN_NOW_S"),
+)
+"""What :func:`lead` changes while a pod runs."""
+
+
 def lead(run: RunDir, comm: Comm) -> str:
+    """Run rank 0 of a pod. Some tests call it in their own process, so it leaves no constant changed."""
+    before = [getattr(module, name) for module, name in CONSTANTS]
+    try:
+        return _lead(run, comm)
+    finally:
+        for (module, name), value in zip(CONSTANTS, before, strict=True):
+            setattr(module, name, value)
+
+
+def _lead(run: RunDir, comm: Comm) -> str:
     coordination.SOON_S = coordination.SELDOM_S = 0.3
     settings = json.loads((run.path / "world.json").read_text())
     ranks.LOST_S = settings.pop("lost_s", ranks.LOST_S)
