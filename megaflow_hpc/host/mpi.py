@@ -86,7 +86,9 @@ def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> 
         environ: Environment of this rank. Network settings in it take precedence.
     """
     device = re.search(r"MPICH Device:\s*(.*)", library)
-    over_pmi = environ.get("MEGAFLOW_MPI") in PMI and int(environ.get("SLURM_STEP_NUM_NODES", "1")) > 1
+    # In a heterogeneous job, SLURM_STEP_NUM_NODES counts only the nodes of this component.
+    several = max(int(environ.get(name, "1")) for name in ("SLURM_STEP_NUM_NODES", "SLURM_HET_SIZE")) > 1
+    over_pmi = environ.get("MEGAFLOW_MPI") in PMI and several
     chosen = "MPIR_CVAR_CH4_NETMOD" in environ or "FI_PROVIDER" in environ
     if chosen or not over_pmi or not device or not {"ucx", "ofi"} <= set(re.findall(r"\w+", device[1])):
         return {}

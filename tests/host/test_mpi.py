@@ -21,6 +21,10 @@ def test_an_mpich_that_may_use_ucx_takes_libfabric_between_nodes_that_pmi_starte
     assert network_variables(UCX, STEP | {"MEGAFLOW_MPI": plugin}) == OVER_SOCKETS
 
 
+def test_the_components_of_a_heterogeneous_job_are_several_nodes() -> None:
+    assert network_variables(UCX, STEP | {"SLURM_STEP_NUM_NODES": "1", "SLURM_HET_SIZE": "3"}) == OVER_SOCKETS
+
+
 @pytest.mark.parametrize(
     ("library", "changed"),
     [
