@@ -60,7 +60,7 @@ class MiniSweAgent:
         max_format_errors: int = 3,
     ) -> None:
         self._config = _load_config(config)
-        own_timeout_s = self._config.get("environment", {}).get("timeout") if config else None
+        own_timeout_s = self._config.get("environment", {}).get("timeout")
         own_model = self._config["model"].get("model_kwargs") or {}
         self.max_turns = max_turns or self._config["agent"].get("step_limit") or None
         self.command_timeout_s: float = command_timeout_s or own_timeout_s or COMMAND_TIMEOUT_S

@@ -183,7 +183,8 @@ class LiveJobs:
                 continue
             why = "it was submitted with Requeue=0, by slurm.extra or by the site; " if DISABLED in words else ""
             more = f"scale {self._run} --pods {self._config.slurm.pods.total}" if role == "pod" and pods else ""
-            remedy = more or f"{'gather' if role == 'gather' else 'resume'} {self._run}"
+            verb = "gather" if role == "gather" else "resume"
+            remedy = more or f"{verb} {self._run}"
             lines.append(
                 f"{who} ended, and Slurm did not requeue it: {words!r}; {why}continue with: megaflow-hpc {remedy}"
             )

@@ -25,7 +25,7 @@ done
 # Count consecutive starts that wrote nothing. Any progress resets the count.
 count="$RUN/logs/gather-$SLURM_JOB_ID.requeues"
 if [ "$status" -eq 0 ] || [ "$(kept)" != "$before" ]; then rm -f "$count"; else printf . >>"$count"; fi
-if [ "$status" -eq 0 ] || [ "$near$requeues" != yesyes ]; then exit "$status"; fi
+if [ "$status" -eq 0 ] || [ "$near" = no ] || [ "$requeues" = no ]; then exit "$status"; fi
 vain=$(wc -c 2>/dev/null <"$count" || echo 0)
 if [ "$vain" -gt "$MEGAFLOW_REQUEUES" ]; then
     echo "not requeued: $vain starts in a row wrote nothing; megaflow-hpc resume $RUN --time gather=TIME gives it more time"

@@ -251,8 +251,8 @@ async def one_let_through(task: asyncio.Task[None], held: list[str]) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
 async def test_other_rollouts_are_served_while_a_large_answer_is_dealt_with(streamed: bool) -> None:
-    """An agent may ask for log-probabilities of 20,000 tokens. They are read, recorded and passed on."""
-    tokens = list(range(20_000))
+    """An agent may ask for log-probabilities of 150,000 tokens. They are read, recorded and passed on."""
+    tokens = list(range(150_000))
     large = changed(token_ids=tokens, logprobs={"content": SCORES * len(tokens)})
     async with engine(whole(large)) as hers, engine(whole(GOOD)) as his, ModelGateway(wait_s=20) as gateway:
         gateway.update_endpoints([record(hers.port), record(his.port, "q.0", policy="q")])
@@ -266,4 +266,4 @@ async def test_other_rollouts_are_served_while_a_large_answer_is_dealt_with(stre
         assert (status, text.count("top_logprobs")) == (200, len(tokens))
         recording = await gateway.close("t/p/0")
         assert recording.sequences[0].tokens.tolist() == [1, *tokens]
-        assert answered > 1, "not all of them waited for its end"
+        assert answered > 5

@@ -20,7 +20,6 @@ AUDITED = {
 SELDOM = {"os.remove": "removes", "os.mkdir": "makes"}
 
 _counted: Counter[str] = Counter()
-_where: Counter[str] = Counter()
 _watched: list[str] = []
 _kinds = AUDITED
 
@@ -28,7 +27,6 @@ _kinds = AUDITED
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if _watched and event in _kinds and str(arguments[0]).startswith(_watched[0]):
         _counted[_kinds[event]] += 1
-        _where[os.path.dirname(str(arguments[0])[len(_watched[0]) :])] += 1
 
 
 @contextmanager
@@ -44,7 +42,6 @@ def counted(root: Path, whole: bool = False) -> Iterator[Counter[str]]:
         counted.hooked = True  # type: ignore[attr-defined]
     _kinds = {**AUDITED, **SELDOM} if whole else AUDITED
     _counted.clear()
-    _where.clear()
     _watched[:] = [str(root)]
     found: Counter[str] = Counter()
     stat = os.stat
@@ -62,11 +59,6 @@ def counted(root: Path, whole: bool = False) -> Iterator[Counter[str]]:
         os.stat = stat
         _watched.clear()
         found.update(_counted)
-
-
-def directories() -> Counter[str]:
-    """Return directory → number of operations in it, of the latest count."""
-    return _where
 
 
 def so_far() -> int:
