@@ -1,13 +1,14 @@
-"""Makes the model that the learning curve starts from: a tiny one, taught by sloppy demonstrations.
+"""Makes the model that a learning curve starts from, by supervised training on sloppy demonstrations.
 
-A random model never writes a command, and what is never done is never rewarded. So it is shown commands first: mostly
-for what was asked, and most of them spoiled by a slip after which they earn nothing. What it then gets right, about
-one time in ten, is what there is to reinforce. Run it with the interpreter that has torch and transformers, by path::
+A random model never writes a command, and rewards cannot reinforce what never happens. SmolLM2 writes sentences
+instead of commands. So the model first learns from demonstrations: most do what was asked, and most of those have a
+slip that costs the reward. About one attempt in ten then succeeds, which is what training reinforces. Run this with an
+interpreter that has torch and transformers, by path::
 
-    ENGINE_VENV/bin/python launchers/learning/demonstrations.py OUT [--seed 0] [--batches 200]
+    ENGINE_VENV/bin/python launchers/learning/demonstrations.py OUT [--turns 1|2|3] [--model tiny|smollm2] [--seed 0]
 
-``OUT`` becomes a model directory; one that is complete with the same settings is left as it is. ``OUT/taught.json``
-says what was shown and what the model does after it.
+``OUT`` becomes a model directory. A complete one with the same settings is left as it is. ``OUT/taught.json`` reports
+the settings and the rate of success afterwards.
 """
 
 from __future__ import annotations
@@ -20,59 +21,131 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import packaged_model
 import tiny_model
-from operations import OPERATIONS, Operation
+from operations import OPERATIONS
+from searches import SEARCHES
 
-FORMAT = 1
-"""Version of the files made; increase it when a change here, or of the operations, makes others of the same
-settings."""
-RIGHT = 0.85
-"""Share of demonstrations that do what was asked, before they are spoiled; the others do something else."""
-SPOILED = 0.9
-"""Share of demonstrations with a slip."""
-SLIPS: tuple[Callable[[str], str], ...] = (
-    lambda command: command.replace(" > out", ""),  # the result is nowhere
-    lambda command: command.replace(" > out", " > in"),  # or where it does not belong
-    lambda command: command.replace(" in ", " out "),  # it reads what is not there
-    lambda command: command.replace(" > out", " | out"),
-    lambda command: f"cat {command}",
-)
-BATCH = 64
-RATE, WARM_UP, CLIP = 1e-3, 20, 1.0
-"""Of AdamW without decay; the rate rises over that many batches. Gradients are cut to that norm."""
+FORMAT = 2
+"""Version of the files made. Increase it when a change here, or of the tasks, makes other files of the same settings."""
 ANSWER = 24
-"""Tokens of an answer at most, as the agent asks for."""
+"""Maximum number of tokens in an answer; the agent's limit."""
 TRIES = 32
-"""Answers to each request from which the model's success is told."""
+"""Number of answers to each request from which the rate of success is computed."""
 REPORT = "taught.json"
 
+Demonstration = list[tuple[str, str]]
+"""Commands in order, each with its output."""
 
-def demonstration(chance: random.Random) -> tuple[str, str]:
-    """Returns a request, and a command of the kind that was shown for it."""
-    asked = chance.choice(list(OPERATIONS.values()))
-    done = asked if chance.random() < RIGHT else chance.choice(list(OPERATIONS.values()))
-    command = done.solution
-    return asked.instruction, chance.choice(SLIPS)(command) if chance.random() < SPOILED else command
+SLIPS: tuple[Callable[[str], str], ...] = (
+    lambda command: command.replace(" > out", "").replace(" out", ""),  # no result
+    lambda command: command.replace(" > out", " > in").replace(" out", " in"),  # the result in another file
+    lambda command: command.replace(" in ", " out ").replace(" d/", " "),  # a file that does not exist
+    lambda command: command.replace(" > out", " | out").replace("cp ", "cp | "),
+    lambda command: f"cat {command}",
+)
 
 
-def make(out: Path, *, seed: int = 0, batches: int = 200) -> dict[str, Any]:
-    """Makes the model at ``out``, whole or not at all, unless it is there; returns its report."""
-    shown = {"right": RIGHT, "spoiled": SPOILED, "slips": len(SLIPS), "batch": BATCH, "rate": RATE}
-    settings = {"format": FORMAT, "model": tiny_model.FORMAT, "seed": seed, "batches": batches, **shown}
+@dataclass(frozen=True)
+class Teaching:
+    """Settings of the supervised training."""
+
+    batches: int
+    rate: float
+    """Learning rate of AdamW without weight decay, after :attr:`warm_up` batches."""
+    right: float
+    """Share of demonstrations that do what was asked, before slips are added. The others do something else."""
+    spoiled: float
+    """Share of commands with a slip, of the last turn; a third of it in earlier turns."""
+    batch: int = 64
+    warm_up: int = 20
+    clip: float = 1.0
+    """Maximum norm of the gradient."""
+    dtype: str = "float32"
+    threads: int = 1
+    """Threads of torch. A tiny model gains nothing by more."""
+
+
+TEACHING: Mapping[tuple[str, int], Teaching] = {
+    ("tiny", 1): Teaching(batches=200, rate=1e-3, right=0.85, spoiled=0.9),
+    ("tiny", 2): Teaching(batches=150, rate=1e-3, right=0.85, spoiled=0.8),
+    ("tiny", 3): Teaching(batches=200, rate=1e-3, right=0.9, spoiled=0.7),
+    **{
+        ("smollm2", turns): Teaching(
+            batches=60, rate=5e-5, right=0.9, spoiled=0.75, batch=16, warm_up=10, dtype="bfloat16", threads=2
+        )
+        for turns in (2, 3)
+    },
+}
+"""(model, number of turns) → settings."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Requests, and the commands that fulfil them."""
+
+    turns: int
+
+    def names(self) -> list[str]:
+        """Names of the tasks."""
+        return list(OPERATIONS if self.turns == 1 else SEARCHES[self.turns])
+
+    def instruction(self, name: str) -> str:
+        """Returns a task's request."""
+        return OPERATIONS[name].instruction if self.turns == 1 else SEARCHES[self.turns][name].instruction
+
+    def solution(self, name: str, chance: random.Random) -> Demonstration:
+        """Returns the commands that solve a task."""
+        if self.turns == 1:
+            return [(OPERATIONS[name].solution, "")]
+        search = SEARCHES[self.turns][name]
+        return search.turns(search.world(chance))
+
+    def demonstration(self, teaching: Teaching, chance: random.Random) -> tuple[str, Demonstration]:
+        """Returns a request and what is shown for it. Commands may have slips, but outputs are those of the right
+        commands, so that a slip does not spoil the next turn."""
+        asked = chance.choice(self.names())
+        done = asked if chance.random() < teaching.right else chance.choice(self.names())
+        shown = []
+        for turn, (command, output) in enumerate(self.solution(done, chance), 1):
+            spoiled = teaching.spoiled if turn == self.turns else teaching.spoiled / 3
+            shown.append((chance.choice(SLIPS)(command) if chance.random() < spoiled else command, output))
+        return self.instruction(asked), shown
+
+
+def make(
+    out: Path, *, model: str = "tiny", turns: int = 1, seed: int = 0, batches: int | None = None
+) -> dict[str, Any]:
+    """Makes the model at ``out``, completely or not at all, unless it exists. Returns its report.
+
+    Args:
+        batches: another number of batches than that of :data:`TEACHING`.
+    """
+    teaching = TEACHING[model, turns]
+    if batches is not None:
+        teaching = Teaching(**{**asdict(teaching), "batches": batches})
+    settings = {"format": FORMAT, "model": model, "turns": turns, "seed": seed, **asdict(teaching)}
     if tiny_model.is_complete(out, settings):
         report: dict[str, Any] = json.loads((out / REPORT).read_text())
         return report
     out.parent.mkdir(parents=True, exist_ok=True)
+    base = out.parent / model
+    if model != "tiny":
+        packaged_model.make(model, base)
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         staged = work / out.name
-        tiny_model.make(staged, seed=seed, context=512)
-        report = {"settings": settings, **_teach(staged, seed, batches)}
+        if model == "tiny":
+            tiny_model.make(staged, seed=seed, context=512)
+        else:
+            shutil.copytree(base, staged)
+        report = {"settings": settings, **_teach(staged, Lesson(turns), teaching, seed)}
         (staged / REPORT).write_text(json.dumps(report, indent=1) + "\n")
         (staged / tiny_model.MARK).write_text(json.dumps(settings))
         if out.exists():
@@ -83,90 +156,114 @@ def make(out: Path, *, seed: int = 0, batches: int = 200) -> dict[str, Any]:
     return report
 
 
-def _teach(folder: Path, seed: int, batches: int) -> dict[str, Any]:
+def _teach(folder: Path, lesson: Lesson, teaching: Teaching, seed: int) -> dict[str, Any]:
     import torch  # type: ignore[import-not-found]
     from transformers import AutoModelForCausalLM, AutoTokenizer  # type: ignore[import-not-found]
 
-    torch.set_num_threads(1)  # so small a model gains nothing by more, and on a busy machine they wait for each other
+    torch.set_num_threads(teaching.threads)
     torch.manual_seed(seed)
     chance = random.Random(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    dtype = getattr(torch, teaching.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=teaching.rate, weight_decay=0.0)
     began, losses = time.monotonic(), []
-    for number in range(batches):
-        rows = [_row(tokenizer, *demonstration(chance)) for _ in range(BATCH)]
+    for number in range(teaching.batches):
+        rows: list[tuple[list[int], list[int]]] = []
+        while len(rows) < teaching.batch:
+            rows += _rows(tokenizer, *lesson.demonstration(teaching, chance))
         longest = max(len(prompt) + len(answer) for prompt, answer in rows)
-        ids = torch.full((BATCH, longest), tokenizer.pad_token_id)
-        wanted = torch.full((BATCH, longest), -100)
+        ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
+        labels = torch.full((len(rows), longest), -100)
         for index, (prompt, answer) in enumerate(rows):
             length = len(prompt) + len(answer)
             ids[index, :length] = torch.tensor(prompt + answer)
-            wanted[index, len(prompt) : length] = ids[index, len(prompt) : length]
-        # Padding is on the right, where nothing that counts sees it.
-        loss = model(input_ids=ids, labels=wanted).loss
+            labels[index, len(prompt) : length] = ids[index, len(prompt) : length]
+        # Padding is on the right, so no labelled token attends to it.
+        loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), teaching.clip)
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (number + 1) / WARM_UP)
+            group["lr"] = teaching.rate * min(1.0, (number + 1) / teaching.warm_up)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if number % 50 == 49:
+        if number % 50 == 49 or number + 1 == teaching.batches:
             seconds = time.monotonic() - began
-            print(f"batch {number + 1} of {batches}, loss {losses[-1]:.3f}, {seconds:.0f} s", flush=True)
+            print(f"batch {number + 1} of {teaching.batches}, loss {losses[-1]:.3f}, {seconds:.0f} s", flush=True)
     taught_s = time.monotonic() - began
-    answers = {name: _answers(model, tokenizer, operation) for name, operation in OPERATIONS.items()}
-    success = {name: answers[name].count(operation.solution) / TRIES for name, operation in OPERATIONS.items()}
+    success = {name: _success(model, tokenizer, lesson, name, chance) for name in lesson.names()}
     model.save_pretrained(folder, safe_serialization=True)
     return {
         "seconds": round(taught_s, 1),
-        "demonstrations": batches * BATCH,
+        "rows": teaching.batches * teaching.batch,
         "loss": round(sum(losses[-10:]) / len(losses[-10:]), 3),
         "success": {"mean": sum(success.values()) / len(success), **success},
-        "answers": {name: given[:4] for name, given in answers.items()},
     }
 
 
-def _prompt(tokenizer: Any, request: str) -> list[int]:
-    messages = [{"role": "user", "content": request}]
+def _prompt(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return found
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
 
 
-def _row(tokenizer: Any, request: str, command: str) -> tuple[list[int], list[int]]:
-    answer = tokenizer(command, add_special_tokens=False).input_ids
-    return _prompt(tokenizer, request), [*answer, tokenizer.eos_token_id]
+def _prompts(tokenizer: Any, instruction: str, turns: Demonstration) -> list[tuple[list[int], str]]:
+    """Returns the prompt of each turn, and the command that is expected."""
+    messages, prompts = [{"role": "user", "content": instruction}], []
+    for command, output in turns:
+        prompts.append((_prompt(tokenizer, messages), command))
+        messages += [{"role": "assistant", "content": command}, {"role": "user", "content": output}]
+    return prompts
 
 
-def _answers(model: Any, tokenizer: Any, operation: Operation) -> list[str]:
-    """Answers to one request, sampled from the whole distribution."""
+def _rows(tokenizer: Any, instruction: str, turns: Demonstration) -> list[tuple[list[int], list[int]]]:
+    """Returns the prompt and the answer of each turn, as tokens."""
+    return [
+        (prompt, [*tokenizer(command, add_special_tokens=False).input_ids, tokenizer.eos_token_id])
+        for prompt, command in _prompts(tokenizer, instruction, turns)
+    ]
+
+
+def _success(model: Any, tokenizer: Any, lesson: Lesson, name: str, chance: random.Random) -> float:
+    """Returns the rate at which a task is solved by its solution: the product of the rates of its turns."""
+    rate = 1.0
+    for prompt, command in _prompts(tokenizer, lesson.instruction(name), lesson.solution(name, chance)):
+        rate *= _answers(model, tokenizer, prompt).count(command) / TRIES
+    return rate
+
+
+def _answers(model: Any, tokenizer: Any, prompt: list[int]) -> list[str]:
+    """Samples answers to a prompt from the whole distribution."""
     import torch
 
-    prompt = torch.tensor([_prompt(tokenizer, operation.instruction)] * TRIES)
+    rows = torch.tensor([prompt] * TRIES)
     options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": ANSWER}
     with torch.inference_mode():
-        found = model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
+        answers = model.generate(
+            input_ids=rows,
+            attention_mask=torch.ones_like(rows),
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
             **options,
         )
-    return [tokenizer.decode(row[prompt.shape[1] :], skip_special_tokens=True) for row in found]
+    return [tokenizer.decode(row[rows.shape[1] :], skip_special_tokens=True) for row in answers]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="makes a tiny model and teaches it by sloppy demonstrations")
+    parser = argparse.ArgumentParser(description="makes a model and teaches it by sloppy demonstrations")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--turns", type=int, default=1, choices=(1, 2, 3))
+    parser.add_argument("--model", default="tiny", choices=("tiny", "smollm2"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batches", type=int, default=200)
-    arguments = parser.parse_args()
-    report = make(arguments.out, seed=arguments.seed, batches=arguments.batches)
+    parser.add_argument("--batches", type=int, help="another number of batches than usual")
+    asked = parser.parse_args()
+    if (asked.model, asked.turns) not in TEACHING:
+        parser.error(f"--model {asked.model} has no task of {asked.turns} turn; use --turns 2 or 3")
+    report = make(asked.out, model=asked.model, turns=asked.turns, seed=asked.seed, batches=asked.batches)
     print(
-        f"{arguments.out}: {report['demonstrations']} demonstrations in {report['seconds']:.0f} s; "
-        f"{report['success']['mean']:.3f} of its answers are right"
+        f"{asked.out}: {report['rows']} demonstrated answers in {report['seconds']:.0f} s; "
+        f"{report['success']['mean']:.3f} of its attempts are right"
     )
     return 0
 

@@ -1,7 +1,7 @@
 """Plans the campaign of the learning curve, follows it while it trains, and draws what became of it.
 
 Called by launchers/learn, which has made what it stands on: in the working directory lie campaign.yaml, the modules
-beside this one and models/base.
+beside this one and the model, such as models/tiny-1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,22 @@ from typing import Any
 
 import curve
 
-STEPS = 40
+STEPS = {1: 40, 2: 60, 3: 60}
+"""Number of turns → default number of steps."""
+TASKS = {1: "ShellTask", 2: "TwoTurns", 3: "ThreeTurns"}
+"""Number of turns → class of the tasks in shell_tasks.py."""
+CONTEXT = {"tiny": 256, "smollm2": 512}
+"""Model → maximum length of a conversation in tokens."""
+LARGER: Mapping[str, Any] = {
+    "samples": 6,
+    "batch": 8,
+    "optimizer": {"lr": 2.0e-5, "warmup": 5},
+    "dtype": "bfloat16",
+    "microbatch": 2048,
+    "servers": {"mem_gb": 4},
+    "trainer": {"mem_gb": 6},
+}
+"""Settings of a model with 135 million parameters that differ from those of the tiny one."""
 SMALL = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Variables of engine and trainer unless set otherwise: so small a model gains nothing by more threads, and sandboxes
 need the cores. The last one lets vLLM for CPUs run its model in the process that schedules (``uni`` in campaign.yaml):
@@ -41,15 +56,26 @@ def number(least: int) -> Callable[[str], int]:
 
 
 def read(words: Sequence[str]) -> argparse.Namespace:
-    """Reads the words of launchers/learn; ``--check`` says what is wrong with them, and does nothing."""
+    """Reads the words of launchers/learn; ``--check`` prints the model and the number of turns, and does nothing else."""
     parser = argparse.ArgumentParser(prog="launchers/learn", add_help=False, epilog="see launchers/learn --help")
     parser.add_argument("--seed", type=number(0), default=0)
-    parser.add_argument("--steps", type=number(1), default=STEPS)
+    parser.add_argument("--turns", type=int, choices=TASKS, default=1)
+    parser.add_argument("--model", choices=CONTEXT, default="tiny")
+    parser.add_argument("--steps", type=number(1))
     parser.add_argument("--shuffle-rewards", action="store_true")
     parser.add_argument("--staleness", type=number(0), default=0)
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(words)
+    asked = parser.parse_args(words)
+    if asked.model != "tiny" and asked.turns == 1:
+        parser.error(f"--model {asked.model} has no task of one turn; use --turns 2 or --turns 3")
+    asked.steps = asked.steps or STEPS[asked.turns]
+    return asked
+
+
+def base(arguments: argparse.Namespace) -> str:
+    """Returns the name of the model directory that training starts from, below ``models``."""
+    return f"{arguments.model}-{arguments.turns}"
 
 
 def fields(arguments: argparse.Namespace, text: str, image: str, site: Mapping[str, str]) -> dict[str, Any]:
@@ -65,10 +91,22 @@ def fields(arguments: argparse.Namespace, text: str, image: str, site: Mapping[s
     campaign: dict[str, Any] = yaml.safe_load(text)
     campaign["seed"] = arguments.seed
     campaign["environment"]["images"] = {"megaflow-base": image}
+    campaign["tasks"] = [f"shell_tasks:{TASKS[arguments.turns]}"]
+    campaign["agent"] |= {"max_turns": arguments.turns, "args": {"turns": arguments.turns}}
+    campaign["model"]["path"] = f"models/{base(arguments)}"
+    campaign["model"]["args"]["max-model-len"] = CONTEXT[arguments.model]
     training = campaign["training"]
     training |= {"steps": arguments.steps, "staleness": arguments.staleness}
-    optimizer = training["policies"]["default"]["optimizer"]
-    optimizer["warmup"] = min(optimizer["warmup"], arguments.steps // 2)
+    policy = training["policies"]["default"]
+    if arguments.model != "tiny":
+        campaign["samples"] = LARGER["samples"]
+        campaign["model"]["args"]["dtype"] = LARGER["dtype"]
+        training["batch"] = LARGER["batch"]
+        policy |= {name: LARGER[name] for name in ("dtype", "microbatch")}
+        policy["optimizer"] |= LARGER["optimizer"]
+        for job in ("servers", "trainer"):
+            campaign["slurm"][job] |= LARGER[job]
+    policy["optimizer"]["warmup"] = min(policy["optimizer"]["warmup"], arguments.steps // 2)
     if arguments.shuffle_rewards:
         training["data"] = ["shuffle"]
     for job in campaign["slurm"].values():
@@ -115,6 +153,7 @@ def _told(metrics: Mapping[str, float]) -> str:
 def main() -> int:
     arguments = read(sys.argv[1:])
     if arguments.check:
+        print(arguments.model, arguments.turns)
         return 0
     from megaflow_hpc import Campaign
     from megaflow_hpc.errors import MegaflowError
@@ -156,14 +195,19 @@ def report(run: Path, rewards: Sequence[float], arguments: argparse.Namespace, s
     if len(rewards) < arguments.steps:
         print(f"error: {len(rewards)} of {arguments.steps} steps were done: see {run}/logs", file=sys.stderr)
         return 1
-    shutil.copyfile("models/base/taught.json", run / "taught.json")
+    shutil.copyfile(f"models/{base(arguments)}/taught.json", run / "taught.json")
     first, last = curve.mean(rewards[:COMPARED]), curve.mean(rewards[-COMPARED:])
     what = f"seed {arguments.seed}, staleness {arguments.staleness}"
     if arguments.shuffle_rewards:
         what += ", rewards shuffled"
-    (run / "curve.svg").write_text(curve.svg({what: rewards}, "Mean reward of ten shell tasks, 80 rollouts a step"))
+    title = (
+        f"Mean reward of shell tasks of {arguments.turns} turn{'s' * (arguments.turns > 1)}, {arguments.model} model"
+    )
+    (run / "curve.svg").write_text(curve.svg({what: rewards}, title))
     result = {
         "seed": arguments.seed,
+        "turns": arguments.turns,
+        "model": arguments.model,
         "steps": arguments.steps,
         "staleness": arguments.staleness,
         "first": first,
@@ -173,7 +217,7 @@ def report(run: Path, rewards: Sequence[float], arguments: argparse.Namespace, s
     (run / "curve.json").write_text(json.dumps(result, indent=1) + "\n")
     print(curve.text(rewards))
     taught = json.loads((run / "taught.json").read_text())
-    print(f"before: {taught['success']['mean']:.3f} right after {taught['demonstrations']} sloppy demonstrations")
+    print(f"before: {taught['success']['mean']:.3f} right after {taught['rows']} answers of sloppy demonstrations")
     print(f"picture: {run}/curve.svg")
     print(
         f"reward: {first:.3f} -> {last:.3f} seed {arguments.seed} steps {arguments.steps} seconds {seconds:.0f} "

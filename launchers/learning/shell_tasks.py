@@ -1,20 +1,22 @@
-"""The tasks of the learning curve: an operation on a text file, which is another for every rollout.
+"""The tasks of the learning curve. Their files differ in every rollout.
 
-What must come out is worked out here, outside of the sandbox, from the text that was put in: nothing that an agent
-does to ``in`` or to the sandbox's programs changes what it is compared with.
+The expected result is computed here, outside of the sandbox, from the text that was put in. Nothing that an agent does
+to its files or to the sandbox's programs changes it.
 """
 
 from __future__ import annotations
 
 import random
 import shlex
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from operations import OPERATIONS, content, is_done
+from searches import SEARCHES
 
 
 class ShellTask:
-    """One operation, as a task of a campaign (docs/how-to/python-tasks.md)."""
+    """One operation on the file ``in``, as a task of a campaign (docs/how-to/python-tasks.md)."""
 
     image = "megaflow-base"
     workdir = "/app"
@@ -34,7 +36,7 @@ class ShellTask:
 
     async def setup(self, sandbox: Any) -> None:
         self.content = content(random.SystemRandom())
-        await sandbox.exec(f"printf %s {shlex.quote(self.content)} > in", timeout_s=30)
+        await _write(sandbox, {"in": self.content})
 
     async def score(self, sandbox: Any) -> float:
         output = await sandbox.read("out")
@@ -42,3 +44,46 @@ class ShellTask:
 
     async def solve(self, sandbox: Any) -> None:
         await sandbox.exec(self.operation.solution, timeout_s=30)
+
+
+class TwoTurns:
+    """Finds the file about an animal, and works on it."""
+
+    image, workdir, env = ShellTask.image, ShellTask.workdir, ShellTask.env
+    timeout_s, score_timeout_s, processes = ShellTask.timeout_s, ShellTask.score_timeout_s, ShellTask.processes
+    turns: ClassVar[int] = 2
+
+    @classmethod
+    def instances(cls) -> dict[str, dict[str, str]]:
+        return {name: {"name": name} for name in SEARCHES[cls.turns]}
+
+    def __init__(self, name: str) -> None:
+        self.search = SEARCHES[self.turns][name]
+        self.instruction = self.search.instruction
+
+    async def setup(self, sandbox: Any) -> None:
+        self.world = self.search.world(random.SystemRandom())
+        files = {f"d/{self.world.names[animal]}": text for animal, text in self.world.contents.items()}
+        if self.search.animal is None:
+            files["note"] = f"{self.world.animal}\n"
+        await _write(sandbox, files)
+
+    async def score(self, sandbox: Any) -> float:
+        output = await sandbox.read("out")
+        return float(output is not None and self.search.is_done(self.world, output.decode("utf-8", "replace")))
+
+    async def solve(self, sandbox: Any) -> None:
+        for command, _ in self.search.turns(self.world):
+            await sandbox.exec(command, timeout_s=30)
+
+
+class ThreeTurns(TwoTurns):
+    """Reads which animal is meant, finds the file about it, and works on it."""
+
+    turns = 3
+
+
+async def _write(sandbox: Any, files: Mapping[str, str]) -> None:
+    """Writes files by one command."""
+    texts = " && ".join(f"printf %s {shlex.quote(text)} > {name}" for name, text in files.items())
+    await sandbox.exec(f"mkdir -p d && {texts}", timeout_s=30)

@@ -4,7 +4,7 @@
     python -m tests.bench.learning killed [--steps 6]                    the trainer and then the pod are killed
     python -m tests.bench.learning two [--lasting 10 --slots 76]         two policies, each with an engine and a trainer
 
-``--folder`` keeps the working directory with ``models/base``, which takes a minute to make. Exit status 1: the check
+``--folder`` keeps the working directory with ``models/tiny-1``, which takes a minute to make. Exit status 1: the check
 failed.
 
 ``curve`` compares the rewards that the first and the last weights earned. ``killed`` kills the trainer after a third
@@ -54,15 +54,17 @@ MAX_MISMATCH = 1e-5
 """Largest mean difference between the engine's and the trainer's log-probabilities in a step."""
 
 
-def prepare(folder: Path, batches: int = 200) -> Path:
+def prepare(folder: Path, batches: int | None = None, turns: int = 1) -> Path:
     """Makes ``folder`` what ``launchers/learn`` works in.
 
     Args:
         batches: Batches of demonstrations for the base model. With a few it cannot learn its tasks.
+        turns: Turns of the tasks.
     """
     shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
     python = Path(required("MEGAFLOW_ENGINE_VENV")) / "bin" / "python"
-    command = [python, SOURCES / "demonstrations.py", folder / "models" / "base", "--batches", str(batches)]
+    command = [python, SOURCES / "demonstrations.py", folder / "models" / f"tiny-{turns}", "--turns", str(turns)]
+    command += ["--batches", str(batches)] if batches else []
     subprocess.run(command, check=True, timeout=500, stdout=sys.stderr)
     return folder
 

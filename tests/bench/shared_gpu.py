@@ -2,7 +2,7 @@
 
     cd FOLDER; python -m tests.bench.shared_gpu [--steps 20] [--dtype bfloat16] [--model DIRECTORY]
 
-FOLDER is what ``launchers/learn`` works in: ``launchers/learning`` with ``models/base``. Without Slurm. It prints the
+FOLDER is what ``launchers/learn`` works in: ``launchers/learning`` with ``models/tiny-1``. Without Slurm. It prints the
 mean rewards by step, what a turn costs, how far the engine's log-probabilities lie from the trainer's, and how much of
 the GPU's memory is in use while engine or trainer has it. With ``--gpus 0`` both are on the CPU, where an engine frees
 nothing. ``--model`` takes another model than the one that was taught, for its size.

@@ -19,6 +19,7 @@ from tests.support.places import LAUNCHERS
 FOLDER = LAUNCHERS / "learning"
 sys.path.append(str(FOLDER))
 from operations import OPERATIONS, content, is_done  # type: ignore[import-not-found]  # noqa: E402
+from searches import SEARCHES, VERBS, Search  # type: ignore[import-not-found]  # noqa: E402
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -39,19 +40,44 @@ def test_texts_differ_from_rollout_to_rollout() -> None:
     assert len({content(chance) for _ in range(200)}) == 200
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_search_is_solved_by_its_turns_and_by_no_other_verb_or_file(tmp_path: Path, seed: int) -> None:
+    search = Search("copy")
+    world = search.world(random.Random(seed))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "note").write_text(f"{world.animal}\n")
+    for animal, name in world.names.items():
+        (tmp_path / "d" / name).write_text(world.contents[animal])
+    assert [_sh(tmp_path, command) for command, _ in search.turns(world)] == [out for _, out in search.turns(world)]
+    for (verb, asked), (animal, name) in itertools.product(VERBS.items(), world.names.items()):
+        _sh(tmp_path, asked.command.format(f"d/{name}"))
+        output = (tmp_path / "out").read_text()
+        solved = {other for other in VERBS if Search(other).is_done(world, output)}
+        assert solved == ({verb} if animal == world.animal else set()), f"{verb} of {animal}: {output!r}"
+
+
+def _sh(folder: Path, command: str) -> str:
+    environment = {"LC_ALL": "C", "PATH": os.environ["PATH"]}
+    return subprocess.run(
+        ["sh", "-c", command], cwd=folder, env=environment, check=True, capture_output=True, text=True
+    ).stdout
+
+
 @pytest.mark.slow
 def test_tasks_are_rewarded_when_solved_and_not_when_left(tmp_path: Path, base_sif: Path) -> None:
     for file in FOLDER.glob("*.py"):
         shutil.copy(file, tmp_path)
     campaign = yaml.safe_load((FOLDER / "campaign.yaml").read_text())
-    campaign |= {"agent": ["oracle", "nop"], "samples": 1, "run_dir": str(tmp_path / "runs")}
+    classes = [f"shell_tasks:{name}" for name in ("ShellTask", "TwoTurns", "ThreeTurns")]
+    campaign |= {"tasks": classes, "agent": ["oracle", "nop"], "samples": 1, "run_dir": str(tmp_path / "runs")}
     del campaign["model"], campaign["training"]
     campaign["environment"]["images"] = {"megaflow-base": str(base_sif)}
     (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
     result, done = run_local(tmp_path / "campaign.yaml")
     assert result["state"] == "finished", done.stderr
     rewards = {"oracle": 1, "nop": 0}
-    expected = {f"{name}/{agent}/0": ("completed", rewards[agent]) for name in OPERATIONS for agent in rewards}
+    names = [*OPERATIONS, *SEARCHES[2], *SEARCHES[3]]
+    expected = {f"{name}/{agent}/0": ("completed", rewards[agent]) for name in names for agent in rewards}
     assert rows(result["run"]) == expected
 
 
@@ -62,6 +88,7 @@ def test_tasks_are_rewarded_when_solved_and_not_when_left(tmp_path: Path, base_s
         (["--steps", "0"], "0: expected a whole number of at least 1"),
         (["--seed", "-1"], "-1: expected a whole number of at least 0"),
         (["--quick"], "unrecognized arguments: --quick"),
+        (["--model", "smollm2"], "--model smollm2 has no task of one turn; use --turns 2 or --turns 3"),
     ],
 )
 def test_wrong_words_are_refused_before_anything_is_set_up(given: list[str], said: str) -> None:

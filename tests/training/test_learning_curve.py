@@ -20,7 +20,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from tests.bench.learning import faults, learning, prepare, rises
 from tests.support.waiting import until
 
-STEPS = 2
+STEPS, TURNS = 2, 2
 SAMPLES = 4
 RECORDED = Path(__file__).with_name("learning_curve.json")
 """Rewards that each weight version earned in ten steps: version → rollouts and solved ones."""
@@ -29,7 +29,7 @@ RECORDED = Path(__file__).with_name("learning_curve.json")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory as launchers/learn makes it, with a hardly taught model and fewer rollouts a step."""
-    folder = prepare(tmp_path_factory.mktemp("learn"), batches=2)
+    folder = prepare(tmp_path_factory.mktemp("learn"), batches=2, turns=TURNS)
     campaign = folder / "campaign.yaml"
     campaign.write_text(campaign.read_text().replace("samples: 8", f"samples: {SAMPLES}"))
     return folder
@@ -42,7 +42,7 @@ def processes_of(run: RunDir) -> list[int]:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_model_is_trained_by_the_rollouts_of_its_own_weights(folder: Path, base_sif: Path) -> None:
-    with learning(folder, STEPS) as (learn, run):
+    with learning(folder, STEPS, "--turns", str(TURNS)) as (learn, run):
         assert learn.stdout
         printed = learn.stdout.read()
     assert learn.returncode == 0, printed
@@ -69,7 +69,7 @@ def _metrics(run: RunDir) -> Path:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_an_interruption_leaves_nothing_running(folder: Path, base_sif: Path) -> None:
-    with learning(folder, STEPS) as (learn, run):
+    with learning(folder, STEPS, "--turns", str(TURNS)) as (learn, run):
         until(lambda: len(processes_of(run)) >= 3, "pod, engine and trainer run")
         learn.send_signal(signal.SIGINT)
         assert learn.wait(120) == 130
