@@ -16,11 +16,8 @@ before=$(kept)
 
 "$MEGAFLOW_PYTHON" -m megaflow_hpc gather "$RUN" @ARGUMENTS@ &
 gather=$!
-while :; do
-    wait "$gather"
-    status=$?
-    kill -0 "$gather" 2>/dev/null || break # wait also returns after a trap
-done
+outcome "$gather"
+status=$?
 
 # Count consecutive starts that wrote nothing. Any progress resets the count.
 count="$RUN/logs/gather-$SLURM_JOB_ID.requeues"

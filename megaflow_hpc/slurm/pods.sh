@@ -76,11 +76,8 @@ for MEGAFLOW_MPI in $MEGAFLOW_MPI; do
         --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${megaflow_srun:-} \
         "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN" @ENGINES@ &
     step=$!
-    while :; do
-        wait "$step"
-        status=$?
-        kill -0 "$step" 2>/dev/null || break # wait also returns when a trap has run
-    done
+    outcome "$step"
+    status=$?
     if [ -e "$MEGAFLOW_POD_DIR/world" ]; then
         [ -z "${tried:-}" ] || { echo "$MEGAFLOW_MPI" >"$known.$MEGAFLOW_POD" && mv "$known.$MEGAFLOW_POD" "$known"; }
         break

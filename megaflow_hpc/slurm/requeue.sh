@@ -1,6 +1,23 @@
 # Is this shell the job's batch script? If a user's own job runs the script as one of its commands, the user decides about a
 # requeue.
 @REQUEUES@
+set +o posix # with POSIXLY_CORRECT, bash would forget a status after the first wait
+
+# Returns the exit status of a child process, which must not be waited for elsewhere. Bash may lose the status of a child
+# that ends in the instant in which a trapped signal interrupts wait. So it sleeps until the child has ended. Traps run
+# between two sleeps.
+# shellcheck disable=SC2329 # not every script needs it
+outcome() {
+    local first second
+    while kill -0 "$1" 2>/dev/null; do sleep 0.5; done
+    while :; do # a signal may interrupt the first wait too
+        wait "$1"
+        first=$?
+        wait "$1"
+        second=$?
+        [ "$first" -ne "$second" ] || return "$first"
+    done
+}
 
 # Runs a query of Slurm, and retries it up to four times.
 # shellcheck disable=SC2329 # not every script needs it

@@ -17,11 +17,8 @@ trap 'requeues=no; kill -TERM "$server" 2>/dev/null' TERM
 
 "$MEGAFLOW_PYTHON" -m megaflow_hpc.model.server "$RUN" @INDEX@ &
 server=$!
-while :; do
-    wait "$server"
-    status=$?
-    kill -0 "$server" 2>/dev/null || break # wait also returns when a trap has run
-done
+outcome "$server"
+status=$?
 
 echo "server ${SLURM_ARRAY_TASK_ID:-0}: exit status $status"
 if "$MEGAFLOW_PYTHON" -m megaflow_hpc.rundir.marks "$RUN"; then exit 0; fi # finished or cancelled

@@ -80,15 +80,11 @@ unset SLURM_DISTRIBUTION SLURM_HINT SLURM_MPI_TYPE SLURM_EXPORT_ENV
 # Wrapper of a step's task. It learns its node's number from Slurm. On SIGTERM srun would kill the whole step at once.
 # srun forwards SIGUSR1, which the wrapper turns into SIGTERM. --export=ALL applies whatever the job was submitted with.
 # shellcheck disable=SC2016
-task='
+task="$(declare -f outcome)"'
 trap "kill -TERM \$child 2>/dev/null" USR1 TERM
 (trap "" USR1; export PET_NODE_RANK="$SLURM_NODEID"; exec "$@") &
 child=$!
-while :; do
-    wait "$child"
-    kill -0 "$child" 2>/dev/null || break
-done
-wait "$child"'
+outcome "$child"'
 
 # With shared GPUs the policy's model server is a step of this job and sleeps while the trainer steps. A lost server is
 # restarted after Slurm has ended its step. After too many failures the trainer ends in the same way as before the walltime.
@@ -102,11 +98,8 @@ serve() {
             ${megaflow_srun:-} bash -c "$task" server "$MEGAFLOW_PYTHON" \
             -m megaflow_hpc.model.server "$RUN" --policy "$policy" &
         server=$!
-        while :; do
-            wait "$server"
-            ended=$?
-            kill -0 "$server" 2>/dev/null || break
-        done
+        outcome "$server"
+        ended=$?
         echo "server of $policy: exit status $ended"
         if [ "$ended" -eq 0 ] || [ "$stop" = yes ]; then return; fi
         [ "$((SECONDS - began))" -lt 3600 ] || vain=0 # only consecutive failures count
@@ -156,11 +149,8 @@ srun --export=ALL --mpi=none --nodes="$nodes" --ntasks="$nodes" --ntasks-per-nod
     bash -c "$task" trainer "${command[@]}" &
 step=$!
 [ ! -e "$private/served" ] || kill -USR1 "$step"
-while :; do
-    wait "$step"
-    status=$?
-    kill -0 "$step" 2>/dev/null || break # wait also returns when a trap has run
-done
+outcome "$step"
+status=$?
 said() { tail -c "+$((written + 1))" "$log" 2>/dev/null; } # output of this start
 # torchrun exits with 1 whatever its processes' exit codes were, and logs those codes. On several nodes srun then kills the
 # other tasks (137).

@@ -25,7 +25,8 @@ case ${SCENE:-} in preempted) touch "$MEGAFLOW_POD_DIR/preempted" ;; esac
 echo "$*" >>"$NOTES/srun"
 echo "${STATE:-drained}" >"$MEGAFLOW_POD_DIR/state"
 """
-SLEEP = 'echo "$1" >>"$NOTES/sleep"'  # no test waits
+SLEEP = 'case $1 in 0.5) exec /bin/sleep 0.1 ;; esac; echo "$1" >>"$NOTES/sleep"'
+"""Returns at once, except in ``outcome``: no test waits."""
 
 
 class Site:
