@@ -76,7 +76,7 @@ class Pruning:
         # Read before the leases, so a lease missing from the record has not been removed yet.
         number, record = yield from read_record()
         gone = set((yield Names(GONE)))
-        leases = yield Names(LEASES)
+        leases = set((yield Names(LEASES)))
         requests = yield Names(REQUESTS)
         partial = yield Names(PARTIAL)
         # Read the claims last: a pod that has ended or is gone makes no more.
@@ -90,7 +90,8 @@ class Pruning:
         known = {name: lease.content for name, lease in self._rules.leases.items() if lease.content}
         over = {name for name in current if name in known and (name in gone or known[name].get("ended"))}
         recorded = set(record.get("names", ()))
-        paths = [f"{LEASES}/{name}" for name in leases if name not in current or name in (over & recorded) - holders]
+        kept = current - ((over & recorded) - holders)
+        paths = [f"{LEASES}/{name}" for name in sorted(leases - kept)]
         paths += [f"{GONE}/{name}" for name in gone if name not in leases and name not in holders]
         alive = {name for name in leases if not known.get(name, {}).get("ended")}
         for block, epoch in sorted(claims):
@@ -100,11 +101,12 @@ class Pruning:
                     paths.append(claim_path(block, epoch))
         paths += [f"{RELEASED}/{block:06d}.{epoch}" for block, epoch in released if epoch < newest.get(block, 0)]
         active = current - over - gone
+        wanted |= active
         paths += [f"{REQUESTS}/{name}" for name in requests if name.rsplit(".", 2)[0] not in active]
         paths += [
             f"{PARTIAL}/{name}"
             for name in partial
-            if name.endswith(".json") and name.removesuffix(".json") not in wanted | active
+            if name.endswith(".json") and name.removesuffix(".json") not in wanted
         ]
         paths += [f"{CLAIMS}/{name}" for name in listed if name[0] == "." and not _is_of(name, active)]
         paths += [f"{ENDED}/{older}" for older in (yield Names(ENDED)) if older.isdigit() and int(older) < number]
@@ -152,7 +154,8 @@ class Pruning:
             names: All starts that the record counts and that a lease may be there for.
             took: Starts that later starts have taken over, so that they count there.
         """
-        sums = add_facts([record, *(facts for name, facts in apart.items() if name not in {*names, *took})])
+        not_in_sums = {*names, *took}
+        sums = add_facts([record, *(facts for name, facts in apart.items() if name not in not_in_sums)])
         kept = {name: apart[name] for name in sorted(names) if name in apart}
         content = {**sums, "names": sorted(names), "recent": kept}
         yield Link(f"{ENDED}/{number}", content, f"{self._rules.identity.name}.ended.{number}.{len(kept)}")

@@ -11,6 +11,7 @@ import pytest
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
+from megaflow_hpc.ledger.calls import Names, Read
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.leader import STALE_S
 from megaflow_hpc.ledger.lease import TIMES
@@ -152,6 +153,66 @@ def test_a_later_start_reads_one_lease_however_many_starts_there_were(run: RunDi
     (facts,) = (facts for name, facts in Ledger(run).accounts().items() if name.endswith("earlier"))
     assert facts["starts"] == 29
     assert facts["began_at"] == 1
+
+
+class Name(str):
+    """A file name that counts how often names are compared and hashed."""
+
+    counted = 0
+
+    def __eq__(self, other: object) -> bool:
+        Name.counted += 1
+        return str.__eq__(self, other)  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        Name.counted += 1
+        return str.__hash__(self)
+
+
+class NamedFiles(Files):
+    """Lists and reads names that count."""
+
+    def _names(self, call: Names) -> tuple[str, ...]:
+        return tuple(map(Name, super()._names(call)))
+
+    def _read(self, call: Read) -> dict[str, Any] | None:
+        content = super()._read(call)
+        return content and {**content, "names": list(map(Name, content.get("names", ())))}
+
+
+def comparisons(run: RunDir, ended: int) -> int:
+    """Returns how often a coordinator compares and hashes names until it has removed what ended pods left."""
+    clock = Clock()
+    leave_leases(run, ended, ended)
+    for directory, suffix in (("gone", ""), ("hungry", ".0.1")):
+        for number in range(ended):
+            (run.ledger / directory / f"8_{number}.0{suffix}").touch()
+    for number in range(ended):
+        (run.partial / f"8_{number}.0.json").touch()
+        (run.ledger / "claims" / f".8_{number}.0.x").touch()
+    ledger = Ledger(run, PodIdentity("9_0", "0"), clock, files=NamedFiles(run, clock))
+    survey = ledger.survey()
+    while not survey.advance():
+        pass
+    Name.counted = 0
+    for _ in range(12):
+        clock.now += PRUNE_S
+        pruning = ledger.prune()
+        while not pruning.advance():
+            pass
+    assert sum(files(run)[each] for each in ("leases", "gone", "hungry", "partial", "claims")) == 0
+    return Name.counted
+
+
+def test_pruning_compares_names_in_proportion_to_their_number(tmp_path: Path) -> None:
+    counts = []
+    for ended in (100, 400):
+        run = RunDir(tmp_path / f"run{ended}")
+        run.create()
+        run.partial.mkdir(exist_ok=True)
+        Ledger(run).create()
+        counts.append(comparisons(run, ended))
+    assert counts[1] < 5 * counts[0], counts
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, PodIdentity
+from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.master.drain import STOP_S
@@ -40,9 +41,9 @@ from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 SWITCH_S = 5e-4
 """Thread switch interval of rank 0's loop and its I/O thread, in seconds."""
-PACK_AFTER_S, PACK_SPREAD_S = 180, 600
-"""Seconds after which a start packs the journals of earlier starts, plus a span over which the pods are spread. Cached
-listings are at most a minute old, so by then all readers have seen the packs of earlier starts.
+PACK_AFTER_S, PACK_SPREAD_S = TIMES.lease_s, 600
+"""Seconds after which a start packs the journals of earlier starts, plus a span over which the pods are spread. Earlier
+starts commit nothing more by then. Cached listings are at most a minute old, so all readers have seen their packs.
 """
 GC_THRESHOLD = 50_000
 """Allocations before Python's garbage collector runs. Rank 0 creates no reference cycles, and each collection costs

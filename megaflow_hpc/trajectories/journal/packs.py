@@ -12,11 +12,13 @@
 A journal keeps its name and its offsets in a pack. So seals, cursors and record locations stay valid, and readers need
 not know whether a journal is packed.
 
-*What is packed.* Only sealed journals: their writer has closed them (:func:`seal`) and will never write again.
+*What is packed.* Journals of earlier starts, whether their writer closed them or was killed. A start packs some minutes
+after it began. By then, the fence of every earlier start is closed, so nothing that it still writes counts.
 
 *Nothing is lost or counted twice.* A pack is complete and durable before it gets its name, and never changes. A later
 start compares the copies with the originals, and only then removes the originals. So both may exist for hours, and a
-reader with an old listing finds either. Journals are identified by name, so a journal that exists twice counts once.
+reader with an old listing finds either. Journals are identified by name, so a journal that exists twice counts once. An
+original that differs from its copy, because its writer lived on, stays and is the one that readers use.
 
 *Bounds.* A start writes at most one pack of :data:`PACK_BYTES`. Packs that stay small are packed again, one level up.
 So a byte is copied once for each level, and a pod has about :data:`FAN` small files of each level.
@@ -27,7 +29,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import stat
 import struct
 import time
 import zlib
@@ -242,19 +243,12 @@ def read_table(pack: Path) -> _Table:
 # --- packing ----------------------------------------------------------------------------------------------------------
 
 
-def seal(file: int) -> None:
-    """Marks an open journal as complete: it is never written again. The mark is the sticky bit, which has no other
-    meaning for files.
-    """
-    with suppress(OSError):  # the file system has no sticky bit, so the journal is never packed
-        os.fchmod(file, stat.S_IMODE(os.fstat(file).st_mode) | stat.S_ISVTX)
-
-
 def pack_journals(folder: Path, pod: str, start: str) -> None:
     """Packs the small journals of a pod's earlier starts, and removes originals that earlier starts have packed.
 
-    Call it once, some minutes after the start began: by then the packs of earlier starts have been visible for that
-    long. Errors are logged, because packing is an optimisation.
+    Call it once, :attr:`~megaflow_hpc.ledger.lease.Times.lease_s` or more after the start began: by then earlier starts
+    commit nothing more, and their packs have been visible for that long. Errors are logged, because packing is an
+    optimisation.
 
     Args:
         folder: Directory of the journals.
@@ -319,12 +313,8 @@ class _Packing:
     def pack(self) -> None:
         """Writes one pack if there are enough small files of a level."""
         packed = {journal for table in self._packs.values() for journal in table}
-        sealed = {
-            name: {name: (0, status.st_size)}
-            for name in self._journals - packed
-            if (status := (self._folder / name).stat()).st_mode & stat.S_ISVTX
-        }
-        if self._pack(0, sealed):
+        unpacked = {name: {name: (0, (self._folder / name).stat().st_size)} for name in self._journals - packed}
+        if self._pack(0, unpacked):
             return
         for level in sorted({self._level(pack) for pack in self._packs}):
             tables = {name: table for name, table in self._packs.items() if self._level(name) == level}

@@ -21,7 +21,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode
 from megaflow_hpc.trajectories.journal.frames import HEADER_SIZE, MAX_RECORD, frame_head, header, pack_record
-from megaflow_hpc.trajectories.journal.packs import is_packed_by_later_start, seal
+from megaflow_hpc.trajectories.journal.packs import is_packed_by_later_start
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +130,6 @@ class JournalWriter:
                 self.commit()
         finally:
             if self._file is not None:
-                if self._state is _State.OPEN and self._durable == self.length:
-                    seal(self._file)
                 os.close(self._file)
             self._state = _State.CLOSED
 

@@ -82,13 +82,35 @@ def test_a_thousand_starts_leave_a_few_files_and_all_readers_see_the_same(run: R
     assert copied < 1.5 * sum((plain.journal / name).stat().st_size for name in names(plain))
 
 
-def test_open_journals_and_those_of_killed_starts_stay_files(run: RunDir) -> None:
+def test_journals_of_killed_starts_are_packed_too(run: RunDir) -> None:
     for start in range(3 * FAN):
         store(run, start, close=start % 3 != 0)
+        if start % 3 == 0:
+            with run.journal_file("7_1", str(start)).open("ab") as file:
+                file.write(b"part of a record")
+    before = index(run, {})
     pack_journals(run.journal, "7_1", "100")
     pack_journals(run.journal, "7_1", "101")
-    assert names(run, ".journal") == sorted(f"7_1.{start}.journal" for start in range(0, 3 * FAN, 3))
-    assert len(index(run, {}).winners) == 3 * FAN
+    assert names(run, ".journal") == []
+    found = index(run, {})
+    assert found.winners == before.winners
+    assert len(found.winners) == 3 * FAN
+
+
+def test_records_of_a_start_that_lives_on_are_kept_after_its_journal_was_copied(run: RunDir) -> None:
+    for start in range(FAN):
+        store(run, start)
+    late = JournalWriter(run.journal_file("7_1", "99"))
+    late.append(record(99, 0, trajectory(99, task="7_1")))
+    late.commit()
+    pack_journals(run.journal, "7_1", "100")
+    late.append(record(99, 0, trajectory(100, task="7_1")))
+    late.commit()
+    for start in range(101, 140):
+        pack_journals(run.journal, "7_1", str(start))
+        assert len(index(run, {}).winners) == FAN + 2
+    assert names(run, ".journal") == ["7_1.99.journal"]
+    late.close()
 
 
 def test_seals_count_in_packed_journals(run: RunDir) -> None:
