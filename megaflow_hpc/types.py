@@ -219,6 +219,10 @@ class ModelEndpoint:
     """The same API as seen from inside the sandbox. Empty if the sandbox cannot reach it."""
 
 
+TURN_REWARD = "turn."
+"""Prefix of the rewards of single turns: ``turn.0`` is the reward of the rollout's first model call."""
+
+
 @dataclass
 class AgentResult:
     """How an agent reports that it ended. ``status`` is ``completed`` or ``truncated`` (by a limit of turns or
@@ -229,6 +233,8 @@ class AgentResult:
     error: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation in OpenAI format. Stored only if the gateway recorded no messages."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """Reward of each model call, in order, for training. Stored as the rewards ``turn.0``, ``turn.1``, …"""
     state: dict[str, Any] | None = None
     """State for ``resume``, in msgpack types. Set if a model call was refused because the rollout is being
     suspended."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -134,6 +135,8 @@ def result_of(name: str, returned: Any) -> AgentResult:
             f"agent {name}: run returned AgentResult(status={returned.status!r}); expected completed, or truncated by "
             "a limit; raise other failures, or set error and exit_code"
         )
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in returned.turn_rewards):
+        raise UserCodeError(f"agent {name}: turn_rewards {returned.turn_rewards!r:.80}: expected finite numbers")
     return returned
 
 

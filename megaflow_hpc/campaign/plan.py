@@ -42,6 +42,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, write_run
 from megaflow_hpc.tasks.digests import fixed
 from megaflow_hpc.tasks.formats import format_of
+from megaflow_hpc.training import methods
 from megaflow_hpc.version import __version__
 
 
@@ -148,6 +149,7 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s
     learning = draft.config.training.policies if draft.config.training else {}
     if draft.config.training:
         prepare_training(draft.config.training, run)
+        methods.record(run, draft.digests)
     # Trainers request their policies' rollouts round by round.
     planned = draft.rollouts.where(lambda first: first.policy not in learning)
     source = draft.source or yaml.safe_dump(draft.config.model_dump(mode="json"), sort_keys=False)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megaflow_hpc.config.sections import Section
+from megaflow_hpc.config.sections import Method, Section
 
 Range = tuple[float, float, Literal["inclusive", "exclusive"]]
 
@@ -74,6 +74,10 @@ class DataStep(Section):
     replay: float | None = Field(None, ge=0, lt=1)
     """Maximum share of a step's groups that earlier steps already trained on. Replays the newest ones, each once."""
 
+    method: Method | None = None
+    """Function ``module:function`` that changes weights, penalties or rewards, or drops rollouts. In the list of
+    steps, its name alone is enough."""
+
     _bounds = field_validator("pass_rate", mode="before")(_range)
 
     @model_validator(mode="after")
@@ -94,9 +98,10 @@ class DataStep(Section):
 class PromptsConfig(Section):
     """Choice of the tasks to request next. Default: all tasks in random order, each once before any is repeated."""
 
-    order: Literal["uniform", "curriculum"] = "uniform"
+    order: Literal["uniform", "curriculum"] | Method = "uniform"
     """``uniform``: random order, each task once before any is repeated. ``curriculum``: prefer tasks with a pass rate
-    near one half. Default: ``uniform``."""
+    near one half. Or ``module:function``, which chooses among the tasks that the keys below leave. Default:
+    ``uniform``."""
     pass_rate: Range | None = None
     """Range of pass rates, ``[from, to]``, or ``[from, to, exclusive]`` to exclude the bounds themselves. Tasks
     outside it are not requested again. Default: no range."""
@@ -108,3 +113,9 @@ class PromptsConfig(Section):
     2506.02177). Default: false."""
 
     _bounds = field_validator("pass_rate", mode="before")(_range)
+
+    @model_validator(mode="after")
+    def _one_chooser(self) -> PromptsConfig:
+        if self.greso and isinstance(self.order, Method):
+            raise ValueError(f"greso: {self.order} chooses tasks itself; leave greso out")
+        return self

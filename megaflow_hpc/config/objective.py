@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megaflow_hpc.config.sections import Section
+from megaflow_hpc.config.sections import Method, Section
 
 CLIPS: dict[str, tuple[float, float]] = {
     "ppo": (0.2, 0.2),
@@ -82,10 +82,10 @@ class LossConfig(Section):
 class AdvantageConfig(Section):
     """How a rollout's reward is compared with the others in its group."""
 
-    kind: Literal["grpo", "dr_grpo", "rloo", "median"] = "dr_grpo"
+    kind: Literal["grpo", "dr_grpo", "rloo", "median"] | Method = "dr_grpo"
     """``dr_grpo``: reward minus the group's mean. ``grpo``: the same, divided by the group's standard deviation.
-    ``rloo``: reward minus the mean of the other rollouts. ``median``: reward minus the group's median. Default:
-    ``dr_grpo``."""
+    ``rloo``: reward minus the mean of the other rollouts. ``median``: reward minus the group's median. Or
+    ``module:function``, which returns a number for each rollout, sequence or turn. Default: ``dr_grpo``."""
     rewards: dict[str, float] = Field(default_factory=dict)
     """Weights of several rewards, by the names that verifiers give them. Default: the rollout's single reward."""
     normalise: Literal["together", "apart"] = "together"
@@ -97,7 +97,7 @@ class AdvantageConfig(Section):
     @field_validator("kind", mode="before")
     @classmethod
     def _not_a_loss(cls, value: Any) -> Any:
-        if value in CLIPS and value not in ("grpo", "dr_grpo", "rloo"):
+        if isinstance(value, str) and value in CLIPS and value not in ("grpo", "dr_grpo", "rloo"):
             raise ValueError(f"{value} is a loss; write loss: {{kind: {value}}} and the advantage that it goes with")
         return value
 
@@ -107,3 +107,9 @@ class AdvantageConfig(Section):
         if value and not any(value.values()):
             raise ValueError(f"{value}: every weight is 0; nothing would be learned")
         return value
+
+    @model_validator(mode="after")
+    def _one_value(self) -> AdvantageConfig:
+        if isinstance(self.kind, Method) and self.normalise == "apart":
+            raise ValueError(f"normalise: apart: {self.kind} gets one reward per rollout; read sample.rewards in it")
+        return self

@@ -18,6 +18,8 @@ from megaflow_hpc.types import Network, Task
 Verification = Literal["fresh", "shared", "as-left"]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+METHOD_NAME = re.compile(r"([A-Za-z_]\w*)(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
+"""A function of an importable module, ``package.module:function``."""
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -58,6 +60,30 @@ def _kinds(annotation: Any) -> set[Any]:
     if get_origin(annotation) in (Union, UnionType):
         return set().union(*(_kinds(part) for part in get_args(annotation)))
     return {bool} if annotation is bool else {annotation} if isinstance(annotation, type) else {Any}
+
+
+class Method(Section):
+    """A function in place of a built-in method, called with ``args`` as keyword arguments. Its name alone is enough."""
+
+    name: str
+    """Function, ``package.module:function``. The module may be next to the campaign file."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("name")
+    @classmethod
+    def _function(cls, value: str) -> str:
+        if not METHOD_NAME.match(value):
+            raise ValueError(f"{value!r} is unknown; a function of your own is written as package.module:function")
+        return value
+
+    def __str__(self) -> str:
+        return self.name
 
 
 class TaskSource(Section):

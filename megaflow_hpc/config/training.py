@@ -23,7 +23,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megaflow_hpc.config.data_algorithms import DataStep, PromptsConfig
 from megaflow_hpc.config.objective import AdvantageConfig, LossConfig
-from megaflow_hpc.config.sections import Section, TaskSource
+from megaflow_hpc.config.sections import Method, Section, TaskSource
 
 
 class OptimizerConfig(Section):
@@ -32,8 +32,9 @@ class OptimizerConfig(Section):
     lr: float = Field(1e-6, ge=0)
     """Learning rate. The default suits full training of models with a few billion parameters; LoRA and small models
     need more. Default: 1e-6."""
-    schedule: Literal["constant", "linear"] = "constant"
-    """``constant``, or ``linear``, which decays to 0 at the last step. Default: ``constant``."""
+    schedule: Literal["constant", "linear"] | Method = "constant"
+    """``constant``; or ``linear``, which decays to 0 at the last step; or ``module:function``, called before each
+    update with its metrics. Default: ``constant``."""
     warmup: int = Field(0, ge=0)
     """Steps over which the learning rate rises from 0. Default: 0."""
     weight_decay: float = Field(0.0, ge=0)
@@ -42,10 +43,10 @@ class OptimizerConfig(Section):
     """Maximum gradient norm. Larger gradients are scaled down to it; null: no limit. Default: 1."""
 
     def rate(self, step: int, steps: int) -> float:
-        """Returns the learning rate of a step (from 1) out of ``steps``."""
+        """Returns the learning rate of a step (from 1) out of ``steps``. A function of the user's starts from it."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
-        if self.schedule == "constant" or steps <= self.warmup + 1:
+        if self.schedule != "linear" or steps <= self.warmup + 1:
             return self.lr
         done = min((step - self.warmup - 1) / (steps - self.warmup - 1), 1.0)
         return self.lr * (1 - done)
@@ -127,6 +128,9 @@ class TrainingConfig(Section):
     """Processing steps that filter and shape rollouts before training, in order. Default: none."""
     prompts: PromptsConfig = PromptsConfig()
     """Choice of the tasks to request next."""
+    trainer: Method | None = None
+    """Function ``module:function`` that trains a policy in place of this package's trainer. It is called with the
+    policy's ``Dataflow``. Default: none."""
     steps: int = Field(100, ge=1)
     """Number of training steps. Default: 100."""
     checkpoint_every: int = Field(5, ge=1)
@@ -154,7 +158,10 @@ class TrainingConfig(Section):
     @field_validator("data", mode="before")
     @classmethod
     def _bare_steps(cls, value: Any) -> Any:
-        return [{item: {}} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
+        if not isinstance(value, list):
+            return value
+        named = [{"method": item} if isinstance(item, str) and ":" in item else item for item in value]
+        return [{item: {}} if isinstance(item, str) else item for item in named]
 
     @model_validator(mode="after")
     def _fits(self) -> TrainingConfig:

@@ -17,7 +17,7 @@ from megaflow_hpc.ledger import read_block
 from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.ledger.names import FIRST_HANDED_OFF
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
+from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, TurnTokens
 from megaflow_hpc.training.microbatch import Ordinal
 from megaflow_hpc.training.plan import RecordPlace, Settled, StepPlan
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
@@ -278,5 +278,19 @@ def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -
         tokens=sum(sampled),
         longest=max((len(sequence.tokens) for sequence in sequences), default=0),
         time_ns=int(trajectory.finished_at * 1e9),
+        sequences=len(sequences),
+        turns=_turns(trajectory, sequences),
+        agent_s=trajectory.agent_s or 0.0,
     )
     return sample, Arrived(place, tuple(len(sequence.tokens) for sequence in sequences), sampled)
+
+
+def _turns(trajectory: Trajectory, sequences: list[TokenSequence]) -> tuple[TurnTokens, ...]:
+    """Returns the model calls that sampled tokens of the policy's sequences."""
+    numbers = {id(sequence): number for number, sequence in enumerate(sequences)}
+    turns = []
+    for call, turn in enumerate(trajectory.turns):
+        number = numbers.get(id(trajectory.sequences[turn.sequence])) if turn.sequence >= 0 else None
+        if number is not None:
+            turns.append(TurnTokens(call, number, turn.token_start, turn.token_end))
+    return tuple(turns)

@@ -39,6 +39,7 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.training import Commit, Trainer
 from megaflow_hpc.rundir.weights import ordinals
+from megaflow_hpc.training import methods
 from megaflow_hpc.training.buffer import Sequences
 from megaflow_hpc.training.evaluation import request_evaluation
 from megaflow_hpc.training.plan import RecordPlace, StepPlan, TrainingFiles
@@ -72,8 +73,8 @@ class Dataflow:
         say: called with a line about what a step is waiting for, at most every 30 s; by default, it is logged.
 
     Raises:
-        ConfigError: the run or the policy is missing, the policy has no model that can be trained, or the campaign has
-            no section ``training``.
+        ConfigError: the run or the policy is missing, the policy has no model that can be trained, the campaign has no
+            section ``training``, or the file of a function in it was changed.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Dataflow:
         self.record = read_run(self.run)
         planned = self.record.config.training if self.record.campaign else None
         self.config = training or planned or _missing(self.run)
+        methods.prepare(self.run, self.config, self.record.beside)
         self.trained = trained_policy(self.run, self.record, policy, self.config)
         self.consumer = consumer or self.policy
         self.rank, self.ranks = rank, ranks
@@ -175,6 +177,7 @@ class Dataflow:
         if self.rank or self.trainer:
             return
         self.files.create()
+        methods.record(self.run, methods.digests(methods.methods_of(self.config).values()))
         self.trainer = self.files.enter(Trainer.here(self.consumer))
         if self._requests:
             self._lease = OpenLease(self.run, self.consumer)

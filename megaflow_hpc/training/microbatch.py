@@ -158,8 +158,8 @@ class Minibatch:
         for number in np.unique(versions[versions >= 0]).tolist():
             versions[versions == number] = -2 - self._ordinal(number)  # negative, so that no version is converted twice
         versions[versions < -1] = -2 - versions[versions < -1]
-        of = self._planned
-        each = [np.repeat(np.array([f(of[p.rollout]) for p in parts], np.float32), lengths) for f in _BY_ROLLOUT]
+        weights = np.repeat(np.array([self._planned[p.rollout].weight for p in parts], np.float32), lengths)
+        advantages = _joined([_advantages(self._planned[part.rollout], part) for part in parts], np.float32)
         return MicroBatch(
             tokens=_joined([np.frombuffer(s.tokens, np.int32) for s in sequences], np.int32),
             positions=(np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)).astype(np.int32),
@@ -167,14 +167,24 @@ class Minibatch:
             mask=mask,
             logprobs=np.where(mask == 1, logprobs, np.float32(0)),
             versions=versions,
-            advantages=np.where(mask == 1, each[0], np.float32(0)),
-            weights=np.where(mask == 1, each[1], np.float32(0)),
+            advantages=np.where(mask == 1, advantages, np.float32(0)),
+            weights=np.where(mask == 1, weights, np.float32(0)),
             sample=np.array([part.rollout for part in parts], np.int32),
             group=np.array([self._groups[part.rollout] for part in parts], np.int32),
         )
 
 
-_BY_ROLLOUT: tuple[Callable[[PlannedRollout], float], ...] = (lambda r: r.advantage, lambda r: r.weight)
+def _advantages(rollout: PlannedRollout, part: SequencePart) -> NDArray[np.float32]:
+    """Returns the advantage of each token of a sequence. Tokens outside all turns have 0 if each turn has its own."""
+    if not rollout.advantages:
+        return np.full(part.length, rollout.advantage, np.float32)
+    if not rollout.turns:
+        return np.full(part.length, rollout.advantages[part.sequence], np.float32)
+    values = np.zeros(part.length, np.float32)
+    for (sequence, start, end), advantage in zip(rollout.turns, rollout.advantages, strict=True):
+        if sequence == part.sequence:
+            values[start:end] = advantage
+    return values
 
 
 def _joined(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray:

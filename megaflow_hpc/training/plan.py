@@ -30,7 +30,8 @@ from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit, Trainer, numbered
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 2 added advantages of sequences and turns."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -55,7 +56,11 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     reward: float | None = None
     """Reward; ``None`` if the rollout was not verified."""
     advantage: float = 0.0
-    """Advantage of each sampled token."""
+    """Advantage of each sampled token; the mean over them if :attr:`advantages` is set."""
+    advantages: list[float] = []
+    """Advantage of each of the policy's sequences, or of each of :attr:`turns`. Empty if all tokens have the same."""
+    turns: list[tuple[int, int, int]] = []
+    """(sequence, start, end) of the policy's model calls, if each has its own advantage."""
     weight: float = 1.0
     """Weight of the rollout's tokens in the loss."""
     oldest: int = -1

@@ -13,6 +13,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
+from megaflow_hpc.training.algorithms.advantage import Values
 from megaflow_hpc.training.algorithms.choice import REPLAYED_STEPS, Choice
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 from megaflow_hpc.training.buffer import Arrived, Buffer, Sequences
@@ -137,8 +138,12 @@ class Planner:
         )
 
 
-def _planned(sample: Sample, arrived: Arrived, valued: tuple[float, float], replayed: bool) -> PlannedRollout:
-    advantage, weight = valued
+def _planned(sample: Sample, arrived: Arrived, valued: tuple[Values, float], replayed: bool) -> PlannedRollout:
+    value, weight = valued
+    advantages: list[float] = [] if isinstance(value, float) else value.tolist()
+    by_turn = bool(advantages) and len(advantages) == len(sample.turns)
+    spans = [turn.end - turn.start for turn in sample.turns] if by_turn else arrived.sampled
+    advantage = value if isinstance(value, float) else float(np.average(value, weights=np.maximum(spans, 1)))
     return PlannedRollout(
         id=sample.id,
         task=sample.task,
@@ -146,6 +151,8 @@ def _planned(sample: Sample, arrived: Arrived, valued: tuple[float, float], repl
         place=arrived.place,
         reward=None if sample.reward != sample.reward else sample.reward,
         advantage=advantage,
+        advantages=advantages,
+        turns=[(turn.sequence, turn.start, turn.end) for turn in sample.turns] if by_turn else [],
         weight=weight,
         oldest=sample.oldest,
         replayed=replayed,

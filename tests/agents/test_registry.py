@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,8 @@ import pytest
 
 from megaflow_hpc.agents import NAMES, create
 from megaflow_hpc.agents.command import PACKAGES, PYTHON_PACKAGES
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.agents.registry import result_of
+from megaflow_hpc.errors import ConfigError, UserCodeError
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Task
 from tests.support.local_sandbox import LocalSandbox
 
@@ -117,3 +119,10 @@ def test_replay_carries_the_commands_out_again(tmp_path: Path) -> None:
     sandbox = LocalSandbox(tmp_path / "box")
     asyncio.run(create(spec("replay", messages_file=str(file))).run(task(tmp_path), sandbox, None))
     assert (sandbox.work / "a").read_text() == "1\n"
+
+
+def test_rewards_of_turns_are_finite_numbers() -> None:
+    assert result_of("mine", AgentResult(turn_rewards=[1, 0.5])).turn_rewards == [1, 0.5]
+    for value in (math.nan, None, "1"):
+        with pytest.raises(UserCodeError, match=r"agent mine: turn_rewards .*expected finite numbers"):
+            result_of("mine", AgentResult(turn_rewards=[value]))  # type: ignore[list-item]

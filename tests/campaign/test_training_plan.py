@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megaflow_hpc.campaign.facade import check
 from megaflow_hpc.campaign.planning.gpu_sharing import sleeping
 from megaflow_hpc.config import parse
 from megaflow_hpc.errors import ConfigError
@@ -166,3 +168,66 @@ def test_keys_that_prevent_trainer_and_engine_from_taking_turns_are_named(
         text = text.replace("{default: {}}", "{default: {}, judge: {}}")
     with pytest.raises(ConfigError, match=r"campaign.yaml:\d+: " + said.format("slurm.trainer.share: sleep")):
         planned(scripted(make_campaign, text))
+
+
+OWN = """\
+samples: 2
+model: {engine: scripted, script: answers.yaml}
+training:
+  policies: {default: {advantage: {kind: own_methods:centred}}}
+  data: [own_methods:kept]
+  trainer: own_methods:train
+  batch: 1
+  steps: 2
+"""
+OWN_METHODS = """\
+import helper_of_methods
+
+
+def centred(groups):
+    return {s.id: s.reward - helper_of_methods.BASELINE for g in groups for s in g.samples}
+
+
+def kept(groups, version, random):
+    return groups
+
+
+def train(flow):
+    (flow.files.path / "trained").write_text(f"{flow.rank} of {flow.ranks}: {flow.policy}")
+    flow.close()
+"""
+
+
+def test_functions_next_to_the_campaign_file_are_tried_and_copied_into_the_run(make_campaign: Make) -> None:
+    file = scripted(make_campaign, OWN)
+    (file.parent / "own_methods.py").write_text(OWN_METHODS)
+    (file.parent / "helper_of_methods.py").write_text("BASELINE = None\n")
+    with pytest.raises(ConfigError) as error:
+        planned(file)
+    (line,) = str(error.value).splitlines()
+    assert f"{file}:" in line
+    assert "training.policies.default.advantage.kind: own_methods:centred: raised TypeError" in line
+    assert check(file, site_too=False).file == [line]
+    (file.parent / "helper_of_methods.py").write_text("BASELINE = 0.5\n")
+    run = planned(file)
+    assert {path.name for path in run.dir.code.iterdir()} == {"own_methods.py", "helper_of_methods.py"}
+    (file.parent / "own_methods.py").write_text("raise SystemExit('changed after planning')")
+    command = [sys.executable, "-m", "megaflow_hpc.training.trainer", str(run.dir)]
+    subprocess.run(command, check=True, cwd=file.parent)
+    assert (run.dir.training / "default" / "trained").read_text() == "0 of 1: default"
+    (run.dir.code / "own_methods.py").write_text(OWN_METHODS + "\n")
+    done = subprocess.run(command, check=False, cwd=file.parent, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "own_methods.py: was changed after the training began" in done.stderr
+
+
+def test_a_function_that_needs_the_trainers_libraries_is_not_tried_without_them(
+    make_campaign: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MEGAFLOW_TRAINER_PYTHON", "MEGAFLOW_ENGINE_VENV"):
+        monkeypatch.delenv(name, raising=False)
+    file = scripted(make_campaign, OWN)
+    (file.parent / "own_methods.py").write_text("import a_library_of_the_trainer\n" + OWN_METHODS)
+    found = check(file, site_too=False)
+    assert found.file == []
+    assert "not tried here; trainers try it before their first step" in found.warnings[0]

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from megaflow_hpc.campaign.planning.agents import check_agents
 from megaflow_hpc.campaign.planning.gpu_sharing import check_gpu_types, check_sharing, sleeping
+from megaflow_hpc.campaign.planning.methods import check_methods
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.config.sections import TaskSource
 from megaflow_hpc.config.slurm import LIFTED
+from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.ledger.blocks import RolloutGroups
 from megaflow_hpc.rundir.record import ServerGroup, ServerRecord
@@ -74,7 +76,9 @@ class Draft:
     rollouts: RolloutGroups = field(default_factory=RolloutGroups)
     durations: Durations | None = None
     own_code: tuple[str, ...] = ()
-    """Files and directories in ``base`` that contain the campaign's agents."""
+    """Files and directories in ``base`` that contain the campaign's agents and functions."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Module → digest of its source file, for the functions of ``training``."""
     images: Images | None = None
     mapping: ImageMapping | None = None
     requests: list[ImageRequest] = field(default_factory=list)
@@ -147,6 +151,8 @@ def read(
         return draft
     with draft.noting():
         draft.own_code = check_agents(draft.policies, config.environment.network, base, where)
+    if config.training:
+        _try_methods(draft, config.training, base, where)
     for check in (check_together, check_sharing, check_gpu_types):
         with draft.noting():
             check(config, where)
@@ -163,6 +169,14 @@ def _read_training(draft: Draft, config: CampaignConfig, base: Path, where: Wher
     assert config.training
     with draft.noting():
         draft.config = config.model_copy(update={"training": absolute_training(config.training, base, where)})
+
+
+def _try_methods(draft: Draft, training: TrainingConfig, base: Path, where: Where) -> None:
+    with draft.noting():
+        tried = check_methods(training, base, where)
+        draft.own_code = tuple(dict.fromkeys([*draft.own_code, *tried.code]))
+        draft.digests = tried.digests
+        draft.warnings += tried.warnings
 
 
 def _open_images(draft: Draft, base: Path, where: Where) -> None:

@@ -23,7 +23,7 @@ from megaflow_hpc.pod.rollout.sandboxes import Sandboxes
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks.formats import StepVerdict
 from megaflow_hpc.trajectory import Recording, Trajectory, linked
-from megaflow_hpc.types import Agent, AgentResult, CallBudget, ModelEndpoint, ResumableAgent, Rollout, Task
+from megaflow_hpc.types import TURN_REWARD, Agent, AgentResult, CallBudget, ModelEndpoint, ResumableAgent, Rollout, Task
 
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 NO_PROGRAM = (126, 127)
@@ -189,6 +189,8 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     messages, parents = recording.messages, recording.parents
     if not messages:
         messages, parents = result.messages, []
+    calls = enumerate(result.turn_rewards, len(trajectory.turns))
+    trajectory.rewards = {**trajectory.rewards, **{f"{TURN_REWARD}{number}": float(value) for number, value in calls}}
     first = len(trajectory.messages)
     for turn in recording.turns:
         turn.sequence += len(trajectory.sequences) if turn.sequence >= 0 else 0

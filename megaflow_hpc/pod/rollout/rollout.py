@@ -137,7 +137,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
         output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
         trajectory.artifacts += [*verdict.artifacts, Artifact("verifier.log", output)]
-        trajectory.reward, trajectory.rewards = verdict.reward, dict(verdict.rewards)
+        trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
         if verdict.agent_error or verdict.error:
             trajectory.error_kind = "verifier" if verdict.error else "agent"
             trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))

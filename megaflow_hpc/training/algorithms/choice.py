@@ -60,16 +60,18 @@ def choose(
         replayed: groups that earlier steps trained on, newest last. Those of the last :data:`REPLAYED_STEPS` steps
             are enough.
         state: the state that the last call returned; ``None`` on the first call.
-        random: generator for ``shuffle``.
+        random: generator for ``shuffle`` and functions.
         advantage: the policy's advantage settings, which name the rewards that must be present and must differ.
         pass_threshold: minimum reward of a passed rollout.
 
     Raises:
-        ConfigError: a reward is infinite, or no rollout has a reward of a given name.
+        ConfigError: a reward is infinite, no rollout has a reward of a given name, or a function returned something
+            else than its contract says.
     """
     compared = advantage or AdvantageConfig()
     staleness = next((step.staleness for step in config.data if step.staleness is not None), None)
     share = next((step.replay for step in config.data if step.replay), None)
+    random = random or np.random.default_rng(0)
     queue = ordered(groups)
     drops: filters.Drops = {}
     taken = filters.survivors(rewards.plain(queue[:want]), compared, drops)
@@ -79,7 +81,9 @@ def choose(
         elif step.staleness is not None:
             taken = filters.fresh(taken, step.staleness, version, drops)
         elif step.shuffle is not None:
-            taken = rewards.shuffled(taken, random or np.random.default_rng(0))
+            taken = rewards.shuffled(taken, random)
+        elif step.method is not None:
+            taken = filters.by_method(taken, step.method, version, random, drops)
         elif step.zero_variance is not None:
             taken = filters.varied(taken, compared, drops)
         else:
@@ -90,6 +94,8 @@ def choose(
         candidates = filters.survivors(rewards.plain(replayable(replayed, config.batch, times)), compared, {})
         for step in config.data:
             candidates = rewards.shaped(candidates, step)
+            if step.method is not None:
+                candidates = filters.by_method(candidates, step.method, version, random, {})
         if staleness is not None:
             candidates = filters.fresh(candidates, staleness, version, {})
         again = replay(candidates, len(taken), share)

@@ -7,6 +7,7 @@ always            drops samples that failed, were cancelled, have no reward or n
 ``pass_rate``     drops groups outside a range of pass rates: MegaFlow, appendix D.1, table 2 (before training)
 ``staleness``     drops samples whose oldest token is more than the given versions behind: AstraFlow,
                   ``rollout_buffer.py``, ``_pop_one``
+``method``        drops samples that the user's function leaves out
 ================  ==================================================================================================
 
 A dropped group is recorded under its own id, and a sample dropped from a group under the sample's id.
@@ -15,13 +16,18 @@ A dropped group is recorded under its own id, and a sample dropped from a group 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from megaflow_hpc.config.data_algorithms import Range
 from megaflow_hpc.config.objective import AdvantageConfig
+from megaflow_hpc.config.sections import Method
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms.rewards import columns, reward
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
+from megaflow_hpc.training.methods import call, numbers, wrong
 
 ALONE = "fewer than two samples"
 ZERO_VARIANCE = "zero variance"
@@ -104,6 +110,37 @@ def fresh(groups: Iterable[SampleGroup], most: int, version: int, drops: Drops) 
         return STALE if sample.oldest >= 0 and version - sample.oldest > most else ""
 
     return _samples(groups, lack, drops)
+
+
+def by_method(
+    groups: Sequence[SampleGroup], method: Method, version: int, random: np.random.Generator, drops: Drops
+) -> list[SampleGroup]:
+    """Calls a function of the user's on the groups.
+
+    It is called as ``function(groups, version, random, **args)`` with the ordinal of the newest weights and a seeded
+    generator. It returns the groups to keep, in any order. It may leave out samples and groups, and change
+    the rewards, penalties and weights of samples (``dataclasses.replace``).
+
+    Raises:
+        ConfigError: the function returned something else.
+    """
+    returned = call(method, list(groups), version, random)
+    if not isinstance(returned, list | tuple) or not all(isinstance(group, SampleGroup) for group in returned):
+        raise wrong(method, f"returned {type(returned).__name__}", "a list of SampleGroup")
+    before = {sample.id: (group.id, sample) for group in groups for sample in group.samples}
+    kept: dict[str, Sample] = {}
+    for group in returned:
+        for sample in group.samples:
+            owner, old = before.get(sample.id, ("", None))
+            if old is None or owner != group.id or sample.id in kept:
+                raise wrong(method, f"returned {sample.id} in group {group.id}", "each sample once, in its own group")
+            values = [sample.reward, sample.penalty, sample.weight, *sample.rewards.values()]
+            numbers(method, values, [(len(values),)], f"reward, penalty or weight of {sample.id}")
+            numbers(method, sample.weight, [()], f"the weight of {sample.id}", least=0.0)
+            new = {name: getattr(sample, name) for name in ("reward", "rewards", "penalty", "weight")}
+            kept[sample.id] = replace(old, **new)
+    changed = [group.only(tuple(kept.get(s.id, s) for s in group.samples)) for group in groups]
+    return _samples(changed, lambda sample: "" if sample.id in kept else method.name, drops)
 
 
 def _whole(groups: Iterable[SampleGroup], lack: Callable[[SampleGroup], str], drops: Drops) -> list[SampleGroup]:

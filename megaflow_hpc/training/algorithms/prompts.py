@@ -11,6 +11,7 @@
                    There is one p for tasks that always pass and one for tasks that never pass. A step lowers p if more
                    than the target share of its groups was of that kind, and raises it otherwise: Zheng et al. 2025,
                    arXiv 2506.02177, section 4, with the floors, targets and warm-up of AstraFlow's ``GRESOCurator``
+a function         chooses among the eligible tasks: :meth:`Prompts._chosen`
 ``pass_rate``      requests a task while the pass rate of all its samples is inside a range: MegaFlow, appendix D.1
 =================  =================================================================================================
 
@@ -25,9 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megaflow_hpc.config.data_algorithms import PromptsConfig
+from megaflow_hpc.config.sections import Method
 from megaflow_hpc.training.algorithms.filters import MIN_SAMPLES, inside
 from megaflow_hpc.training.algorithms.rewards import reward
 from megaflow_hpc.training.algorithms.samples import SampleGroup
+from megaflow_hpc.training.methods import call, wrong
 
 LATEST_WEIGHT = 0.5
 """Weight of the newest group in the pass rate used by ``curriculum``. It is high because a model changes within a
@@ -91,9 +94,34 @@ class Prompts:
         eligible = [task for task in sorted(set(tasks)) if self._eligible(statistics.get(task))]
         if not eligible or count <= 0:
             return [], dict(state)
+        if isinstance(self._config.order, Method):
+            return self._chosen(self._config.order, eligible, statistics, count, random), dict(state)
         if self._config.order == "curriculum":
             return self._drawn(eligible, statistics, count, state, random), dict(state)
         return self._in_turn(sorted(set(tasks)), set(eligible), statistics, count, state, random)
+
+    def _chosen(
+        self,
+        method: Method,
+        eligible: list[str],
+        statistics: Mapping[str, TaskStatistics],
+        count: int,
+        random: np.random.Generator,
+    ) -> list[str]:
+        """Calls a function of the user's to choose tasks.
+
+        It is called as ``function(tasks, count, statistics, random, **args)`` with the eligible tasks, the number of
+        tasks to choose, :class:`TaskStatistics` of tasks that were tried, and a seeded generator. It returns ``count``
+        of the tasks. A task that it returns several times gets that many groups.
+
+        Raises:
+            ConfigError: the function returned something else.
+        """
+        returned = call(method, list(eligible), count, dict(statistics), random)
+        chosen = list(returned) if isinstance(returned, list | tuple) else None
+        if chosen is None or len(chosen) != count or not set(chosen) <= set(eligible):
+            raise wrong(method, f"returned {returned!r:.200}", f"a list of {count} of the tasks passed in")
+        return chosen
 
     def _eligible(self, statistics: TaskStatistics | None) -> bool:
         solved, rates = self._config.filter_solved, self._config.pass_rate

@@ -5,6 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megaflow_hpc.types import TURN_REWARD
+
+
+class TurnTokens(NamedTuple):
+    """The sampled tokens of one model call: ``[start, end)`` of one of the policy's sequences."""
+
+    call: int
+    """Number of the call in the rollout, from 0."""
+    sequence: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +47,12 @@ class Sample:
     """Number of tokens in the longest sequence, including the prompt."""
     time_ns: int
     """When the rollout became durable, in Unix nanoseconds."""
+    sequences: int = 1
+    """Number of the policy's sequences."""
+    turns: tuple[TurnTokens, ...] = ()
+    """The policy's model calls, in their order."""
+    agent_s: float = 0.0
+    """Seconds that the agent worked; 0 if unknown."""
     penalty: float = 0.0
     """Sum of the penalties from steps of ``data``, added to the reward."""
     weight: float = 1.0
@@ -43,6 +62,11 @@ class Sample:
     def verified(self) -> bool:
         """True if the sample has a reward."""
         return not math.isnan(self.reward)
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """Reward of each of :attr:`turns`; 0 without one. Agents and verifiers name them ``turn.N``."""
+        return tuple(self.rewards.get(f"{TURN_REWARD}{turn.call}", 0.0) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +80,7 @@ class SampleGroup:
 
     def only(self, samples: tuple[Sample, ...]) -> SampleGroup:
         """Returns a copy of the group with only the given samples."""
-        return self if len(samples) == len(self.samples) else replace(self, samples=samples)
+        return replace(self, samples=samples)
 
     @property
     def oldest(self) -> int:

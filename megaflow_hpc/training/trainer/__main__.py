@@ -25,6 +25,7 @@ import os
 import signal
 import sys
 
+from megaflow_hpc.config.sections import Method
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.texts import printable
 
@@ -55,6 +56,39 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.rundir.layout import RunDir
+    from megaflow_hpc.rundir.record import read_run
+
+    record = read_run(RunDir(arguments.run))
+    training = record.config.training if record.campaign else None
+    return _train_by(training.trainer, arguments) if training and training.trainer else _train_here(arguments)
+
+
+def _train_by(method: Method, arguments: argparse.Namespace) -> int:
+    """Calls a function of the user's that trains: ``training.trainer``.
+
+    It is called as ``function(flow, **args)`` on each rank with the policy's dataflow, and returns when
+    ``flow.steps()`` ends. It may raise ``SystemExit(75)`` after SIGTERM to be started again.
+    """
+    from megaflow_hpc.training.dataflow import Dataflow
+    from megaflow_hpc.training.methods import resolve
+
+    flow = Dataflow(
+        arguments.run,
+        arguments.policy,
+        arguments.consumer,
+        rank=int(os.environ.get("RANK", "0")),
+        ranks=int(os.environ.get("WORLD_SIZE", "1")),
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    try:
+        resolve(method)(flow)
+    finally:
+        flow.leave()
+    return 0
+
+
+def _train_here(arguments: argparse.Namespace) -> int:
     # Import after parsing the arguments: torch takes seconds to load, which would slow down --help.
     from megaflow_hpc.training.dataflow import Dataflow
     from megaflow_hpc.training.trainer.loop import TrainingLoop, TrainingStopped

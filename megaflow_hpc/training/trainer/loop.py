@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch  # type: ignore[import-not-found]
 
+from megaflow_hpc.config.sections import Method
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.weight_source import why_not_served
@@ -32,7 +33,7 @@ from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.gpu_turns import GpuTurns
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
 from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step
-from megaflow_hpc.training.trainer import checkpoint, losses
+from megaflow_hpc.training.trainer import checkpoint, losses, probe
 from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
 from megaflow_hpc.training.trainer.model import ProcessGroup, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
@@ -67,6 +68,7 @@ class TrainingLoop:
 
     def __init__(self, flow: Dataflow, ranks: ProcessGroup) -> None:
         self.flow, self.ranks = flow, ranks
+        probe.check(flow.config)
         settings = flow.settings
         record = flow.record.policies.get(flow.policy)
         model: Mapping[str, Any] = (record.model if record else None) or {}
@@ -175,15 +177,14 @@ class TrainingLoop:
 
     def _train(self, step: Step, clock: StageClock) -> dict[str, float]:
         minibatches = [minibatch for minibatch in step.minibatches() if minibatch.tokens]
-        rate = self.flow.settings.optimizer.rate(step.number, self.flow.config.steps)
         several = len(minibatches) > 1 or self.loss.kind == "m2po"
         proximal = self._judge(step, clock) if several else None
         minibatch_metrics: list[dict[str, float]] = []
         whole, fresh = WeightedMean(), WeightedMean()
         seen: set[int] = set()
         for minibatch in minibatches:
-            tally, norm = self._update(minibatch, proximal, rate, clock)
-            minibatch_metrics.append(tally.report() | {"grad_norm": norm})
+            tally, norm, rate = self._update(step, minibatch, proximal, clock)
+            minibatch_metrics.append(tally.report() | {"grad_norm": norm, "lr": rate})
             whole.join(tally)
             if seen.isdisjoint(minibatch.rollouts):  # the policy is biased on tokens it was already trained on
                 fresh.join(tally)
@@ -198,7 +199,6 @@ class TrainingLoop:
         return metrics | {
             "pass_rate": passed,
             "version": float(step.plan.version),
-            "lr": rate,
             "updates": float(len(minibatch_metrics)),
             "tokens_per_s": whole.rows / busy if busy else 0.0,
         }
@@ -214,9 +214,10 @@ class TrainingLoop:
             return {key: value for part in self.ranks.gather(mine) for key, value in part.items()}
 
     def _update(
-        self, minibatch: Minibatch, proximal: Proximal | None, rate: float, clock: StageClock
-    ) -> tuple[WeightedMean, float]:
-        """Takes one optimizer step. Returns token statistics over all ranks and the gradient norm."""
+        self, step: Step, minibatch: Minibatch, proximal: Proximal | None, clock: StageClock
+    ) -> tuple[WeightedMean, float, float]:
+        """Takes one optimizer step. Returns token statistics over all ranks, the gradient norm and the learning
+        rate."""
         packed = minibatch.microbatches(self.flow.settings.microbatch)
         limit = math.inf
         if self.loss.kind == "m2po":
@@ -247,9 +248,18 @@ class TrainingLoop:
         with clock("optimizer"):
             tally = tally.of_all(self.ranks)
             self._check_engine(tally.report()["mismatch"])
+            rate = self._rate(step.number, tally.report())
             norm = self.optimizer.step(rate)
             self._moved = True
-        return tally, norm
+        return tally, norm, rate
+
+    def _rate(self, step: int, metrics: dict[str, float]) -> float:
+        """Returns the learning rate of an update with these metrics."""
+        optimizer, steps = self.flow.settings.optimizer, self.flow.config.steps
+        rate = optimizer.rate(step, steps)
+        if isinstance(optimizer.schedule, Method):
+            rate = probe.scheduled(optimizer.schedule, step, steps, rate, metrics)
+        return rate
 
     def _row(self, batch: MicroBatch) -> tuple[Any, Any, list[int], Any]:
         """Returns the policy's inputs. For an empty micro-batch, that is a single token to ignore."""

@@ -38,3 +38,10 @@ def test_an_agents_own_account_counts_only_without_a_call() -> None:
     ]
     assert [c.messages[-1]["content"] for c in found] == ["one!", "sub", "two!", "sub", "I never said that."]
     assert [trajectory.turns[c.turns[-1]].sequence for c in found[:4] if c.turns[-1] is not None] == [0, 1, 2, 3]
+
+
+def test_rewards_of_turns_are_numbered_over_all_steps() -> None:
+    trajectory = Trajectory("t/p/0", "t", "t/p", "p", "a", "completed")
+    _add(trajectory, AgentResult(turn_rewards=[0.5, 0.0, 1.0]), recording("one"))
+    _add(trajectory, AgentResult(turn_rewards=[0.25]), recording("two"))
+    assert trajectory.rewards == {"turn.0": 0.5, "turn.1": 0.0, "turn.2": 1.0, "turn.3": 0.25}

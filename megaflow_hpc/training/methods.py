@@ -1,0 +1,221 @@
+"""Loads functions that replace built-in methods, written in the campaign file as ``package.module:function``.
+
+Planning copies the modules next to the campaign file into ``RUN/code`` and records the digest of each function's source
+file in ``RUN/training/methods.json``. A trainer imports the copies. It refuses to start with a source file of another
+digest, because a repeated step must compute the same results. The functions are the user's own configuration: they are
+trusted and run in the trainer's process. Their results are checked before use: :func:`numbers`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.agents.code import look_in
+from megaflow_hpc.config.sections import Method
+from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
+from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.host.atomic import make_directory, write_json
+from megaflow_hpc.host.files import read_regular
+from megaflow_hpc.rundir.layout import RunDir
+
+RECORD_FILE = "methods.json"
+OURS = "megaflow_hpc"
+"""This package. Its version is part of the run, so its files need no digest."""
+
+
+def methods_of(training: TrainingConfig) -> dict[str, Method]:
+    """Returns the functions of a section ``training``, by their keys in the campaign file."""
+    found: dict[str, Any] = {
+        "training.trainer": training.trainer,
+        "training.prompts.order": training.prompts.order,
+        **{f"training.data.{number}": step.method for number, step in enumerate(training.data)},
+    }
+    for name, policy in training.policies.items():
+        found |= {f"training.policies.{name}.{key}": value for key, value in _of_policy(policy).items()}
+    return {key: method for key, method in found.items() if isinstance(method, Method)}
+
+
+def _of_policy(policy: PolicyTraining) -> dict[str, Any]:
+    return {
+        "advantage.kind": policy.advantage.kind,
+        "optimizer.schedule": policy.optimizer.schedule,
+    }
+
+
+def prepare(run: RunDir, training: TrainingConfig, beside: str) -> None:
+    """Makes a run's functions importable in this process, and checks that their files are unchanged.
+
+    Args:
+        run: the run directory.
+        training: the section ``training``.
+        beside: directory of the campaign file, searched last; empty if unknown.
+
+    Raises:
+        ConfigError: a module cannot be found, or its file was changed.
+    """
+    if methods := methods_of(training):
+        look_in(str(run.code) if run.code.is_dir() else "", beside)
+        before = _recorded(run)
+        for module, digest in digests(methods.values()).items():
+            if before.get(module, digest) != digest:
+                raise ConfigError(
+                    f"{source(module)}: was changed after the training began (SHA-256 {before[module][:12]} then, "
+                    f"{digest[:12]} now), and repeated steps would differ; restore it, or plan a new run with it"
+                )
+
+
+def record(run: RunDir, digests: Mapping[str, str]) -> None:
+    """Records the digests of modules that have none yet in ``RUN/training/methods.json``."""
+    before = _recorded(run)
+    if digests.keys() - before.keys():
+        make_directory(run.training)
+        write_json(run.training / RECORD_FILE, {**digests, **before})
+
+
+def _recorded(run: RunDir) -> dict[str, str]:
+    try:
+        recorded: dict[str, str] = json.loads(read_regular(run.training / RECORD_FILE))
+    except FileNotFoundError:
+        return {}
+    return recorded
+
+
+def digests(methods: Iterable[Method]) -> dict[str, str]:
+    """Returns module → hexadecimal SHA-256 digest of its source file. This package's own modules are left out.
+
+    Raises:
+        ConfigError: a module cannot be found.
+    """
+    modules = {method.name.partition(":")[0] for method in methods}
+    return {
+        module: hashlib.sha256(source(module).read_bytes()).hexdigest()
+        for module in sorted(modules)
+        if module.partition(".")[0] != OURS
+    }
+
+
+def source(module: str) -> Path:
+    """Returns the source file of a module. Does not run it, but runs the packages that contain it.
+
+    Raises:
+        ConfigError: the module cannot be found.
+    """
+    try:
+        spec = importlib.util.find_spec(module)
+    except Exception as error:
+        raise ConfigError(f"{module}: cannot be imported: {error!r}{_at(error)}") from error
+    if spec is None or not spec.origin or not Path(spec.origin).is_file():
+        raise ConfigError(
+            f"{module}: cannot be imported: there is no such module; put {module.partition('.')[0]}.py next to the "
+            "campaign file, or its directory on PYTHONPATH"
+        )
+    return Path(spec.origin)
+
+
+def resolve(method: Method) -> Callable[..., Any]:
+    """Imports a function and binds its ``args``.
+
+    Raises:
+        ConfigError: it cannot be imported, or does not take the arguments.
+    """
+    module_name, _, attribute = method.name.partition(":")
+    source(module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except MegaflowError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{method}: cannot be imported: {error!r}{_at(error)}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        lack = "is not a function" if hasattr(module, attribute) else "does not exist"
+        raise ConfigError(f"{method}: {attribute} {lack} in {module.__file__}; correct the name")
+    try:
+        inspect.signature(function).bind_partial(**method.args)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(function).parameters) or "none"
+        raise ConfigError(f"{method}: args: {error}; it takes {takes}") from None
+    return functools.partial(function, **method.args)
+
+
+def call(method: Method, *values: Any) -> Any:
+    """Calls a function with positional arguments, followed by its ``args``.
+
+    Raises:
+        ConfigError: it cannot be imported, or raised an exception.
+    """
+    function = resolve(method)
+    try:
+        return function(*values)
+    except MegaflowError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{method}: raised {error!r}{_at(error)}; no step was taken") from error
+
+
+def numbers(
+    method: Method, value: Any, shapes: Collection[tuple[int, ...]], what: str, least: float = -np.inf
+) -> NDArray[np.float32]:
+    """Checks a value that a function returned, and converts it to float32.
+
+    Args:
+        method: the function, for messages.
+        value: anything that numpy converts to an array.
+        shapes: the allowed shapes.
+        what: the value, for messages, such as ``the advantage of a/p/0``.
+        least: smallest valid number.
+
+    Raises:
+        ConfigError: the shape or the dtype is wrong, or a number is not finite in float32 or too small.
+    """
+    try:
+        array = np.asarray(value)
+    except Exception as error:
+        raise wrong(method, f"{what} is {type(value).__name__} ({error})", "numbers") from None
+    if array.dtype.kind not in "iuf":
+        raise wrong(method, f"{what} has dtype {array.dtype}", "integers or floating-point numbers")
+    if array.shape not in shapes:
+        expected = " or ".join(str(shape) if shape else "a single number" for shape in dict.fromkeys(shapes))
+        raise wrong(method, f"{what} has shape {array.shape}", expected)
+    with np.errstate(over="ignore"):
+        converted = array.astype(np.float32)
+    if not np.isfinite(converted).all():
+        raise wrong(method, f"{what} contains {array[~np.isfinite(converted)][0]}", "finite numbers")
+    if (array < least).any():
+        raise wrong(method, f"{what} contains {array.min()}", f"numbers of at least {least:g}")
+    return converted
+
+
+def mapping(method: Method, value: Any, keys: Collection[str], what: str) -> Mapping[str, Any]:
+    """Checks that a function returned a mapping with exactly these keys."""
+    if not isinstance(value, Mapping):
+        raise wrong(method, f"returned {type(value).__name__}", f"a mapping from {what} to values")
+    if odd := sorted(keys - value.keys()) or sorted(map(str, value.keys() - keys)):
+        state = "lacks" if odd[0] in keys else "returned the unknown"
+        raise wrong(method, f"{state} {what} {odd[0]!r}", f"one entry for each of the {len(keys)} passed in")
+    return value
+
+
+def wrong(method: Method, found: str, expected: str) -> ConfigError:
+    """Returns the error for an invalid result."""
+    return ConfigError(f"{method}: {found}, expected {expected}; no step was taken; correct the function")
+
+
+def _at(error: BaseException) -> str:
+    """Returns where in the user's code an error was raised. Empty if only this module and importlib were involved."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    last = frames[-1] if frames else None
+    own = last is None or last.filename in (__file__, importlib.__file__, functools.__file__)
+    return "" if own or last is None else f" at {last.filename}:{last.lineno}"

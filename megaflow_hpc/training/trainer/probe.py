@@ -1,0 +1,144 @@
+"""Tries the functions of a section ``training`` on small examples: their results must be what their contracts say.
+
+Planning runs :func:`main` in the trainer's interpreter. It reads ``{"training": {…}, "beside": DIR}`` as JSON on
+standard input and writes ``{"errors": {KEY: [ERROR, LACKS]}, "digests": {MODULE: DIGEST}, "code": [NAME…]}``. ``LACKS``
+is true if a library is missing. The functions' own output goes to standard error. A trainer calls :func:`check` before
+its first step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from megaflow_hpc.agents import code
+from megaflow_hpc.config import resolved
+from megaflow_hpc.config.sections import Method
+from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
+from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes
+from megaflow_hpc.training.algorithms import Prompts, advantages
+from megaflow_hpc.training.algorithms.filters import by_method
+from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, TurnTokens
+from megaflow_hpc.training.methods import call, digests, methods_of, numbers, resolve
+
+
+def check(training: TrainingConfig) -> None:
+    """Tries every function.
+
+    Raises:
+        Mistakes: some cannot be imported or called, or return something else than their contracts say.
+    """
+    if failures := failed(training):
+        raise Mistakes([f"training: {key}: {error}" for key, (error, _) in failures.items()])
+
+
+def failed(training: TrainingConfig) -> dict[str, tuple[str, bool]]:
+    """Returns key → error, and whether a library is missing, for each function that fails."""
+    failures = {}
+    for key, method in methods_of(training).items():
+        try:
+            _try(key, method, training)
+        except MegaflowError as error:
+            cause = error.__cause__
+            own = method.name.partition(":")[0].partition(".")[0]
+            lacks = isinstance(cause, ModuleNotFoundError) and (cause.name or "").partition(".")[0] != own
+            failures[key] = (str(error), lacks)
+        except BaseException as error:  # includes SystemExit, raised by a module that is a script
+            failures[key] = (f"{method}: {error!r}", False)
+    return failures
+
+
+def _try(key: str, method: Method, training: TrainingConfig) -> None:
+    resolve(method)
+    if key.startswith("training.data."):
+        by_method(example_groups(), method, 1, np.random.default_rng(0), {})
+    elif key == "training.prompts.order":
+        prompts = Prompts(training.prompts)
+        groups = example_groups()
+        learned = prompts.learn({}, groups)
+        prompts.choose([*(group.task for group in groups), "c", "d"], 2, learned, np.random.default_rng(0))
+    elif key.startswith("training.policies."):
+        name, _, kind = key.removeprefix("training.policies.").partition(".")
+        OF_POLICY[kind.partition(".")[0]](method, training.policies[name])
+
+
+def _advantage(method: Method, policy: PolicyTraining) -> None:
+    kind = policy.advantage.model_copy(update={"rewards": {}})
+    advantages(policy.model_copy(update={"advantage": kind}), example_groups())
+
+
+def _schedule(method: Method, policy: PolicyTraining) -> None:
+    scheduled(method, 1, 10, policy.optimizer.lr, {"effective": 1.0, "loss": 0.0, "entropy": 1.0, "kl": 0.0})
+
+
+OF_POLICY: dict[str, Callable[[Method, PolicyTraining], None]] = {"advantage": _advantage, "optimizer": _schedule}
+"""First part of a policy's key → how to try its function."""
+
+
+def scheduled(method: Method, step: int, steps: int, lr: float, metrics: dict[str, float]) -> float:
+    """Calls a function for the learning rate of an update.
+
+    It is called as ``function(step, steps, lr, metrics, **args)``: the step from 1, the number of steps,
+    ``optimizer.lr`` after warm-up, and the update's metrics as in ``metrics.jsonl``. It returns the rate.
+    """
+    return float(numbers(method, call(method, step, steps, lr, metrics), [()], "the learning rate", least=0.0))
+
+
+def example_groups() -> list[SampleGroup]:
+    """Returns two groups of three rollouts, with rewards, turns and named rewards."""
+    groups = []
+    for task, rewards in (("a", (1.0, 0.0, 0.5)), ("b", (0.0, 1.0, 1.0))):
+        samples = [_sample(task, number, reward) for number, reward in enumerate(rewards)]
+        samples[2] = replace(samples[2], status="truncated", agent_s=30.0)
+        groups.append(SampleGroup(f"{task}/default", task, tuple(samples)))
+    return groups
+
+
+def _sample(task: str, index: int, reward: float) -> Sample:
+    turns = (TurnTokens(0, 0, 4, 8), TurnTokens(1, 0, 10, 12), TurnTokens(2, 1, 3, 9))[: 1 + 2 * (index > 0)]
+    return Sample(
+        id=f"{task}/default/{index}",
+        task=task,
+        group=f"{task}/default",
+        index=index,
+        status="completed",
+        error_kind="",
+        reward=reward,
+        rewards={"reward": reward, "turn.0": 0.5},
+        oldest=0,
+        newest=1,
+        tokens=sum(turn.end - turn.start for turn in turns),
+        longest=12,
+        time_ns=index,
+        sequences=1 + turns[-1].sequence,
+        turns=turns,
+        agent_s=10.0,
+    )
+
+
+def main() -> None:
+    """Answers one request from standard input."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    question = json.load(sys.stdin)
+    sys.path.insert(0, question["beside"])
+    training = resolved(TrainingConfig, question["training"])
+    failures = failed(training)
+    found: dict[str, str] = {}
+    for method in methods_of(training).values():
+        try:
+            found |= digests([method])
+        except ConfigError:
+            continue  # its error is among the failures
+    json.dump({"errors": failures, "digests": found, "code": code.imported_from(question["beside"])}, answers)
+    answers.close()
+    os._exit(0)  # do not wait for threads that an import started
+
+
+if __name__ == "__main__":
+    main()
