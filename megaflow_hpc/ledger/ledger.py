@@ -29,7 +29,7 @@ from megaflow_hpc.ledger import names
 from megaflow_hpc.ledger.calls import Clock, Names, Read
 from megaflow_hpc.ledger.files import Files, Operation, boot_clock
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
-from megaflow_hpc.ledger.past import Facts, accounts, add_facts, array_of, read_record, recent
+from megaflow_hpc.ledger.past import Facts, accounts, add_facts, read_record, recent
 from megaflow_hpc.ledger.pruning import Pruning
 from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.ledger.rules import Claim, LedgerRules, Outlook
@@ -37,7 +37,7 @@ from megaflow_hpc.ledger.seals import all_seals, seals_before
 from megaflow_hpc.ledger.survey import Surveyed, survey
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
-from megaflow_hpc.rundir.record import JOB_ID
+from megaflow_hpc.rundir.record import JOB_ID, array_of
 from megaflow_hpc.types import Rollout
 
 DIRECTORIES = ("claims", "released", "done", "leases", "gone", "hungry", "ended")
@@ -147,9 +147,12 @@ class Ledger:
     def arrays(self) -> set[str]:
         """Returns the job arrays of all pods that ever started. Reads no lease, because it is called often."""
         _, record = self._files.carry_out(read_record())
-        pods = {name.rpartition(".")[0] for name in self._names(names.LEASES)}
         ended = add_facts([record, *recent(record).values()])
-        return {*ended.get("arrays", ()), *filter(None, map(array_of, pods))}
+        return {*ended.get("arrays", ()), *filter(None, map(array_of, self.pods()))}
+
+    def pods(self) -> set[str]:
+        """Returns the pods that have a lease: those that run, and those that ended some minutes ago or hold a block."""
+        return {name.rpartition(".")[0] for name in self._names(names.LEASES)}
 
     def mark_gone(self, pod_start: str) -> None:
         """Records that a start of a pod is gone. The caller must have proof (from Slurm or the process table)."""

@@ -11,14 +11,13 @@ start's lease has been absent for long enough. Facts of a start that a lease has
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megaflow_hpc.ledger.calls import Names, Read, Steps, Stored
 from megaflow_hpc.ledger.names import ENDED, newest_starts
 from megaflow_hpc.rundir.budget import measured
-from megaflow_hpc.rundir.record import JOB_ID
+from megaflow_hpc.rundir.record import JOB_ID, array_of
 
 Facts = dict[str, Any]
 """``starts``: their number, ``core_s``, ``began_at`` of the first in Unix seconds, ``stored`` rollouts, ``journals``:
@@ -43,11 +42,6 @@ def facts_of(lease: Mapping[str, Any]) -> Facts:
         "journals": int(stored > 0),
         "arrays": [array] if array else [],
     }
-
-
-def array_of(pod: str) -> str | None:
-    """Returns the job array of a pod, which is named like its job. ``None`` if it does not run under Slurm."""
-    return re.sub("_[^@]*", "", pod) if JOB_ID.fullmatch(pod) else None
 
 
 def add_facts(several: Iterable[Mapping[str, Any]]) -> Facts:

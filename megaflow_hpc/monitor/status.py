@@ -69,6 +69,8 @@ class Monitor:
         """``<pod>.<start>`` → that start of the pod, unless its events are condensed."""
         self._condensed: dict[str, Condensed] = {}
         """Pod → its condensed starts."""
+        self._last_condensed: dict[str, PodView] = {}
+        """Pod → the last of its condensed starts. Shown if the pod is over, so that no later start has events."""
         self._lost: dict[str, tuple[float, str]] = {}
         """Start of a lost pod → when its log was read, and the cause found in it."""
         self._processes: dict[str, Identity] = {}
@@ -121,18 +123,21 @@ class Monitor:
         for view in [view for view in self._starts.values() if view.pod == last.pod and 0 <= view.start <= last.start]:
             self.running.drop(view.name)
             del self._starts[view.name]
+        if condensed.last is not None:
+            last.adopt(msgspec.structs.replace(condensed, events=condensed.last))
+            self._last_condensed[last.pod] = last
         kept = {"digests": b"", "events": [], "ended_badly": [], "ended_well": {}, "failures": {}, "sizes": {}}
         self._condensed[last.pod] = msgspec.structs.replace(condensed, **kept)
 
     def _restart(self) -> None:
         """Discards everything that was read, because events were condensed before they were read completely."""
         self._outcomes = Outcomes(self._outcomes.limit)
-        self._starts, self._condensed, self.running = {}, {}, RunningRollouts()
+        self._starts, self._condensed, self._last_condensed, self.running = {}, {}, {}, RunningRollouts()
 
     @property
     def _pods(self) -> list[PodView]:
         """Returns the latest start of each pod, by name."""
-        latest: dict[str, PodView] = {}
+        latest = dict(self._last_condensed)
         for view in self._starts.values():
             if view.pod not in latest or latest[view.pod].start <= view.start:
                 latest[view.pod] = view
@@ -300,8 +305,9 @@ class Monitor:
             self._servers, self._servers_at = servers(self.run, self._finished), now
         return [*self._servers]
 
-    def _rows(self, pods: Iterable[PodView], jobs: Collection[str] | None, asked_at: float) -> list[dict[str, Any]]:
+    def _rows(self, pods: Sequence[PodView], jobs: Collection[str] | None, asked_at: float) -> list[dict[str, Any]]:
         """Returns one row per pod: its latest start, with the stored rollouts and the number of all its starts."""
+        self._lost = {pod.name: self._lost[pod.name] for pod in pods if pod.name in self._lost}
         starts = Counter(view.pod for view in self._starts.values())
         stored: Counter[str] = Counter()
         for view in self._starts.values():
@@ -320,7 +326,6 @@ class Monitor:
         asked_at, why = self._lost.get(pod.name, (-math.inf, ""))
         if not why and time.monotonic() - asked_at >= ENGINES_INTERVAL_S:
             why = why_lost(self.run, pod.name)
-            self._lost = {name: found for name, found in self._lost.items() if name in self._starts}
             self._lost[pod.name] = time.monotonic(), why
         return why
 

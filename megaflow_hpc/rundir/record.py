@@ -38,6 +38,12 @@ Job ids in a run directory are untrusted, and they are passed to ``scancel`` and
 option, is rejected.
 """
 
+
+def array_of(pod: str) -> str | None:
+    """Returns the job array of a pod, which is named like its job. ``None`` if it does not run under Slurm."""
+    return re.sub("_[^@]*", "", pod) if JOB_ID.fullmatch(pod) else None
+
+
 T = TypeVar("T")
 
 

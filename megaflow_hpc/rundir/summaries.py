@@ -7,8 +7,9 @@ Readers continue after the covered bytes. A summary is only an optimisation. If 
 version or covers more bytes than the file has, all events are read.
 
 ``<pod>.<start>.condensed`` replaces the event files of this start of a pod and of all earlier ones, which are then
-removed (:mod:`megaflow_hpc.rundir.pods.condensing`). So a pod has a few files however often it started. Of several such
-files of a pod, the one with the highest start counts, and event files of starts that it covers are ignored.
+removed (:mod:`megaflow_hpc.rundir.pods.condensing`). So a pod has a few files however often it started, and one file
+once it is over. Of several such files of a pod, the one with the highest start counts, and event files of starts that
+it covers are ignored.
 
 ::
 
@@ -125,6 +126,9 @@ class Condensed(Summary, tag="condensed", kw_only=True):
     """Start → bytes of its event file, for the starts after :attr:`after`."""
     slots: list[tuple[Time, Time, Number]]
     """(begin, end, mean number of slots) of successive periods."""
+    last: list[AnyEvent] | None = None
+    """Events of the pod itself and of its workers in the last start, in order. ``None`` if an earlier version wrote the
+    file."""
     seen: bool = False
     """True if the reader has already yielded everything that this replaces. Set by the reader."""
 

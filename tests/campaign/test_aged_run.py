@@ -13,6 +13,7 @@ from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.report.cost import _of_reports
 from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.rundir.event_reader import list_pods
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import gather, open_trajectories
 from tests.bench import aged
@@ -134,6 +135,12 @@ def test_numbers_and_costs_after_200_starts_are_those_after_eight(
     assert held <= taken, "they need not wait until leases expire"
     for pod in world.__dict__["all"][-PODS:]:
         pod.end(1.0)
+    check_numbers(world)
+    for number in range(2):
+        world.walltime(STARTS + number)
+    replaced = {pod: files for pod, files in list_pods(world.run.events).items() if pod.startswith("900_")}
+    assert len(replaced) == PODS
+    assert not any(files.starts for files in replaced.values()), "pods of a replaced array keep one file each"
     check_numbers(world)
     gather(world.run.path)
     with open_trajectories(world.run.path) as store:

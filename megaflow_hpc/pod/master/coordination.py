@@ -1,8 +1,9 @@
 """Coordination of pods: the leader polls on behalf of all, so metadata operations do not grow quadratically.
 
 The leader (:data:`~megaflow_hpc.ledger.leader.COORDINATOR`) surveys the ledger, reads every pod's lease, lists the
-engines, and sums up the campaign's usage. It publishes its report in its lease file, and the other pods poll only that
-file. If few pods run, or there is no leader, each pod polls the ledger itself. For few pods this is faster.
+engines, sums up the campaign's usage, and removes files that are no longer needed. It publishes its report in its lease
+file, and the other pods poll only that file. If few pods run, or there is no leader, each pod polls the ledger itself.
+For few pods this is faster.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.files import Operation
 from megaflow_hpc.ledger.leader import COORDINATOR, RENEW_S, Leader
+from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.ledger.progress import progress_of
 from megaflow_hpc.ledger.pruning import PRUNE_S
 from megaflow_hpc.ledger.report import FEW, Report, reported
@@ -24,6 +26,7 @@ from megaflow_hpc.ledger.survey import Surveyed
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.live import Asked, LiveFiles
+from megaflow_hpc.rundir.pods.condensing import EndedPods
 
 SOON_S = 2.0
 SELDOM_S = 10.0
@@ -78,6 +81,7 @@ class Coordination:
         """The survey in progress, if any."""
         self._pruning: Operation[None] | None = None
         """The pruning operation in progress, if any. Surveys interrupt it."""
+        self._ended_pods = EndedPods(ledger.run.events, TIMES.lease_s, clock)
         self._looked_at = self._renewed_at = self._pruned_at = -math.inf
         self._listed = ""
         """Generation of the engine listing that this pod last published or adopted."""
@@ -144,6 +148,8 @@ class Coordination:
             self._pruned_at, self._pruning = now, self._ledger.prune()
         if self._pruning is not None and self._pruning.advance(CALLS_PER_TURN):
             self._pruning = None
+            self._ended_pods.look(self._ledger.pods())
+        self._ended_pods.advance()
 
     def _hold(self, report: Report) -> bool:
         """Renews the leader's lease. Returns False if another pod leads."""

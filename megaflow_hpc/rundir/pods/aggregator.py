@@ -99,8 +99,8 @@ class EventAggregator:
             sizes={},
             slots=[],
         )
-        """Facts about the starts that have ended: their number, sizes, slots and stored rollouts. Other fields are
-        unused."""
+        """Facts about the starts that have ended: their number, sizes, slots and stored rollouts, and the events of the
+        last one. Other fields are unused."""
 
     def apply(self, event: AnyEvent) -> None:
         """Adds one event."""
@@ -154,6 +154,9 @@ class EventAggregator:
         earlier.starts += 1
         earlier.sizes[self._start] = size
         earlier.stored += max(self._stored, (self._pod[1].stored or 0) if self._pod else 0)
+        kept: list[tuple[int, AnyEvent]] = [*self._workers]
+        kept += [self._pod] if self._pod is not None else []
+        earlier.last = [event for _, event in sorted(kept, key=lambda pair: pair[0])]
         if period := self._period():
             earlier.slots.append(period)
         while len(earlier.slots) > MAX_PERIODS:
@@ -193,7 +196,7 @@ class EventAggregator:
     def condensed(self) -> Condensed:
         """Returns the aggregate of all starts that have ended."""
         earlier = self._earlier
-        facts = {name: getattr(earlier, name) for name in ("starts", "after", "sizes", "slots", "stored")}
+        facts = {name: getattr(earlier, name) for name in ("starts", "after", "sizes", "slots", "stored", "last")}
         return Condensed(**{**msgspec.structs.asdict(self.summary(0)), **facts})
 
     def _end(self, event: RolloutEvent) -> None:

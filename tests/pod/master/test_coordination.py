@@ -12,13 +12,14 @@ from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
 from megaflow_hpc.ledger.calls import Call, Link
 from megaflow_hpc.ledger.leader import STALE_S
 from megaflow_hpc.ledger.lease import TIMES
+from megaflow_hpc.ledger.pruning import PRUNE_S
 from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.master.coordination import SELDOM_S, SOON_S, Coordination, Role
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles
-from megaflow_hpc.rundir.events import EventWriter, PodEvent
+from megaflow_hpc.rundir.events import EventWriter, PodEvent, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import STALE_S as STILL_S
 from megaflow_hpc.rundir.live import STALE_VIEWER_CLEANUP_S, Asked, LiveFiles
@@ -52,10 +53,10 @@ class Pod:
         return self.ledger.claim(lambda owner: 0)
 
 
-def go_by(clock: Clock, seconds: float, *pods: Pod) -> None:
+def go_by(clock: Clock, seconds: float, *pods: Pod, step_s: float = 1) -> None:
     end = clock.now + seconds
     while clock.now < end:
-        clock.now += 1
+        clock.now += step_s
         for pod in pods:
             pod.turn()
 
@@ -268,3 +269,83 @@ def test_status_says_how_far_pods_are_by_their_leases_or_by_the_report(
         assert monitor.status()["rollouts"]["running"] == 5
     assert operations["opens"] <= 2
     assert [pod["stored"] for pod in monitor.status()["pods"]] == [3, 3]
+
+
+# --- pods that are over -----------------------------------------------------------------------------------------------
+
+
+def write_events(run: RunDir, pod: str, starts: int = 3) -> None:
+    for start in range(starts):
+        events = EventWriter(run.event_file(pod, str(start)))
+        events.write(PodEvent(state="started", job_id=pod, node="n"))
+        events.write(RolloutEvent(id=f"{pod}-{start}/p/0", status="completed"))
+        events.write(PodEvent(state="drained"))
+        events.close()
+
+
+def event_files(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.events.iterdir())
+
+
+def test_the_leader_condenses_the_events_of_arrays_that_are_over(run: RunDir) -> None:
+    clock = Clock()
+    write_run(run, RunRecord(campaign={"name": "x"}, total=100))
+    for pod in ("8_0", "8_1", "9_0", "9_1", "local"):
+        write_events(run, pod)
+    whole = event_files(run)
+    leader = Pod(run, "9_0", clock, start="2")
+    holder, ended = Pod(run, "8_1", clock, start="2"), Pod(run, "9_1", clock, start="2")
+    claim = holder.claim()
+    assert claim is not None
+    ended.ledger.show({**ended.progress, "ended": "released"}, 0.0)
+    ended.ledger.renew(force=True)
+    before = Monitor(run).status()
+    go_by(clock, TIMES.lease_s - 10, leader, holder, step_s=10)
+    assert event_files(run) == whole, "a listing may be old"
+    go_by(clock, 4 * TIMES.lease_s, leader, holder, step_s=10)
+    assert not (run.ledger / "leases" / "9_1.2").exists()
+    left = sorted({*whole} - {f"local.{start}.jsonl" for start in range(3)} | {"local.2.condensed"})
+    assert event_files(run) == left, "arrays 8 and 9 still have pods that live"
+    holder.ledger.release(claim, 0, [])
+    holder.ledger.show({**holder.progress, "ended": "released"}, 0.0)
+    holder.ledger.renew(force=True)
+    go_by(clock, 4 * TIMES.lease_s, leader, step_s=10)
+    assert event_files(run) == sorted(
+        ["8_0.2.condensed", "8_1.2.condensed", "local.2.condensed"] + [name for name in whole if name[0] == "9"]
+    )
+    after = Monitor(run).status()
+    assert after["rollouts"] == before["rollouts"]
+    assert [pod["pod"] for pod in after["pods"]] == [pod["pod"] for pod in before["pods"]]
+    with counted(run.events) as operations:
+        go_by(clock, 20 * PRUNE_S, leader, step_s=10)
+    assert operations.total() <= 25, "later checks list the directory and read nothing"
+
+
+def test_a_pod_whose_lease_is_hidden_for_a_while_keeps_its_events(run: RunDir) -> None:
+    clock = Clock()
+    for pod in ("8_0", "9_0"):
+        write_events(run, pod)
+    whole = event_files(run)
+    leader, other = Pod(run, "9_0", clock, start="3"), Pod(run, "8_0", clock, start="3")
+    claim = other.claim()
+    assert claim is not None
+    lease = run.ledger / "leases" / "8_0.3"
+    for _ in range(4):  # by a cache, as if no check within a lease had seen it
+        lease.rename(run.path / "hidden")
+        go_by(clock, TIMES.lease_s - PRUNE_S, leader, step_s=10)
+        (run.path / "hidden").rename(lease)
+        go_by(clock, 2 * PRUNE_S, leader, other, step_s=10)
+    assert event_files(run) == whole
+
+
+def test_a_file_that_cannot_be_condensed_stops_no_coordinator(run: RunDir) -> None:
+    clock = Clock()
+    for pod in ("8_0", "8_1"):
+        write_events(run, pod)
+    (run.events / "8_0.2.jsonl").unlink()
+    (run.events / "8_0.2.jsonl").mkdir()
+    leader = Pod(run, "9_0", clock)
+    go_by(clock, 3 * TIMES.lease_s, leader, step_s=10)
+    assert "8_1.2.condensed" in event_files(run)
+    assert "8_0.1.jsonl" in event_files(run)
+    assert leader.leads

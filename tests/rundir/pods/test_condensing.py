@@ -25,7 +25,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import RolloutLog
 from megaflow_hpc.rundir.pods import aggregator
 from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
-from megaflow_hpc.rundir.pods.condensing import condense
+from megaflow_hpc.rundir.pods.condensing import condense, condense_all
 from megaflow_hpc.types import Rollout
 from tests.support.operations import counted
 from tests.support.statuses import make, said
@@ -321,6 +321,102 @@ def test_readers_of_single_rollouts_know_what_was_condensed(tmp_path: Path) -> N
     assert slot_s == pytest.approx(5 * 3 * 4)
 
 
+# --- pods that are over -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("starts", [1, 2, 3, 6])
+def test_all_starts_of_a_pod_that_is_over_are_one_file_and_readers_see_the_same(tmp_path: Path, starts: int) -> None:
+    run, began = make(tmp_path / "run"), time.time() - 100
+    for start in range(starts):
+        condense(run.events, "7_0", str(start))
+        one_start(run, "7_0", start, began + 4 * start)
+    why = f"{starts} starts"
+    say(run, f"7_0.{starts - 1}", WorkerEvent(t=began + 50, rank=1, state="excluded", node="n1", why="disk"))
+    say(run, f"7_0.{starts - 1}", PodEvent(t=began + 50, state="lost", stored=3, why=why))
+    expected, follower = said(run), Monitor(run)
+    before = {**follower.status(), "eta_s": None, "rate_per_s": None}
+    assert expected["pods"][0]["why"] == why
+    slots, stored = of_report(run)
+    condense_all(run.events, "7_0")
+    assert names(run) == [f"7_0.{starts - 1}.condensed"]
+    assert said(run) == expected
+    assert of_report(run) == (pytest.approx(slots), stored)
+    with counted(run.path) as operations:
+        assert {**follower.status(), "eta_s": None, "rate_per_s": None} == before
+    assert operations["opens"] <= 3, "a follower that has read everything reads the condensed file alone"
+    # Slurm requeues the element after all.
+    for start in range(starts, starts + 4):
+        condense(run.events, "7_0", str(start))
+        one_start(run, "7_0", start, began + 60 + 4 * start)
+        [pod] = Monitor(run).status()["pods"]
+        assert (pod["pod"], pod["starts"], pod["stored"]) == (f"7_0.{start}", start + 1, 3 * (start + 1))
+        assert follower.status()["pods"] == Monitor(run).status()["pods"]
+        assert len(names(run)) <= 5
+    assert of_report(run)[1] == 3 * (starts + 4)
+
+
+def of_report(run: RunDir) -> tuple[float, int]:
+    """Return the slot-seconds and the stored rollouts that the report sees."""
+    pods = read_events(run).pods
+    return sum((end - begin) * slots for pod in pods for (begin, end), slots in pod.slot_spans), sum(
+        pod.stored for pod in pods
+    )
+
+
+def test_rollouts_of_a_killed_pod_that_is_over_no_longer_run(tmp_path: Path) -> None:
+    run, began = make(tmp_path / "run"), time.time() - 30
+    for start in (0, 2):
+        one_start(run, "7_0", start, began + 4 * start)
+    assert Monitor(run).status()["pods"][0]["running"] == 1
+    follower = Monitor(run)
+    follower.status()
+    condense_all(run.events, "7_0")
+    for monitor in (Monitor(run), follower):
+        status = monitor.status()
+        assert (status["rollouts"]["completed"], status["rollouts"]["failed"], status["retries"]) == (4, 2, {"node": 2})
+        [pod] = status["pods"]
+        assert (pod["pod"], pod["node"], pod["running"], pod["starts"], pod["stored"]) == ("7_0.2", "n", 0, 2, 6)
+        assert monitor.at_work() == []
+    known = Histories(run)
+    known.look_at_events(["7_0.2"])
+    history = known.take("7_0-2-3/p/0")
+    assert history is not None
+    assert history.causes == ["node"], "a pod that takes the rollout over knows how often it failed"
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_kill_while_a_pod_that_is_over_is_condensed_loses_and_doubles_nothing(tmp_path: Path, reads: bool) -> None:
+    number, going = 0, True
+    while going:
+        number += 1
+        run, began = make(tmp_path / f"run{number}"), time.time() - 100
+        for start in (0, 1, 3, 5):
+            one_start(run, "7_0", start, began + 4 * start)
+            if start == 3:
+                condense(run.events, "7_0", "5")
+        expected, follower = said(run), Monitor(run)
+        followed = follower.status()["rollouts"]
+
+        def interrupt(run: RunDir = run, expected: Any = expected, follower: Monitor = follower) -> None:
+            if not reads:
+                raise Killed
+            assert said(run) == expected
+            assert follower.status()["rollouts"] == expected["rollouts"]
+
+        try:
+            with at_operation(number, run.events, WRITES, interrupt) as seen:
+                condense_all(run.events, "7_0")
+        except Killed:
+            pass
+        going = seen[0] >= number
+        assert said(run) == expected
+        assert follower.status()["rollouts"] == followed
+        condense_all(run.events, "7_0")
+        assert names(run) == ["7_0.5.condensed"]
+        assert said(run) == expected
+    assert number > 4
+
+
 def test_many_periods_of_slots_are_merged(tmp_path: Path) -> None:
     run, began = make(tmp_path / "run"), time.time() - 5000
     for start in range(200):
@@ -339,6 +435,10 @@ STEPS = st.tuples(st.integers(0, 99), st.integers(0, 2), st.integers(0, 7), st.i
 
 TWO_FAILURES = [(0, 0, 0, 0), (0, 1, 0, 0), (0, 1, 0, 0), (50, 1, 0, 0), (75, 0, 0, 0), (0, 0, 0, 0), (50, 0, 1, 0)]
 """A rollout fails in the second pod, and then in the first one."""
+
+
+OVER_AND_BACK = [(0, 0, 0, 0), (0, 0, 0, 0), (55, 0, 0, 0), (0, 0, 0, 0), (82, 0, 1, 0), (75, 0, 0, 0), (0, 0, 0, 0)]
+"""A pod is over after a failure, and then starts again."""
 
 
 class Twins:
@@ -370,14 +470,27 @@ class Twins:
         self.say(pod, PodEvent(state="started", job_id=pod, node="n"))
         self.say(pod, WorkerEvent(rank=1, state="ready", slots=4, node=f"n{self.starts[pod] % 2}"))
 
+    def end(self, pod: str, which: int, at: int) -> None:
+        """The pod is over for good. Its next step is a start, as if Slurm requeued it after all."""
+        self.say(pod, PodEvent(state=("drained", "lost")[which % 2], stored=which, why="why" * (which % 3)))
+        try:
+            with at_operation(at, self.small.events, {*WRITES, "open"}, kill):
+                condense_all(self.small.events, pod)
+        except Killed:
+            pass
+        self.running.pop(pod)
+
     def step(self, what: int, number: int, which: int, at: int) -> None:
         pod = f"7_{number}"
-        if pod not in self.starts or what >= 85:
-            if pod in self.starts and what % 2:
+        if self.running.get(pod) is None or what >= 85:
+            if self.running.get(pod) is not None and what % 2:
                 self.say(pod, PodEvent(state="drained", stored=which))
-            if pod in self.starts and what % 3 == 0:
+            if self.running.get(pod) is not None and what % 3 == 0:
                 SummaryWriter(self.small.event_file(pod, str(self.starts[pod]))).finish()
             self.begin(pod, at)
+            return
+        if what >= 81:
+            self.end(pod, which, at)
             return
         if what >= 75:
             self.follower.status()
@@ -405,6 +518,7 @@ class Twins:
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(STEPS, min_size=20, max_size=200))
 @example(TWO_FAILURES)
+@example(OVER_AND_BACK)
 def test_condensed_events_count_as_the_events_do(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
     folder = tmp_path_factory.mktemp("twins")
     twins = Twins(folder)
