@@ -37,10 +37,13 @@ class LossConfig(Section):
     """The loss, and the number of passes over a step's data."""
 
     kind: Literal["ppo", "grpo", "dr_grpo", "gspo", "dapo", "cispo", "m2po", "rloo"] = "dapo"
-    """``ppo``, ``dapo``: clipped token ratios, averaged over all tokens. ``grpo``: averaged in each sequence, then over
-    sequences. ``dr_grpo``: summed, then divided by rollouts times the longest rollout. ``gspo``: one ratio per
-    sequence. ``cispo``: ratios are clipped weights without gradient. ``m2po``: the second moment of ratios is limited.
-    ``rloo``: log-probabilities without ratios, divided by rollouts. Default: ``dapo``."""
+    """``ppo``, ``dapo``: clipped token ratios, averaged over all tokens. ``grpo``: averaged in each rollout, then over
+    rollouts. ``dr_grpo``: summed, then divided by rollouts times ``length``. ``gspo``: one ratio per sequence, averaged
+    as in ``grpo``. ``cispo``: ratios are clipped weights without gradient. ``m2po``: the second moment of ratios is
+    limited. ``rloo``: log-probabilities without ratios, divided by rollouts. Default: ``dapo``."""
+    length: int | None = Field(None, ge=1)
+    """Constant of ``dr_grpo``, which needs it: the number of sampled tokens that a rollout may have at most. Default:
+    none."""
     clip: tuple[float, float] | None = None
     """Clip range of ratios, as distances from 1: ``[below, above]``, or one number for both. Default: the paper's
     values for each kind; 0.2 and 0.28 for ``dapo``."""
@@ -71,6 +74,13 @@ class LossConfig(Section):
         if self.kind in ("m2po", "rloo") and self.clip:
             why = "bounds the second moment of ratios" if self.kind == "m2po" else "takes no ratio"
             raise ValueError(f"clip: {self.kind} {why}; leave clip out")
+        if self.kind == "dr_grpo" and self.length is None:
+            raise ValueError(
+                "length: dr_grpo divides by this constant; write the largest number of tokens that a rollout may "
+                "sample, such as length: 4096"
+            )
+        if self.kind != "dr_grpo" and self.length is not None:
+            raise ValueError(f"length: {self.kind} has no such constant; leave length out")
         return self
 
     @property

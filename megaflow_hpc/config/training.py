@@ -1,6 +1,7 @@
 """The ``training`` section: which policies learn, with which algorithms, and from how much and how recent data.
 
-The recipe of MegaFlow's appendix D.1 (the paper does not say the unit of the minibatch; here it is tasks)::
+The recipe of MegaFlow's appendix D.1 (the paper does not say the unit of the minibatch; here it is tasks, each with all
+samples)::
 
     samples: 16
     training:
@@ -73,11 +74,11 @@ class PolicyTraining(Section):
     """The loss that the optimizer minimises."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards are converted to advantages."""
-    importance: Literal["none", "token", "sequence"] = "token"
+    importance: Literal["none", "token", "sequence"] | None = None
     """Importance weights, which correct for the difference between the engine's and the trainer's probabilities: one
     for each ``token``, one for each ``sequence`` (the product over its tokens), or ``none`` (truncated importance
     sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training). Default:
-    ``token``."""
+    ``token``; ``none`` for ``gspo``, as in its paper."""
     truncate: float = Field(2.0, ge=1)
     """Cap on importance weights. Default: 2."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -91,6 +92,11 @@ class PolicyTraining(Section):
     pass. Lower it if memory runs out. Default: 32768."""
     recompute: bool = True
     """Recompute activations in the backward pass. Saves memory but slows down steps. Default: true."""
+
+    @property
+    def engine_importance(self) -> Literal["none", "token", "sequence"]:
+        """Importance weights, with the default of the loss."""
+        return self.importance or ("none" if self.loss.kind == "gspo" else "token")
 
 
 class HeldOutConfig(Section):

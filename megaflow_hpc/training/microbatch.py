@@ -46,6 +46,8 @@ class MicroBatch:
     """(S), index of the sequence's rollout in the step."""
     group: NDArray[np.int32]
     """(S), index of the sequence's group in the step."""
+    rollout_tokens: NDArray[np.int64]
+    """(S), number of tokens to train on in the whole rollout of each sequence."""
 
     @property
     def sampled(self) -> int:
@@ -83,7 +85,6 @@ class Minibatch:
         tokens: number of tokens to train on.
         samples: number of rollouts with such tokens.
         sequences: number of sequences with such tokens.
-        longest: largest number of such tokens in one rollout.
     """
 
     def __init__(
@@ -103,7 +104,6 @@ class Minibatch:
         counted = [sum(rollout.sampled) if rollout.weight else 0 for rollout in chosen]
         self.tokens, self.samples = sum(counted), sum(map(bool, counted))
         self.sequences = sum(sum(map(bool, rollout.sampled)) for rollout in chosen if rollout.weight)
-        self.longest = max(counted, default=0)
 
     def microbatches(self, tokens: int) -> Iterator[MicroBatch]:
         """Yields this rank's micro-batches. A rank with fewer micro-batches than another yields empty ones.
@@ -171,6 +171,7 @@ class Minibatch:
             weights=np.where(mask == 1, weights, np.float32(0)),
             sample=np.array([part.rollout for part in parts], np.int32),
             group=np.array([self._groups[part.rollout] for part in parts], np.int32),
+            rollout_tokens=np.array([sum(of[part.rollout].sampled) for part in parts], np.int64),
         )
 
 

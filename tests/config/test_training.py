@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -84,6 +85,15 @@ def test_a_run_directory_holds_the_section_as_json_that_reads_back_the_same(tmp_
     assert config.resolved(config.CampaignConfig, kept).training == campaign.training
 
 
+def test_gspo_has_no_importance_weights_unless_the_file_asks_for_them() -> None:
+    def importance(**policy: Any) -> str:
+        return TrainingConfig.model_validate({"policies": {"default": policy}}).policies["default"].engine_importance
+
+    assert importance() == "token"
+    assert importance(loss={"kind": "gspo"}) == "none"
+    assert importance(loss={"kind": "gspo"}, importance="sequence") == "sequence"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -96,6 +106,9 @@ def test_a_run_directory_holds_the_section_as_json_that_reads_back_the_same(tmp_
         ("policies: {default: {loss: {clip: [0, 0.2]}}}", "both positive, such as [0.2, 0.28]"),
         ("policies: {default: {loss: {kind: m2po, clip: 0.2}}}", "m2po bounds the second moment of ratios"),
         ("policies: {default: {loss: {kind: rloo, clip: 0.2}}}", "rloo takes no ratio; leave clip out"),
+        ("policies: {default: {loss: {kind: dr_grpo}}}", "may sample, such as length: 4096"),
+        ("policies: {default: {loss: {kind: grpo, length: 4096}}}", "grpo has no such constant; leave length out"),
+        ("policies: {default: {loss: {kind: dr_grpo, length: 0}}}", "length 0: expected a whole number of at least 1"),
         ("policies: {default: {advantage: {rewards: {a: 0}}}}", "every weight is 0"),
         ("policies: {default: {advantage: {rewards: {a: .nan}}}}", "rewards.a nan: expected a number"),
         (
@@ -218,7 +231,8 @@ def test_the_papers_recipe_is_a_campaign_file() -> None:
 
 
 def test_every_loss_has_a_band_of_its_paper() -> None:
-    assert {kind: LossConfig(kind=kind).band for kind in CLIPS} == CLIPS  # type: ignore[arg-type]
+    losses = {kind: LossConfig(kind=kind, length=9 if kind == "dr_grpo" else None) for kind in CLIPS}  # type: ignore[arg-type]
+    assert {kind: loss.band for kind, loss in losses.items()} == CLIPS
     assert LossConfig.model_validate({"kind": "ppo", "clip": 0.1}).band == (0.1, 0.1)
 
 

@@ -47,7 +47,7 @@ def minibatch(sequences: list[list[TokenSequence]], rank: int = 0, ranks: int = 
 
 def test_sequences_lie_end_to_end_with_their_own_positions_and_values() -> None:
     found = minibatch([[sequence(5, 2), sequence(3, 1)], [sequence(4, 4, version=7)]], advantage=-2.0, weight=0.5)
-    assert (found.tokens, found.samples, found.sequences, found.longest) == (7, 2, 3, 4)
+    assert (found.tokens, found.samples, found.sequences) == (7, 2, 3)
     (batch,) = found.microbatches(12)
     assert batch.tokens.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
     assert batch.positions.tolist() == batch.tokens.tolist()
@@ -59,6 +59,7 @@ def test_sequences_lie_end_to_end_with_their_own_positions_and_values() -> None:
     assert batch.logprobs.tolist() == (-0.5 * batch.mask).tolist()
     assert batch.sample.tolist() == [0, 1, 0]
     assert batch.group.tolist() == [0, 0, 0]
+    assert batch.rollout_tokens.tolist() == [3, 4, 3]
     batch.versions[0] = batch.tokens[0] = 9  # the caller's own copy
 
 

@@ -10,8 +10,9 @@
 ``GRPOTrainer`` normally samples and scores completions. Here it does neither. Each of its steps is one minibatch of the
 dataflow, cut into micro-batches. It receives ids, masks, proximal log-probabilities and advantages. The advantages
 include the sample weights and the importance weights of proximal over engine, which equals weighting the loss. TRL
-averages over each batch that it receives. So the loss of a micro-batch is scaled by its share of the minibatch, and the
-sum is the loss of this package's own trainer. After the last minibatch of a step, the model is published and the step
+averages over each batch that it receives, and in each row where this package averages in each rollout. So the loss of a
+micro-batch is scaled by its share of the minibatch, and a row's advantages by its share of the rollout. The sum is the
+loss of this package's own trainer. After the last minibatch of a step, the model is published and the step
 committed.
 
 The bridge depends on private parts of TRL: ``_compute_loss`` and its inputs, ``_prepare_inputs``,
@@ -36,7 +37,7 @@ from megaflow_hpc.host.atomic import fsync, fsync_tree
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
 from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step
-from megaflow_hpc.training.trainer.losses import Loss, importance_weights
+from megaflow_hpc.training.trainer.losses import Loss, Tokens, importance_weights
 
 TRL_VERSION = "1.16"
 """Supported TRL version without its patch number. The check is strict because the bridge uses private methods."""
@@ -116,7 +117,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
         # Generation is not used. These are the smallest settings that TRL accepts.
         "per_device_train_batch_size": 2,
         "num_generations": 2,
-        "max_completion_length": 1,
+        "max_completion_length": loss.length or 1,  # also the constant of dr_grpo
     }
     return GRPOConfig(**(fields | others))
 
@@ -164,7 +165,7 @@ class DataflowTrainer(GRPOTrainer):
             )
         self.current_gradient_accumulation_steps = 1  # normally set by ``train``
         self._flow = flow
-        self._correction = Loss("dapo", importance=flow.settings.importance, truncate=flow.settings.truncate)
+        self._correction = Loss("dapo", importance=flow.settings.engine_importance, truncate=flow.settings.truncate)
         self._proximal: dict[tuple[int, bytes], Any] = {}
         self._stream = self._minibatches()
         self.add_callback(_AfterStep(self))
@@ -237,8 +238,8 @@ class DataflowTrainer(GRPOTrainer):
         over ranks."""
         ranks, tokens = self.accelerator.num_processes, max(minibatch.tokens, 1)
         share = {
-            "grpo": rows * ranks / max(minibatch.sequences, 1),
-            "dr_grpo": rows * self.max_completion_length * ranks / max(minibatch.samples * minibatch.longest, 1),
+            "grpo": rows * ranks / max(minibatch.samples, 1),
+            "dr_grpo": rows * ranks / max(minibatch.samples, 1),
         }.get(self.loss_type, 1.0)  # the other losses divide by ``num_items_in_batch``
         return {
             "share": share,
@@ -267,11 +268,22 @@ class DataflowTrainer(GRPOTrainer):
         """Returns the proximal log-probabilities and the weighted advantages, shaped like the rows."""
         proximal = torch.cat([torch.zeros(0), *(self._proximal[key] for key in batch.sequence_keys())])
         mask = torch.from_numpy(batch.mask).bool()
-        gap = torch.where(mask, proximal - torch.from_numpy(batch.logprobs), torch.zeros_like(proximal))
-        weights, _ = importance_weights(self._correction, gap, torch.from_numpy(batch.offsets))
-        advantages = torch.from_numpy(batch.advantages * batch.weights) * weights
-        lengths, first = rows["prompt_mask"].sum(1) + rows["completion_mask"].sum(1), rows["prompt_ids"].shape[1]
         own = np.diff(batch.offsets)
+        packed = Tokens(
+            offsets=torch.from_numpy(batch.offsets),
+            mask=mask,
+            proximal=torch.where(mask, proximal, torch.zeros_like(proximal)),
+            engine=torch.from_numpy(batch.logprobs),
+            advantages=torch.from_numpy(batch.advantages),
+            weights=torch.from_numpy(batch.weights),
+            rollout_tokens=torch.from_numpy(batch.rollout_tokens),
+        )
+        importance, _ = importance_weights(self._correction, packed)
+        advantages = packed.advantages * packed.weights * importance
+        if self.loss_type == "grpo":
+            sampled = np.add.reduceat(batch.mask, batch.offsets[:-1], dtype=np.int64) if len(own) else own
+            advantages = advantages * torch.from_numpy(np.repeat(sampled / batch.rollout_tokens, own)).float()
+        lengths, first = rows["prompt_mask"].sum(1) + rows["completion_mask"].sum(1), rows["prompt_ids"].shape[1]
         return {
             name: torch.from_numpy(_padded(column.numpy(), own, lengths.numpy())[:, first:])
             for name, column in (("old_per_token_logps", proximal), ("advantages", advantages))

@@ -87,7 +87,14 @@ class TrainingLoop:
         options = settings.optimizer.model_dump(include={"lr", "weight_decay", "clip_norm"})
         self.optimizer = Optimizer(self.policy, **options)
         loss = settings.loss
-        self.loss = losses.Loss(loss.kind, loss.band, loss.entropy, settings.importance, settings.truncate)
+        self.loss = losses.Loss(
+            kind=loss.kind,
+            clip=loss.band,
+            entropy=loss.entropy,
+            importance=settings.engine_importance,
+            truncate=settings.truncate,
+            length=loss.length,
+        )
         self.stopping = self._waiting = False
         self._compared = False
         self._moved = True  # changed since the last publish? Assume so, because an earlier start may have updated it
@@ -189,9 +196,12 @@ class TrainingLoop:
             if seen.isdisjoint(minibatch.rollouts):  # the policy is biased on tokens it was already trained on
                 fresh.join(tally)
             seen.update(minibatch.rollouts)
-        names = minibatch_metrics[0] if minibatch_metrics else {}
-        metrics = {name: sum(each[name] for each in minibatch_metrics) / len(minibatch_metrics) for name in names}
-        metrics |= {name: max(each[name] for each in minibatch_metrics) for name in names if name in losses.MAXIMA}
+        values: dict[str, list[float]] = {}  # a minibatch without advantages has no metric but the gradient's norm
+        for each in minibatch_metrics:
+            for name, value in each.items():
+                values.setdefault(name, []).append(value)
+        metrics = {name: sum(of_it) / len(of_it) for name, of_it in values.items()}
+        metrics |= {name: max(of_it) for name, of_it in values.items() if name in losses.MAXIMA}
         metrics |= whole.mismatches() | fresh.sampling()
         rewards = [rollout.reward for rollout in step.plan.rollouts if rollout.reward is not None]
         passed = sum(reward >= PASS_REWARD for reward in rewards) / len(rewards) if rewards else math.nan
@@ -247,7 +257,7 @@ class TrainingLoop:
             tally.add(batch, tokens, sums)
         with clock("optimizer"):
             tally = tally.of_all(self.ranks)
-            self._check_engine(tally.report()["mismatch"])
+            self._check_engine(tally.report())
             rate = self._rate(step.number, tally.report())
             norm = self.optimizer.step(rate)
             self._moved = True
@@ -283,7 +293,9 @@ class TrainingLoop:
             for a in (batch.mask, batch.logprobs, batch.advantages, batch.weights)
         )
         offsets = torch.tensor([0, 1]) if empty else torch.from_numpy(batch.offsets)
-        return losses.Tokens(offsets.to(device), mask.bool(), proximal.to(device), engine, advantages, weights)
+        counts = torch.zeros(1, dtype=torch.int64) if empty else torch.from_numpy(batch.rollout_tokens)
+        offsets, counts, proximal = (a.to(device) for a in (offsets, counts, proximal))
+        return losses.Tokens(offsets, mask.bool(), proximal, engine, advantages, weights, counts)
 
     def _known(self, batch: MicroBatch, proximal: Proximal | None) -> Any:
         """Looks up the proximal log-probabilities (T) of a micro-batch."""
@@ -291,7 +303,9 @@ class TrainingLoop:
         parts = [torch.from_numpy(proximal[key]) for key, _ in _sequences(batch)]
         return torch.cat(parts) if parts else torch.zeros(1)
 
-    def _check_engine(self, mismatch: float) -> None:
+    def _check_engine(self, report: Mapping[str, float]) -> None:
+        if (mismatch := report.get("mismatch")) is None:
+            return
         if not self._compared and mismatch > MAX_MISMATCH:
             raise ConfigError(
                 f"{self.policy.source}: its log-probabilities of sampled tokens differ from the engine's by "

@@ -11,25 +11,30 @@ kind     for each token                              averaged                   
 ======== =========================================== ===================================== ================
 ppo      min(r A, clip(r) A)                         over all tokens                       1707.06347 eq. 7
 dapo     the same, with a higher bound above         over all tokens                       2503.14476
-grpo     the same                                    in each sequence, then over sequences 2402.03300 eq. 3
-dr_grpo  the same                                    sum / (samples × longest)             2503.20783
-gspo     the same; r of the sequence: the geometric  in each sequence, then over sequences 2507.18071 eq. 5
+grpo     the same                                    in each rollout, then over rollouts   2402.03300 eq. 3
+dr_grpo  the same                                    sum / (rollouts × ``loss.length``)    2503.20783
+gspo     the same; r of the sequence: the geometric  in each rollout, then over rollouts   2507.18071 eq. 5
          mean of its tokens'
 cispo    clip(r) A log p, clip(r) without gradient   over all tokens                       2506.13585
 m2po     r A, without the tokens of the largest      over all tokens                       2510.01161
          |log r| among those that moved as A asks
-rloo     A log p                                     sum / samples                         2402.14740
+rloo     A log p                                     sum / rollouts                        2402.14740
 ======== =========================================== ===================================== ================
 
-Every average is over the whole minibatch (:class:`Totals`), so the losses and gradients of micro-batches and ranks add
-up to those of the undivided minibatch.
+A rollout has several sequences if its agent rewrites the conversation, for example by removing thoughts. The output
+that the papers average over is the whole rollout, so rollouts have equal weight however many sequences they have. Every
+average is over the whole minibatch (:class:`Totals`), so the losses and gradients of micro-batches and ranks add up to
+those of the undivided minibatch.
+
+A function of the user's can replace the loss (:data:`LossFunction`) and the importance weights
+(:data:`ImportanceFunction`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, get_args
 
 import torch  # type: ignore[import-not-found]
@@ -44,13 +49,16 @@ Statistics = dict[str, Tensor]
 
 MAXIMA = {"mismatch_max", "log_ratio_max"}
 """Names of statistics that are maxima rather than sums."""
+OWN = "loss/"
+"""Prefix of the statistics that a user's loss returns."""
 MAX_LOG_RATIO = math.log(20)
 """|log ratio| above which M2PO always masks a token: ratios below 1/20 or above 20. AstraFlow has similar bounds
 (343e808, ``_calculate_m2po_clip_range``). The limit also keeps the metrics finite."""
 
 
 class Totals(Protocol):
-    """Denominators of a loss: totals of the whole minibatch over all its micro-batches and ranks."""
+    """Denominators of a loss: totals of the whole minibatch over all its micro-batches and ranks. They include
+    rollouts without advantage, which may be in no micro-batch."""
 
     tokens: int
     """Number of tokens to train on."""
@@ -58,36 +66,6 @@ class Totals(Protocol):
     """Number of sequences with such tokens."""
     samples: int
     """Number of rollouts with such tokens."""
-    longest: int
-    """Largest number of such tokens in one rollout; the constant of Dr.GRPO."""
-
-
-SECOND_MOMENT = 0.04
-"""M2PO's upper bound on the mean squared log ratio, as in the paper."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """Kind of loss and its bounds.
-
-    Raises:
-        ConfigError: the kind or the level is unknown.
-    """
-
-    kind: Kind
-    clip: tuple[float, float] = (0.2, 0.2)
-    """Clip range of the ratio, as distances below and above 1."""
-    entropy: float = 0.0
-    """Coefficient of the entropy bonus, which is the mean entropy over tokens."""
-    importance: Level = "token"
-    """Whether importance weights (proximal over engine) are per token or their product over a sequence."""
-    truncate: float = 2.0
-    """Cap on importance weights."""
-
-    def __post_init__(self) -> None:
-        for value, kinds in ((self.kind, get_args(Kind)), (self.importance, get_args(Level))):
-            if value not in kinds:
-                raise ConfigError(f"loss: {value!r} is unknown; expected one of {', '.join(kinds)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +84,71 @@ class Tokens:
     """float (T)."""
     weights: Tensor
     """float (T), per-token loss factors."""
+    rollout_tokens: Tensor
+    """int64 (S), number of tokens to train on in the whole rollout of each sequence."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further values of each token by name, float (T)."""
+    importance: Tensor = None
+    """float (T), importance weights. Set for loss functions only."""
+
+
+LossFunction = Callable[[Tensor, Tensor, Tokens, Totals], tuple[Tensor, Mapping[str, Tensor]]]
+"""A loss of the user's. It is called as ``function(new, entropies, batch, totals)`` for each micro-batch with tokens:
+
+- ``new``: float32 (T), log-probabilities of the policy that is trained, with gradient.
+- ``entropies``: float32 (T), entropy of the distribution of each token. It has a gradient only if ``loss.entropy`` is
+  set; that bonus is added to every loss afterwards.
+- ``batch``: the :class:`Tokens`, with ``batch.importance``. In all float columns, values of masked tokens are 0.
+- ``totals``: counts of the whole minibatch, to divide by. A function must not divide by counts of its micro-batch,
+  because the micro-batches of all ranks are added up. :func:`mean_over_tokens` and :func:`mean_over_rollouts` return
+  such factors.
+It returns the sum of its micro-batch's losses, a finite floating-point scalar with a gradient to ``new``, and sums
+over tokens by name. The function applies ``batch.importance`` and ``batch.weights`` itself. ``metrics.jsonl`` has each
+sum divided by the number of tokens, as ``loss/NAME``. Every call must return the same names.
+"""
+
+ImportanceFunction = Callable[[Tokens, float], Tensor]
+"""Importance weights of the user's. The function is called as ``function(batch, truncate)`` without gradient; values of
+masked tokens are 0. It returns the weights, float (T), finite and not negative. A weight of 0 masks a token.
+``batch.proximal - batch.engine`` is the log of the weight without truncation.
+"""
+
+
+SECOND_MOMENT = 0.04
+"""M2PO's upper bound on the mean squared log ratio, as in the paper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Kind of loss and its bounds.
+
+    Raises:
+        ConfigError: the kind or the level is unknown, or ``dr_grpo`` has no length.
+    """
+
+    kind: Kind | LossFunction
+    clip: tuple[float, float] = (0.2, 0.2)
+    """Clip range of the ratio, as distances below and above 1."""
+    entropy: float = 0.0
+    """Coefficient of the entropy bonus, which is the mean entropy over tokens."""
+    importance: Level | ImportanceFunction = "token"
+    """Whether importance weights (proximal over engine) are per token or their product over a sequence."""
+    truncate: float = 2.0
+    """Cap on importance weights."""
+    length: int | None = None
+    """Dr.GRPO's constant, in tokens of a rollout."""
+
+    def __post_init__(self) -> None:
+        for value, kinds in ((self.kind, get_args(Kind)), (self.importance, get_args(Level))):
+            if not callable(value) and value not in kinds:
+                raise ConfigError(f"loss: {value!r} is unknown; expected one of {', '.join(kinds)}")
+        if self.kind == "dr_grpo" and not self.length:
+            raise ConfigError("loss: dr_grpo needs length, the constant that it divides by")
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """True if tokens without advantage may have a gradient."""
+        return callable(self.kind) or self.entropy > 0
 
 
 def policy_loss(
@@ -120,62 +163,71 @@ def policy_loss(
         batch: the micro-batch; it may be empty.
         totals: totals of the minibatch.
         limit: M2PO's bound of |log new − log engine|, from :func:`second_moment_limit`.
+
+    Raises:
+        ConfigError: a function of the user's returned something else than its contract says.
     """
-    mask = batch.mask
     # Zero masked values before use: NaN times 0 is NaN, also in the backward pass.
-    new, entropies, proximal, engine, advantages, weights = (
-        torch.where(mask, value, torch.zeros_like(value))
-        for value in (new, entropies, batch.proximal, batch.engine, batch.advantages, batch.weights)
+    mask = batch.mask
+    new, entropies = _zeroed(mask, new), _zeroed(mask, entropies)
+    batch = replace(
+        batch,
+        **{name: _zeroed(mask, getattr(batch, name)) for name in ("proximal", "engine", "advantages", "weights")},
+        columns={name: _zeroed(mask, column) for name, column in batch.columns.items()},
     )
-    held = new.detach()
-    log_ratio = held - proximal
-    counted = _sums(mask.to(new.dtype), batch.offsets)
     with torch.no_grad():
-        importance, truncated = importance_weights(loss, proximal - engine, batch.offsets)
-        if loss.kind == "gspo":
-            log_ratio = _spread(_sums(log_ratio, batch.offsets) / counted.clamp(min=1), batch.offsets)
-        ratio = log_ratio.exp()
-        low, high = ratio < 1 - loss.clip[0], ratio > 1 + loss.clip[1]
-        if loss.kind == "cispo":
-            coefficient = ratio.clamp(1 - loss.clip[0], 1 + loss.clip[1])
-        elif loss.kind == "rloo":
-            coefficient = torch.ones_like(ratio)
-            low, high = torch.zeros_like(mask), torch.zeros_like(mask)
-        else:
-            if loss.kind == "m2po":
-                far = (held - engine).abs() >= min(limit, MAX_LOG_RATIO)
-                low, high = far & (held < engine), far & (held > engine)
-            low, high = low & (advantages < 0), high & (advantages > 0)
-            coefficient = torch.where(low | high, torch.zeros_like(ratio), ratio)
-    # All kinds have one form: the surrogate's gradient is coefficient × advantage × the gradient of log p. A ratio's
-    # gradient is the ratio times that of log p (in GSPO the sequence's ratio times each token's), and 0 if clipped. The
-    # value is added without gradient.
-    slope = coefficient * advantages * importance * weights
-    value = _value(loss, ratio, low, high, slope, advantages * importance * weights, held)
-    by_token = -(value + slope * (new - held))
-    share = (by_token * _per_token(loss, counted, batch.offsets, totals)).sum()
-    statistics = _statistics(mask, held, proximal, engine, entropies.detach(), importance, truncated, low, high)
+        weights, truncated = importance_weights(loss, batch)
+        batch = replace(batch, importance=weights)
+    held = new.detach()
+    statistics = _statistics(batch, held, entropies.detach(), truncated)
+    if not callable(loss.kind):
+        share, sums = _surrogate(loss, new, batch, totals, limit)
+        statistics |= sums
+    elif mask.any():
+        share, sums = _checked(loss.kind, loss.kind(new, entropies, batch, totals))
+        statistics |= {OWN + name: value for name, value in sums.items()}
+    else:
+        share = new.sum()
     statistics["loss"] = share.detach().double()
     if loss.entropy:  # otherwise skip the entropy's backward pass, which costs as much as that of log p
-        share = share - loss.entropy * entropies.sum() / max(totals.tokens, 1)
+        share = share - loss.entropy * entropies.sum() * mean_over_tokens(totals)
     return share, statistics
 
 
-def importance_weights(loss: Loss, log_weights: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the truncated weights of proximal over engine, float (T), and whether they are truncated, bool (T).
+def mean_over_tokens(totals: Totals) -> float:
+    """Returns the factor of each token in a mean over all tokens of the minibatch."""
+    return 1 / max(totals.tokens, 1)
+
+
+def mean_over_rollouts(batch: Tokens, totals: Totals) -> Tensor:
+    """Returns the factor of each token, float (T), in a mean over the tokens of each rollout, then over rollouts."""
+    factors = 1 / (batch.rollout_tokens.clamp(min=1).to(batch.proximal.dtype) * max(totals.samples, 1))
+    return _spread(factors, batch.offsets)
+
+
+def importance_weights(loss: Loss, batch: Tokens) -> tuple[Tensor, Tensor]:
+    """Returns the weights of proximal over engine, float (T), and whether they are truncated or masked, bool (T).
 
     Truncated importance sampling is by Ionides 2008. Yao et al. 2025 apply it between engine and trainer (Your
     Efficient RL Framework Secretly Brings You Off-Policy RL Training).
 
     Args:
         loss: ``importance`` and ``truncate`` are used.
-        log_weights: float (T), log proximal − log engine, 0 for masked tokens.
-        offsets: int64 (S+1), start of each sequence.
+        batch: the tokens; values of masked ones are 0.
+
+    Raises:
+        ConfigError: a function of the user's returned weights of another shape, or invalid ones.
     """
+    log_weights = batch.proximal - batch.engine
+    if callable(loss.importance):
+        weights = loss.importance(batch, loss.truncate)
+        _check_weights(loss.importance, weights, log_weights)
+        weights = weights.detach().to(log_weights.dtype)
+        return weights, weights == 0
     if loss.importance == "none":
         return torch.ones_like(log_weights), torch.zeros_like(log_weights, dtype=torch.bool)
     if loss.importance == "sequence":
-        log_weights = _spread(_sums(log_weights, offsets), offsets)
+        log_weights = _spread(_sums(log_weights, batch.offsets), batch.offsets)
     weights = log_weights.exp()
     return weights.clamp(max=loss.truncate), weights > loss.truncate
 
@@ -203,11 +255,12 @@ def second_moment_limit(batches: Iterable[Tokens], threshold: float) -> float:
 
 
 def add(first: Statistics, second: Statistics) -> Statistics:
-    """Combines the statistics of two micro-batches."""
-    return {
+    """Combines the statistics of two micro-batches. Either may lack statistics of the other."""
+    both = {
         name: torch.maximum(first[name], second[name]) if name in MAXIMA else first[name] + second[name]
-        for name in first
+        for name in first.keys() & second.keys()
     }
+    return first | second | both
 
 
 def report(statistics: Statistics) -> dict[str, float]:
@@ -217,17 +270,22 @@ def report(statistics: Statistics) -> dict[str, float]:
     a gradient, or for CISPO with a bounded weight), split into ``clipped_low`` and ``clipped_high``; ``kl`` (proximal
     to new) and ``engine_kl`` (engine to proximal), by the estimator k3 of Schulman 2020
     (joschu.net/blog/kl-approx.html); ``mismatch`` (|log engine − log proximal|); ``importance`` (the weights used) and
-    ``truncated`` (share at the cap). ``effective`` is the effective sample size of the weights new / engine, as a share
-    of the tokens. The maxima follow.
+    ``truncated`` (share at the cap, or with weight 0); the sums of a user's loss, as ``loss/NAME``. ``effective`` is
+    the effective sample size of the weights new / engine, as a share of the tokens. The maxima follow.
+
+    Tokens without advantage that were in no micro-batch are in none of these figures. Without any token, the report is
+    empty.
     """
     sums = {name: float(value) for name, value in statistics.items()}
-    tokens = max(sums["tokens"], 1.0)
-    means = {name: sums[name] / tokens for name in _MEANS}
+    if not (tokens := sums.get("tokens", 0.0)):
+        return {}
+    means = {name: sums[name] / tokens for name in sorted(sums) if name in _MEANS or name.startswith(OWN)}
+    if "clipped_low" in means:
+        means["clipped"] = means["clipped_low"] + means["clipped_high"]
     return {
         "loss": sums["loss"],
         **means,
-        "clipped": means["clipped_low"] + means["clipped_high"],
-        "effective": sums["drift"] ** 2 / (sums["drift_squares"] * tokens) if sums["tokens"] else 1.0,
+        "effective": sums["drift"] ** 2 / (sums["drift_squares"] * tokens),
         **{name: sums[name] for name in sorted(MAXIMA)},
     }
 
@@ -273,62 +331,122 @@ def _spread(values: Tensor, offsets: Tensor) -> Tensor:
     return values.repeat_interleave(offsets.diff())
 
 
-def _value(
-    loss: Loss, ratio: Tensor, low: Tensor, high: Tensor, slope: Tensor, weighted: Tensor, held: Tensor
-) -> Tensor:
-    """Returns the surrogate of each token without gradient. ``weighted`` is the advantage times the weights."""
+def _zeroed(mask: Tensor, values: Tensor) -> Tensor:
+    """Returns values with 0 for masked tokens."""
+    return torch.where(mask, values, torch.zeros_like(values))
+
+
+def _surrogate(
+    loss: Loss, new: Tensor, batch: Tokens, totals: Totals, limit: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss of a kind in the module's table, and how many tokens are clipped.
+
+    All kinds have one form: the surrogate's gradient is coefficient × advantage × the gradient of log p. A ratio's
+    gradient is the ratio times that of log p, and 0 if clipped. The value is added without gradient.
+    """
+    held, advantages = new.detach(), batch.advantages
+    counted = _sums(batch.mask.to(new.dtype), batch.offsets).clamp(min=1)
+    log_ratio = held - batch.proximal
+    if loss.kind == "gspo":
+        log_ratio = _spread(_sums(log_ratio, batch.offsets) / counted, batch.offsets)
+    ratio = log_ratio.exp()
+    low, high = ratio < 1 - loss.clip[0], ratio > 1 + loss.clip[1]
+    if loss.kind == "cispo":
+        coefficient = ratio.clamp(1 - loss.clip[0], 1 + loss.clip[1])
+    elif loss.kind == "rloo":
+        coefficient = torch.ones_like(ratio)
+        low, high = torch.zeros_like(low), torch.zeros_like(high)
+    else:
+        if loss.kind == "m2po":
+            far = (held - batch.engine).abs() >= min(limit, MAX_LOG_RATIO)
+            low, high = far & (held < batch.engine), far & (held > batch.engine)
+        low, high = low & (advantages < 0), high & (advantages > 0)
+        coefficient = torch.where(low | high, torch.zeros_like(ratio), ratio)
+    weighted = advantages * batch.importance * batch.weights * _averaging(loss, batch, totals)
+    slope = coefficient * weighted
     if loss.kind in ("cispo", "rloo"):
-        return slope * held
-    if loss.kind == "m2po":
-        return slope
-    bounded = torch.where(high, torch.full_like(ratio, 1 + loss.clip[1]), ratio)
-    return torch.where(low, torch.full_like(ratio, 1 - loss.clip[0]), bounded) * weighted
+        value = slope * held
+    elif loss.kind == "m2po":
+        value = slope
+    else:
+        bounded = torch.where(high, torch.full_like(ratio, 1 + loss.clip[1]), ratio)
+        value = torch.where(low, torch.full_like(ratio, 1 - loss.clip[0]), bounded) * weighted
+    if loss.kind == "gspo":  # the sequence's ratio depends on each of its tokens alike
+        slope = _spread(_sums(slope, batch.offsets) / counted, batch.offsets)
+    share = -(value + slope * (new - held)).sum()
+    clipped = {"clipped_low": low, "clipped_high": high}
+    return share, {name: (side & batch.mask).double().sum() for name, side in clipped.items()}
 
 
-def _per_token(loss: Loss, counted: Tensor, offsets: Tensor, totals: Totals) -> Tensor:
-    """Returns the loss factor of each token, as a scalar or (T)."""
+def _averaging(loss: Loss, batch: Tokens, totals: Totals) -> Tensor | float:
+    """Returns the factor of each token, as a scalar or (T)."""
     match loss.kind:
         case "grpo" | "gspo":
-            return _spread(1 / counted.clamp(min=1), offsets) / max(totals.sequences, 1)
+            return mean_over_rollouts(batch, totals)
         case "dr_grpo":
-            return 1 / max(totals.samples * totals.longest, 1)
+            return 1 / (max(totals.samples, 1) * (loss.length or 1))
         case "rloo":
             return 1 / max(totals.samples, 1)
-    return 1 / max(totals.tokens, 1)
+    return mean_over_tokens(totals)
+
+
+def _name(function: Any) -> str:
+    function = getattr(function, "func", function)  # of functools.partial
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def _checked(function: Any, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns what a loss function returned, with float64 sums."""
+    name = f"loss {_name(function)}"
+    match returned:
+        case (share, Mapping() as sums):
+            pass
+        case _:
+            raise ConfigError(f"{name}: returned {type(returned).__name__}; expected a loss and sums by name")
+    if not torch.is_tensor(share) or share.dim() or not share.is_floating_point() or not share.requires_grad:
+        found = f"{share.dtype} {tuple(share.shape)}" if torch.is_tensor(share) else type(share).__name__
+        raise ConfigError(
+            f"{name}: returned {found} as the loss; expected a floating-point scalar with a gradient to `new`, the sum "
+            "of the micro-batch's losses"
+        )
+    found_sums = {}
+    for key, value in sums.items():
+        value = torch.as_tensor(value, dtype=torch.float64, device=share.device).detach()
+        if value.dim():
+            raise ConfigError(f"{name}: sum {key!r} has the shape {tuple(value.shape)}; expected a scalar")
+        found_sums[str(key)] = value
+    return share, found_sums
+
+
+def _check_weights(function: Any, weights: Any, like: Tensor) -> None:
+    name = f"importance {_name(function)}"
+    if not torch.is_tensor(weights) or weights.shape != like.shape or not weights.is_floating_point():
+        found = f"{weights.dtype} {tuple(weights.shape)}" if torch.is_tensor(weights) else type(weights).__name__
+        raise ConfigError(f"{name}: returned {found}; expected a floating-point weight for each of {len(like)} tokens")
+    if not (torch.isfinite(weights) & (weights >= 0)).all():
+        raise ConfigError(f"{name}: returned weights that are negative or not finite")
 
 
 @torch.no_grad()
-def _statistics(
-    mask: Tensor,
-    new: Tensor,
-    proximal: Tensor,
-    engine: Tensor,
-    entropies: Tensor,
-    importance: Tensor,
-    truncated: Tensor,
-    low: Tensor,
-    high: Tensor,
-) -> Statistics:
-    moved, apart = (new - proximal).double(), (proximal - engine).double()
-    drift = (new - engine).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def _statistics(batch: Tokens, new: Tensor, entropies: Tensor, truncated: Tensor) -> Statistics:
+    moved, apart = (new - batch.proximal).double(), (batch.proximal - batch.engine).double()
+    drift = (new - batch.engine).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     surplus = drift * (new + entropies).double()
     sums = {
-        "tokens": mask,
+        "tokens": batch.mask,
         "entropy": entropies,
-        "clipped_low": low,
-        "clipped_high": high,
         "kl": moved.exp() - 1 - moved,
         "engine_kl": apart.exp() - 1 - apart,
         "mismatch": apart.abs(),
-        "importance": importance,
+        "importance": batch.importance,
         "truncated": truncated,
         "drift": drift,
         "drift_squares": drift.square(),
         "surplus": surplus,
         "surplus_squares": surplus.square(),
     }
-    totals = {name: torch.where(mask, value.double(), 0.0).sum() for name, value in sums.items()}
-    nothing = torch.zeros(1, dtype=torch.float64, device=mask.device)  # an empty batch has no maximum
+    totals = {name: torch.where(batch.mask, value.double(), 0.0).sum() for name, value in sums.items()}
+    nothing = torch.zeros(1, dtype=torch.float64, device=batch.mask.device)  # an empty batch has no maximum
     totals["mismatch_max"] = torch.cat([nothing, apart.abs()]).max()
     totals["log_ratio_max"] = torch.cat([nothing, moved.abs()]).max()
     return totals

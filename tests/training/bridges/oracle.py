@@ -47,6 +47,7 @@ def ours(step: Step, loss: Loss, proximal: bool = True) -> tuple[float, Any]:
         engine=torch.from_numpy(np.concatenate([row.logprobs for row in found])).double(),
         advantages=torch.from_numpy(np.concatenate([row.advantages for row in found])).double(),
         weights=torch.from_numpy(np.concatenate([row.weights for row in found])).double(),
+        rollout_tokens=torch.tensor([sum(row.rollout.sampled) for row in found]),
     )
     value, _ = policy_loss(loss, new, torch.zeros_like(new), batch, minibatch)
     value.backward()

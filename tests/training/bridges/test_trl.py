@@ -64,7 +64,7 @@ def moved(module):
 
 def losses(kind, importance):
     """Of the first minibatch: TRL's loss and gradient, and ours."""
-    loss = {"kind": kind, "entropy": 0.01, "minibatch": 3}
+    loss = {"kind": kind, "entropy": 0.01, "minibatch": 3, "length": 30 if kind == "dr_grpo" else None}
     flow = flow_of(f"{kind}-{importance}", loss=loss, importance=importance)
     trainer = trainer_of(flow)
     item = next(trainer._stream)["item"]
@@ -76,7 +76,8 @@ def losses(kind, importance):
         value.backward()
         theirs, parts = theirs + value.item(), parts + 1
     settings, ours = flow.settings, 0.0
-    how = Loss(kind, settings.loss.band, entropy=0.01, importance=importance, truncate=settings.truncate)
+    how = Loss(kind, settings.loss.band, entropy=0.01, importance=importance, truncate=settings.truncate,
+               length=settings.loss.length)
     old, new = load(model, "float32"), load(model, "float32")
     moved(new.causal)
     report = None
@@ -87,8 +88,8 @@ def losses(kind, importance):
         with torch.no_grad():
             proximal, _ = old(*given)
         now, entropies = new(*given)
-        packed = Tokens(offsets, mask, proximal, *(torch.from_numpy(x) for x in (batch.logprobs, batch.advantages,
-                                                                                batch.weights)))
+        packed = Tokens(offsets, mask, proximal, *(torch.from_numpy(x) for x in (
+            batch.logprobs, batch.advantages, batch.weights, batch.rollout_tokens)))
         value, _ = policy_loss(how, now, entropies, packed, item.minibatch)
         value.backward()
         ours += value.item()
@@ -118,6 +119,7 @@ result = {"losses": {}}
 for kind in trl.LOSSES:
     result["losses"][f"{kind} none"] = losses(kind, "none")
 result["losses"]["dapo token"] = losses("dapo", "token")
+result["losses"]["gspo token"] = losses("gspo", "token")
 result["losses"]["grpo sequence"] = losses("grpo", "sequence")
 
 flow, made, lines = learned("whole", [None])
@@ -190,7 +192,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_loss_and_gradient_of_trl_on_a_step_are_ours(results: dict[str, Any]) -> None:
-    assert len(results["losses"]) == 8
+    assert len(results["losses"]) == 9
     for name, found in results["losses"].items():
         assert found["parts"] > 1, name
         assert found["theirs"] == pytest.approx(found["ours"], abs=1e-6), name

@@ -8,7 +8,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ pytestmark = pytest.mark.slow  # all of them wait for one run of torch and TRL
 
 LENGTHS = [9, 4, 12, 6]
 ADVANTAGES = [1.5, -1.0, -0.25, 0.75]
-LONGEST = 20
+ROLLOUTS = [0, 1, 2, 2]
+"""The rollout of each sequence."""
+LENGTH = 20
+"""The constant of Dr.GRPO."""
 KINDS = {
     "ppo": (0.2, 0.2),
     "grpo": (0.2, 0.2),
@@ -33,6 +36,7 @@ KINDS = {
     "rloo": (0.2, 0.2),
 }
 TRL = {  # ours → TRL's loss type, level of the ratio, and bounds
+    "ppo": ("dapo", "token", 0.2, 0.2),
     "grpo": ("grpo", "token", 0.2, 0.2),
     "dapo": ("dapo", "token", 0.2, 0.28),
     "dr_grpo": ("dr_grpo", "token", 0.2, 0.2),
@@ -42,6 +46,8 @@ TRL = {  # ours → TRL's loss type, level of the ratio, and bounds
 
 SCRIPT = r'''
 import json, sys, warnings
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +57,7 @@ from launchers.tiny_model import make
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.trainer import losses
 from megaflow_hpc.training.trainer.losses import Loss, Tokens, add, policy_loss, report, second_moment_limit
+from tests.training.trainer import own_losses
 
 given = json.load(open(sys.argv[1]))
 torch.set_num_threads(1)
@@ -59,10 +66,12 @@ DTYPE = torch.float64
 
 def tokens(columns, begin=0, end=None, dtype=DTYPE):
     """The sequences from ``begin`` to ``end``."""
+    counts = torch.tensor(columns["rollout_tokens"])[begin:end]
     offsets = torch.tensor(columns["offsets"])[begin : None if end is None else end + 1]
     part = slice(int(offsets[0]), int(offsets[-1]))
     floats = {name: torch.tensor(columns[name], dtype=dtype)[part] for name in FLOATS}
-    return Tokens(offsets - offsets[0], torch.tensor(columns["mask"], dtype=torch.bool)[part], **floats), part
+    mask = torch.tensor(columns["mask"], dtype=torch.bool)[part]
+    return Tokens(offsets - offsets[0], mask, **floats, rollout_tokens=counts), part
 
 
 FLOATS = ("proximal", "engine", "advantages", "weights")
@@ -95,10 +104,10 @@ limit = result["limit"] = second_moment_limit([whole], given["threshold"])
 result["limit_of_parts"] = second_moment_limit([tokens(columns, 0, 1)[0], tokens(columns, 1, 4)[0]], given["threshold"])
 result["limit_of_near"] = second_moment_limit([whole], 100.0)
 for kind, clip in given["kinds"].items():
-    loss = Loss(kind, tuple(clip), importance="none")
+    loss = Loss(kind, tuple(clip), importance="none", length=given["length"])
     result["kinds"][kind] = run(loss, columns, limit=limit)
     result["float32"][kind] = run(loss, columns, dtype=torch.float32, limit=limit)
-    bonus = Loss(kind, tuple(clip), entropy=0.01)
+    bonus = Loss(kind, tuple(clip), entropy=0.01, length=given["length"])
     result["parts"][kind] = [run(bonus, columns, p, limit=limit) for p in ([(0, 4)], [(0, 1), (1, 3), (4, 4), (3, 4)])]
     spoiled = {n: [v if m else float("nan") for v, m in zip(c, columns["mask"])] for n, c in columns.items()
                if n in FLOATS or n in ("new", "entropies")}
@@ -108,11 +117,49 @@ for level in ("none", "token", "sequence"):
     result["importance"][level] = run(Loss("dapo", (0.2, 0.28), importance=level, truncate=1.1), columns)
 result["empty"] = run(Loss("gspo"), {**{n: [] for n in columns}, "offsets": [0]})
 result["refused"] = []
-for wrong in ({"kind": "pgo"}, {"kind": "ppo", "importance": "word"}):
+for wrong in ({"kind": "pgo"}, {"kind": "ppo", "importance": "word"}, {"kind": "dr_grpo"}):
     try:
         Loss(**wrong)
     except ConfigError as error:
         result["refused"].append(str(error))
+
+settings = {"positive": 1.0, "negative": 1.05}
+sapo = partial(own_losses.sapo, **settings)
+own = Loss(sapo, importance=own_losses.geometric, entropy=0.01)
+result["own"] = run(Loss(sapo, importance=own_losses.geometric), columns)
+result["own whole"] = run(own, columns)
+result["own parts"] = run(own, columns, [(0, 1), (1, 3), (4, 4), (3, 4)])
+spoiled = {n: [v if m else float("nan") for v, m in zip(c, columns["mask"])] for n, c in columns.items()
+           if n in FLOATS or n in ("new", "entropies")}
+result["own nan"] = run(own, {**columns, **spoiled})
+result["broken"] = {}
+for name in ("only_a_loss", "by_token", "constant", "sums_by_token", "one_weight", "negative_weights"):
+    function = getattr(own_losses, name)
+    about = {"importance": function} if "weight" in name else {"kind": function}
+    try:
+        run(Loss(**{"kind": "dapo", **about}), columns)
+    except ConfigError as error:
+        result["broken"][name] = str(error)
+
+
+def pulls(kind):
+    """The gradient's sum over each of four rollouts: (sequences, tokens of each, advantage)."""
+    rollouts = [(1, 240, 0.5), (1, 240, -0.5), (12, 20, 0.5), (1, 240, -0.5)]
+    lengths = [1 + tokens for count, tokens, _ in rollouts for _ in range(count)]
+    owner = torch.tensor([n for n, (count, tokens, _) in enumerate(rollouts) for _ in range(count * (1 + tokens))])
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    mask = torch.ones(len(owner), dtype=torch.bool)
+    mask[offsets[:-1]] = False
+    old = torch.full((len(owner),), -1.0, dtype=DTYPE)
+    new = old.clone().requires_grad_()
+    advantages = torch.tensor([advantage for _, _, advantage in rollouts], dtype=DTYPE)[owner]
+    batch = Tokens(offsets, mask, old, old, advantages, mask.to(DTYPE), torch.full((len(lengths),), 240))
+    counts = SimpleNamespace(tokens=int(mask.sum()), sequences=len(lengths), samples=4)
+    policy_loss(Loss(kind, importance="none", length=4096), new, old, batch, counts)[0].backward()
+    return [-float(new.grad[owner == n].sum()) for n in range(4)]
+
+
+result["pulls"] = {kind: pulls(kind) for kind in ("grpo", "gspo", "dapo", "dr_grpo", "rloo")}
 
 # TRL's loss of the same log-probabilities, padded as TRL has them, prompts apart.
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -130,7 +177,7 @@ def padded(name):
     for length in given["lengths"]:
         rows.append(values[at : at + length] + [0] * (longest - length))
         at += length
-    return torch.tensor(rows, dtype=torch.long if name == "mask" else DTYPE)
+    return torch.tensor(rows, dtype=torch.long if name == "mask" else torch.float32)
 
 
 class Oracle(GRPOTrainer):
@@ -138,32 +185,52 @@ class Oracle(GRPOTrainer):
         return self.given
 
 
+def trl_ratio(mode, mask, low=0.8, high=1.1):
+    """The ratio that TRL multiplies the loss by (trl 1.16, ``_generate_and_score_completions``)."""
+    gap = torch.nan_to_num((padded("proximal") - padded("engine")) * mask, nan=0.0)
+    ratio = torch.exp(gap.sum(-1, keepdim=True) if mode == "sequence" else gap)
+    if mode == "token_mask":
+        return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+    return ratio.clamp(max=high)
+
+
+# TRL has one sequence per rollout.
+single = {**columns, "rollout_tokens": [sum(columns["mask"][a:b]) for a, b in pairwise(columns["offsets"])]}
+totals = SimpleNamespace(**given["totals"] | {"samples": 4})
 result["trl"] = {}
-for kind, (name, level, low, high) in given["trl"].items():
+for kind, (name, level, low, high) in {**given["trl"], "sapo": ("sapo", "token", 0.2, 0.2)}.items():
     for entropy in (0.0, 0.01):
         config = GRPOConfig(
             output_dir=sys.argv[3], per_device_train_batch_size=4, num_generations=4, loss_type=name, epsilon=low,
             epsilon_high=high, importance_sampling_level=level, beta=0.0, use_cpu=True, bf16=False, report_to=[],
-            max_completion_length=given["totals"]["longest"], gradient_checkpointing=False, entropy_coef=entropy,
+            max_completion_length=given["length"], gradient_checkpointing=False, entropy_coef=entropy,
         )
         oracle = Oracle(model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
                         train_dataset=Dataset.from_dict({"prompt": ["x"] * 4}), processing_class=names)
         oracle.model.train()
         oracle.current_gradient_accumulation_steps = 1
-        new = padded("new").requires_grad_()
-        oracle.given = new, padded("entropies"), None
-        mask = padded("mask")
-        inputs = {
-            "prompt_ids": torch.zeros(4, 1, dtype=torch.long), "prompt_mask": torch.ones(4, 1, dtype=torch.long),
-            "completion_ids": torch.zeros_like(mask), "completion_mask": torch.ones_like(mask), "tool_mask": mask,
-            "advantages": torch.tensor(given["advantages"], dtype=DTYPE), "old_per_token_logps": padded("proximal"),
-            "num_items_in_batch": mask.sum(),
-        }
-        value = oracle._compute_loss(oracle.model, inputs)
-        value.backward()
-        gradient = [g for row, n in zip(new.grad.tolist(), given["lengths"]) for g in row[:n]]
-        ours = run(Loss(kind, tuple(given["kinds"][kind]), importance="none", entropy=entropy), columns)
-        result["trl"][f"{kind} {entropy}"] = {"loss": value.item(), "gradient": gradient, "ours": ours}
+        for mode in ("none", "token", "sequence", "token_mask"):
+            new = padded("new").requires_grad_()
+            oracle.given = new, padded("entropies"), None
+            mask = padded("mask")
+            inputs = {
+                "prompt_ids": torch.zeros(4, 1, dtype=torch.long), "prompt_mask": torch.ones(4, 1, dtype=torch.long),
+                "completion_ids": torch.zeros_like(mask), "completion_mask": torch.ones_like(mask), "tool_mask": mask,
+                "advantages": torch.tensor(given["advantages"]), "old_per_token_logps": padded("proximal"),
+                "num_items_in_batch": mask.sum(),
+            }
+            if mode != "none":
+                oracle.use_vllm = oracle.vllm_importance_sampling_correction = True
+                inputs["importance_sampling_ratio"] = trl_ratio(mode, mask)
+            value = oracle._compute_loss(oracle.model, inputs)
+            oracle.use_vllm = False
+            value.backward()
+            gradient = [g for row, n in zip(new.grad.tolist(), given["lengths"]) for g in row[:n]]
+            how = {"importance": partial(own_losses.icepop, low=0.8) if mode == "token_mask" else mode, "truncate": 1.1}
+            how |= {"entropy": entropy, "length": given["length"]}
+            clip = tuple(given["kinds"].get(kind, (0.2, 0.2)))
+            ours = run(Loss(sapo if kind == "sapo" else kind, clip, **how), single, dtype=torch.float32)
+            result["trl"][f"{kind} {mode} {entropy}"] = {"loss": value.item(), "gradient": gradient, "ours": ours}
 print(json.dumps(result))
 '''
 
@@ -195,12 +262,14 @@ def sample() -> Sample:
     new = -3 * draw.random(total)
     proximal = new + draw.normal(0, 0.25, total)
     engine = np.where(mask == 1, proximal + draw.normal(0, 0.2, total), math.nan)
+    counts = np.add.reduceat(mask, offsets[:-1])
     columns = {
         "offsets": offsets.tolist(),
         "mask": mask.tolist(),
         "new": new.tolist(),
         "proximal": proximal.tolist(),
         "engine": engine.tolist(),
+        "rollout_tokens": [int(counts[np.equal(ROLLOUTS, rollout)].sum()) for rollout in ROLLOUTS],
         "entropies": draw.random(total).tolist(),
         "advantages": (np.repeat(ADVANTAGES, LENGTHS) * mask).tolist(),
         "weights": mask.astype(float).tolist(),
@@ -225,7 +294,8 @@ def results(sample: Sample, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         "lengths": LENGTHS,
         "advantages": ADVANTAGES,
         "threshold": 0.02,
-        "totals": {"tokens": int(sample.mask.sum()), "sequences": 4, "samples": 4, "longest": LONGEST},
+        "length": LENGTH,
+        "totals": {"tokens": int(sample.mask.sum()), "sequences": 4, "samples": 3},
     }
     (folder / "given.json").write_text(json.dumps(given))
     (folder / "script.py").write_text(SCRIPT)
@@ -253,6 +323,7 @@ def by_hand(sample: Sample, kind: str, new: np.ndarray, limit: float) -> float:
     low, high = KINDS[kind]
     current, held, old, engine = (sample.of(c) for c in (new, sample.new, sample.proximal, sample.engine))
     tokens = sum(map(len, old))
+    of_rollout = [sum(len(own) for own, r in zip(old, ROLLOUTS, strict=True) if r == rollout) for rollout in ROLLOUTS]
     objective = 0.0
     for i, advantage in enumerate(ADVANTAGES):
         length = len(old[i])
@@ -261,12 +332,12 @@ def by_hand(sample: Sample, kind: str, new: np.ndarray, limit: float) -> float:
             if kind in ("ppo", "dapo"):
                 objective += clipped(ratio, advantage, low, high) / tokens
             elif kind == "grpo":
-                objective += clipped(ratio, advantage, low, high) / length / 4
+                objective += clipped(ratio, advantage, low, high) / of_rollout[i] / 3
             elif kind == "dr_grpo":
-                objective += clipped(ratio, advantage, low, high) / (4 * LONGEST)
+                objective += clipped(ratio, advantage, low, high) / (3 * LENGTH)
             elif kind == "gspo":
                 whole = math.exp(sum(current[i][s] - old[i][s] for s in range(length)) / length)
-                objective += clipped(whole, advantage, low, high) / length / 4
+                objective += clipped(whole, advantage, low, high) / of_rollout[i] / 3
             elif kind == "cispo":
                 weight = min(max(math.exp(held[i][t] - old[i][t]), 1 - low), 1 + high)
                 objective += weight * advantage * current[i][t] / tokens
@@ -275,7 +346,7 @@ def by_hand(sample: Sample, kind: str, new: np.ndarray, limit: float) -> float:
                 masked = abs(gone) >= limit and gone * advantage > 0
                 objective += 0.0 if masked else ratio * advantage / tokens
             elif kind == "rloo":
-                objective += advantage * current[i][t] / 4
+                objective += advantage * current[i][t] / 3
     return -objective
 
 
@@ -296,11 +367,65 @@ def test_value_and_gradient_are_those_of_the_paper(sample, results, kind):
 
 
 @pytest.mark.parametrize("entropy", [0.0, 0.01])
-@pytest.mark.parametrize("kind", TRL)
-def test_loss_and_gradient_equal_those_of_trl(results, kind, entropy):
-    found = results["trl"][f"{kind} {entropy}"]
+@pytest.mark.parametrize("level", ["none", "token", "sequence", "token_mask"])
+@pytest.mark.parametrize("kind", [*TRL, "sapo"])
+def test_loss_and_gradient_equal_those_of_trl_in_float32(results, kind, level, entropy):
+    found = results["trl"][f"{kind} {level} {entropy}"]
     assert found["loss"] == pytest.approx(found["ours"]["loss"], abs=1e-6)
     assert found["gradient"] == pytest.approx(found["ours"]["gradient"], abs=1e-6)
+    assert np.abs(found["gradient"]).max() > 1e-3
+
+
+def test_importance_levels_of_the_comparison_differ(results):
+    for kind in TRL:
+        values = [
+            results["trl"][f"{kind} {level} 0.0"]["loss"] for level in ("none", "token", "sequence", "token_mask")
+        ]
+        assert min(abs(a - b) for a, b in combinations(values, 2)) > 1e-5, kind
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "dapo", "dr_grpo", "rloo"])
+def test_a_rollout_of_many_sequences_weighs_as_one_of_a_single_sequence(results, kind):
+    """Two rollouts succeed with 240 tokens each, one of them in twelve sequences; two fail."""
+    assert results["pulls"][kind] == pytest.approx(
+        {
+            "grpo": [0.125, -0.125, 0.125, -0.125],
+            "gspo": [0.125, -0.125, 0.125, -0.125],
+            "dapo": [0.125, -0.125, 0.125, -0.125],
+            "dr_grpo": [240 / 4096 / 8, -240 / 4096 / 8, 240 / 4096 / 8, -240 / 4096 / 8],
+            "rloo": [30, -30, 30, -30],
+        }[kind]
+    )
+
+
+def test_a_loss_and_weights_of_the_users_get_what_the_contract_promises(sample, results):
+    found = results["own"]
+    moved = [np.exp(n - p) for n, p in zip(sample.of(sample.new), sample.of(sample.proximal), strict=True)]
+    tokens = sum(map(len, moved))
+    assert found["report"]["loss/ratio"] == pytest.approx(sum(r.sum() for r in moved) / tokens)
+    assert "clipped" not in found["report"]
+    gap = [p - e for p, e in zip(sample.of(sample.proximal), sample.of(sample.engine), strict=True)]
+    geometric = np.concatenate([np.full(len(g), math.exp(g.mean())) for g in gap])
+    assert found["report"]["importance"] == pytest.approx(geometric.mean())
+    whole, parts, spoiled = (results[f"own {name}"] for name in ("whole", "parts", "nan"))
+    assert parts["gradient"] == pytest.approx(whole["gradient"], abs=1e-16)
+    assert parts["report"] == pytest.approx(whole["report"], abs=1e-12)
+    assert spoiled == whole
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("only_a_loss", "own_losses:only_a_loss: returned Tensor; expected a loss and sums by name"),
+        ("by_token", "own_losses:by_token: returned torch.float64 (31,) as the loss; expected a floating-point scalar"),
+        ("constant", "own_losses:constant: returned torch.float64 () as the loss; expected a floating-point scalar"),
+        ("sums_by_token", "own_losses:sums_by_token: sum 'ratio' has the shape (31,); expected a scalar"),
+        ("one_weight", "own_losses:one_weight: returned torch.float64 (1,); expected a floating-point weight for each"),
+        ("negative_weights", "own_losses:negative_weights: returned weights that are negative or not finite"),
+    ],
+)
+def test_what_breaks_the_contract_is_refused_by_the_functions_name(results, case, message):
+    assert message in results["broken"][case]
 
 
 @pytest.mark.parametrize("kind", ["ppo", "dapo", "gspo", "m2po"])
@@ -401,6 +526,7 @@ def test_an_empty_micro_batch_costs_nothing(results):
 
 
 def test_an_unknown_loss_is_refused_by_name(results):
-    assert len(results["refused"]) == 2
+    assert len(results["refused"]) == 3
     assert "'pgo'" in results["refused"][0]
     assert "'word'" in results["refused"][1]
+    assert "dr_grpo needs length" in results["refused"][2]

@@ -21,7 +21,7 @@ later = logits + torch.randn(TOKENS, WORDS) * 0.3  # of weights some steps on
 
 
 class Totals:
-    tokens = sequences = samples = longest = TOKENS
+    tokens = sequences = samples = TOKENS
 
 
 def top_p(scores, share):
@@ -38,7 +38,7 @@ def z(drawn_from, reported, trainer, temperature=1.0, forged=None, mask=None):
     engine = reported.log_softmax(-1).gather(-1, tokens)[:, 0]
     mask = torch.ones(TOKENS, dtype=torch.bool) if mask is None else mask
     ones, offsets = torch.ones(TOKENS), torch.tensor([0, TOKENS // 3, TOKENS])
-    batch = Tokens(offsets, mask, new.detach(), engine, ones, ones)
+    batch = Tokens(offsets, mask, new.detach(), engine, ones, ones, offsets.diff())
     _, sums = policy_loss(Loss("dapo"), new, entropies, batch, Totals)
     found = sampling(sums)
     return [found["sampling_z"], found["sampling_temperature"]]
