@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -162,6 +163,21 @@ def test_a_look_costs_the_same_whatever_the_number_of_earlier_starts(tmp_path: P
     (few_cold, few_again), (many_cold, many_again) = costs
     assert many_cold <= few_cold + 5
     assert many_again <= few_again + 5
+
+
+LOOK = """
+import sys
+from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.rundir.layout import RunDir
+print(Monitor(RunDir(sys.argv[1])).status()["rollouts"]["completed"], "numpy" in sys.modules)
+"""
+
+
+def test_a_first_look_at_condensed_events_loads_no_library_for_arrays(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    live_and_ended(run, 2, 5)
+    said = subprocess.run([sys.executable, "-c", LOOK, str(run)], stdout=subprocess.PIPE, check=True, text=True).stdout
+    assert said.split() == ["20", "False"], "its 0.1 s and 12 MB are more than the rest of a look"
 
 
 def test_a_follower_pays_once_for_each_new_start(tmp_path: Path) -> None:
