@@ -18,6 +18,7 @@ from megaflow_hpc.campaign import replacements
 from megaflow_hpc.campaign.job_requests import beside, pod_options, together
 from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, DISABLED, LiveJobs
 from megaflow_hpc.campaign.replacements import BARREN_ROUNDS, PAUSE_S, Replacements
+from megaflow_hpc.campaign.successors import Successors
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.quotas import check_scale
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -68,6 +69,7 @@ class Jobs(LiveJobs):
         self._topped = 0.0
         """:attr:`asked_at` of the latest answer that :meth:`top_up` handled."""
         self._try_at, self._refused, self._why_refused = 0.0, 0, ""
+        self._successors = Successors(config.slurm.lead_s)
         self.replacing = False
         """True if :meth:`top_up` will add pods later."""
 
@@ -351,7 +353,8 @@ class Jobs(LiveJobs):
     def top_up(self) -> None:
         """Adds pods that could not be queued at first, and replaces those that Slurm ended while blocks are left.
 
-        Acts once for each answer of squeue. Does nothing for pods that were submitted by hand or run here.
+        Pods that are not requeued are replaced shortly before they end (:mod:`.successors`). Acts once for each answer
+        of squeue, and when a pod is about to end. Does nothing for pods that were submitted by hand or run here.
         """
         live = self.live_pods()
         if live is None or (self.asked_at == self._topped and time.time() < self._try_at):
@@ -368,10 +371,10 @@ class Jobs(LiveJobs):
             self._take_in(plan, pods, live)
             open_blocks = len(set(numbers(self._run)) - self._ledger.view().done)
             try:
-                if plan.due(len(self._staying(live)), open_blocks, time.time()):
+                if plan.due(self._lasting(live), open_blocks, time.time()):
                     self.arrays.adopt(self._config.name, self._clusters)
-                    here = self._staying(self.live_pods(0) or live)
-                    count = plan.due(len(here), open_blocks, time.time())
+                    live = self.live_pods(0) or live
+                    count = plan.due(self._lasting(live), open_blocks, time.time())
                     if count and self._groups and not self.servers():
                         # The gather job has ended the earlier ones.
                         self._queue_servers(limits.allowance(pod_options(self._config)))
@@ -383,9 +386,11 @@ class Jobs(LiveJobs):
                 self._why_refused = str(error)
             if msgspec.to_builtins(plan) != before:
                 replacements.write(self._run, plan)
-        self.replacing = self._refused < BARREN_ROUNDS and plan.due(len(self._staying(live)), open_blocks, math.inf) > 0
-        if self.replacing:
-            self._try_at = plan.again_at
+        staying = self._staying(live)
+        self.replacing = self._refused < BARREN_ROUNDS and plan.due(len(staying), open_blocks, math.inf) > 0
+        self._try_at = self._successors.next_at(staying, time.time())
+        if self.replacing or plan.again_at > time.time():
+            self._try_at = min(self._try_at, plan.again_at)
 
     def _take_in(self, plan: Replacements, pods: Sequence[JobRecord], live: Sequence[JobState]) -> None:
         """Records in ``plan`` how the pods ended that Slurm no longer has."""
@@ -408,7 +413,7 @@ class Jobs(LiveJobs):
         # A start that stores nothing leaves no journal. Leases of ended pods are removed.
         journals = packs.sizes(self._run.journal) if ends or plan.last else ()
         stored = {name.removesuffix(packs.JOURNAL).rpartition(".")[0] for name in journals}
-        plan.take_in(pods, listed, ends, stored)
+        plan.take_in(pods, {state.id for state in self._staying(live)}, ends, stored)
 
     def _vain(self, pod: str) -> bool:
         """Returns whether more than ``slurm.requeues`` starts of a pod in a row stored nothing (``pods.sh``)."""
@@ -416,6 +421,11 @@ class Jobs(LiveJobs):
             return (self._run.logs / f"pod-{number(pod)}.requeues").stat().st_size > self._config.slurm.requeues
         except OSError:
             return False
+
+    def _lasting(self, pods: Sequence[JobState]) -> int:
+        """Returns the number of pods that neither leave nor need a successor now."""
+        staying = self._staying(pods)
+        return len(staying) - len(self._successors.ending(staying, time.time()))
 
     def _staying(self, pods: Sequence[JobState]) -> list[JobState]:
         """Returns the pods without a ``leaving`` flag."""

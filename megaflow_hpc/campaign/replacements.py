@@ -80,13 +80,14 @@ class Replacements(msgspec.Struct):
 
         Args:
             arrays: Submissions of pods.
-            live: Elements that Slurm lists as live.
+            live: Elements that Slurm lists as live and that do not leave.
             ends: Ended elements → a key of :data:`FINAL` or a state of Slurm.
             stored: Elements that have stored rollouts.
         """
         self.ended |= ends
-        # scale has already subtracted leaving pods.
-        self.wanted -= sum(end in FINAL and end != "leaving" for end in ends.values())
+        # scale has already subtracted leaving pods. A pod and its successor count once, whichever ends first.
+        fewer = sum(end in FINAL and end != "leaving" for end in ends.values())
+        self.wanted = min(self.wanted, max(self.wanted - fewer, len(live)))
         self.vain = [*self.vain, *(element for element, end in ends.items() if end == "vain")][-20:]
         failed = [element for element, end in ends.items() if end not in FINAL]
         if any(element in stored for element in self.last):

@@ -38,7 +38,7 @@ WAITING = HELD | {"PENDING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"}
 UNLAUNCHED = "launch failed requeued held"
 """Slurm's reason for a job that a node could not start, for example after a failed prolog or an unresponsive slurmd."""
 
-_FIELDS = "%i|%T|%S|%N|%r"
+_FIELDS = "%i|%T|%S|%e|%N|%r"
 """The reason is last because it may contain an administrator's free text."""
 
 
@@ -52,7 +52,9 @@ class JobState:
     """Slurm's reason code for a pending job (:mod:`.reasons`)."""
     node: str = ""
     starts_at: float | None = None
-    """Expected start of a pending job, in Unix seconds. ``None`` if Slurm gives no estimate."""
+    """Start of a running job, or expected start of a pending one, in Unix seconds. ``None`` without an estimate."""
+    ends_at: float | None = None
+    """End of a running job's walltime, in Unix seconds. ``None`` if it has no limit."""
 
     @property
     def live(self) -> bool:
@@ -108,15 +110,16 @@ def live_jobs(job_ids: Iterable[str], user: int | None = None) -> dict[str, JobS
         output = ask("squeue", *here_or_on(cluster), "-h", *whose, "-t", "all", "-o", _FIELDS, epoch=True)
         wanted = {array_of(number) for number in numbers}
         for line in output.splitlines():
-            job_id, state, start, node, reason = line.split("|", 4)
+            job_id, state, start, end, node, reason = line.split("|", 5)
             if array_of(job_id.partition("+")[0]) not in wanted:
                 continue
-            starts_at = float(start) if state == "PENDING" and start.isdecimal() else None
+            starts_at = float(start) if state in ("PENDING", "RUNNING") and start.isdecimal() else None
+            ends_at = float(end) if state == "RUNNING" and end.isdecimal() else None
             for number in expand(job_id):
                 element = named(number, cluster)
                 before = states.get(element)
                 if before is None or not before.live:  # a heterogeneous job is live while any of its components is
-                    states[element] = JobState(element, state, reason, node, starts_at)
+                    states[element] = JobState(element, state, reason, node, starts_at, ends_at)
     return states
 
 

@@ -4,10 +4,10 @@ Each seed is one campaign of real sandboxes, pods and engine servers (``tests/be
 at drawn instants: a rank, rank 0, a runner, a whole pod, an engine, a slurmd or slurmctld killed with SIGKILL; a
 preemption, a walltime, a cancelled and a requeued element; a node that Slurm takes for lost while its pods go on;
 rank 0 stopped for longer than its lease, a worker stopped within a large message; a pod that drains while its files
-cannot grow; slurmctld away, a rate limit or Requeue=0 while a pod asks for its requeue. A seed decides what is hit, how
-long after the work has begun, whether the campaign is submitted from Python, by hand with --export=NONE or from inside
-an allocation, and the site's WaitTime; what the machine does meanwhile it cannot. Exit status 0 only if nothing was
-lost, doubled or left behind.
+cannot grow; slurmctld away, a rate limit or Requeue=0 while a pod asks for its requeue; the coordinator killed within
+a survey of 20,000 old starts. A seed decides what is hit, how long after the work has begun, whether the campaign is
+submitted from Python, by hand with --export=NONE or from inside an allocation, and the site's WaitTime; what the
+machine does meanwhile it cannot. Exit status 0 only if nothing was lost, doubled or left behind.
 All but --peers drive a Slurm lab.
 """
 

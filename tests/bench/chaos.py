@@ -5,7 +5,8 @@ what its test expects. A *strike* counts as inside rollouts when such work was s
 at the instant of the kill. Afterwards every planned rollout must be in ``trajectories.h5``, rebuilt from the journals,
 exactly once, and nothing of the run may be left: no process, no mount, no file outside its directory. The seed also
 draws the way of submission: from Python, by hand with ``--export=NONE``, or from inside an allocation; and
-whether the site has a WaitTime. In every tenth seed slurmctld is away for ten minutes.
+whether the site has a WaitTime. In every tenth seed slurmctld is away for ten minutes; in every third the coordinator
+is killed while it surveys a ledger with many old starts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.cleanup import POD_DIRECTORY, sweep_directories, sweep_shared_memory
 from megaflow_hpc.ledger import read_blocks
 from tests.bench.chaos_campaign import WAYS, submit, write_campaign
-from tests.bench.faults import AWAY_S, KINDS, Faults, current_lab, limit_requests
+from tests.bench.faults import AWAY_S, COORDINATOR, KINDS, Faults, current_lab, limit_requests
 from tests.bench.figures import Figure, median
 from tests.support.labs import Lab
 from tests.support.processes import environment, processes
@@ -44,6 +45,8 @@ LONG_AWAY = 10
 """In each seed that this number divides, slurmctld goes away for :data:`LONG_AWAY_S`."""
 LONG_AWAY_S = 600.0
 AWAY = "slurmctld away"
+SURVEYED = 3
+"""In each seed that leaves 1 when divided by this number, the first fault is :data:`COORDINATOR`."""
 WAIT_S = 15
 """WaitTime of the site in every second seed: after the first task has ended, srun would kill the others."""
 LEAVE_S = 200.0
@@ -155,6 +158,8 @@ def trial(
     away_s = AWAY_S if seed % LONG_AWAY else LONG_AWAY_S
     if away_s == LONG_AWAY_S and plan and AWAY not in plan:
         plan[-1] = AWAY
+    if seed % SURVEYED == 1 and plan:
+        plan[0] = COORDINATOR
     verdict = Verdict(seed, draw.choice(WAYS), draw.choice((0, WAIT_S)))
     set_wait_time(lab, verdict.wait_s)
     since, began = time.time(), time.monotonic()

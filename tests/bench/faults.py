@@ -7,6 +7,7 @@ goes on by itself; :meth:`Faults.settle` waits for that.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -21,6 +22,9 @@ from pathlib import Path
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.process import Identity, parent
+from megaflow_hpc.ledger.leader import COORDINATOR as LEADER
+from megaflow_hpc.ledger.leader import Leader
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import site
 from tests.support.labs import Lab, alive
 from tests.support.processes import environment, kill, processes
@@ -45,6 +49,14 @@ KINDS = (
     "refused requeue",
     "rate limit",
 )
+COORDINATOR = "coordinator"
+"""A further kind, for drawn seeds only: the pod that surveys the ledger is killed while it does."""
+OLD_STARTS = 20_000
+"""Leases of pods that ended earlier, which a survey reads."""
+SURVEYING = 500
+"""A rank 0 that reads so many files within :data:`SURVEY_S` surveys the ledger."""
+SURVEY_S = 0.5
+"""For comparison: between two surveys a rank 0 makes some dozens of reads a second."""
 
 LOST_NODE_S = (35.0, 60.0)
 """For how long a node that Slurm has given up works on: a pod there finds out when it next renews its lease."""
@@ -70,6 +82,23 @@ def resident(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
         return 0
+
+
+def reads(pid: int) -> int:
+    """Read calls that a process has made; 0 where it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/io").read_text().partition("syscr: ")[2].split()[0])
+    except (OSError, IndexError):
+        return 0
+
+
+def leave_old_starts(run: RunDir, count: int = OLD_STARTS) -> None:
+    """Writes the leases of pods that have ended in order, as weeks of replaced arrays leave them."""
+    for number in range(count):
+        pod = f"old{number:06d}"
+        lease = {"pod": pod, "start": "0", "host": "elsewhere", "pid": 7, "pid_start": 8, "counter": 3, "t": 1.79e9}
+        lease |= {"began_at": 1.79e9, "ended": "released", "stored": 0}
+        (run.ledger / "leases" / f"{pod}.0").write_text(json.dumps(lease))
 
 
 def lift(who: Identity | None, most: int) -> None:
@@ -164,6 +193,19 @@ class Faults:
 
     def _rank_0(self) -> str | None:
         return self._one("rank 0", self.ranks(first=True))
+
+    def _coordinator(self) -> str | None:
+        """The pod that surveys the ledger for all is killed while it reads the leases of old starts."""
+        leave_old_starts(self._run.dir)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            leader = Leader(self._run.dir, LEADER).holder().rpartition(".")[0]
+            for pid, pod in self.ranks(first=True):
+                before = reads(pid)
+                time.sleep(SURVEY_S)
+                if pod == leader and reads(pid) - before > SURVEYING and kill(pid):
+                    return f"rank 0 {pid} of {pod}, which surveys the ledger with {OLD_STARTS} old starts"
+        return None
 
     def _runner(self) -> str | None:
         ranks = dict(self.ranks(first=False))

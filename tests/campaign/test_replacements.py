@@ -48,6 +48,14 @@ def test_who_was_scaled_down_is_counted_once() -> None:
     assert plan.due(live=2, open_blocks=100, now=0.0) == 0
 
 
+def test_a_pod_and_its_successor_count_once() -> None:
+    plan = Replacements(1)
+    taken(plan, {"7_1": "COMPLETED"}, live=("7_0",))  # the successor found nothing to do
+    assert plan.wanted == 1
+    taken(plan, {"7_0": "FAILED"}, stored=("7_0",))
+    assert plan.due(live=0, open_blocks=3, now=0.0) == 1
+
+
 def test_no_more_pods_than_blocks_are_left_are_started() -> None:
     plan = Replacements(1000)
     assert plan.due(live=0, open_blocks=3, now=0.0) == 3

@@ -2,10 +2,11 @@
 
 ::
 
-    python -m tests.slurm.recorder python -m pytest tests/lab/test_queue.py      with a lab (launchers/lab)
+    python -m tests.slurm.recorder [SCENE...]      with a lab (launchers/lab)
 
-Writes ``recorded/SCENE.txt`` for each scene of :data:`SCENES` whose test ran: each different answer to each of the
-product's queries, in order. Answers about the site that equal those of the scene ``finished`` are left out. A line
+Runs the test of each scene of :data:`SCENES` in a process of its own, and writes ``recorded/SCENE.txt``: each different
+answer to each of the product's queries, in order. Answers about the site that equal those of the scene ``finished`` are
+left out, and so are jobs of earlier tests, which ``squeue`` lists for some minutes. A line
 ``$ WORDS`` is a call, ``! STATUS`` its exit status unless 0, ``? LINE`` a line of standard error, and every other line
 a line of output. Names of users, paths and clusters are neutral.
 
@@ -75,8 +76,7 @@ if name == "srun" and words[:1] != ["--mpi=list"]:
 done = subprocess.run([command, *words], capture_output=True)
 sys.stdout.buffer.write(done.stdout)
 sys.stderr.buffer.write(done.stderr)
-call = dict(test=os.environ.get("PYTEST_CURRENT_TEST", ""), words=[name, *words], status=done.returncode,
-            out=done.stdout.decode(), err=done.stderr.decode())
+call = dict(words=[name, *words], status=done.returncode, out=done.stdout.decode(), err=done.stderr.decode())
 with open({file!r}, "a") as file:
     file.write(json.dumps(call) + "\\n")
 sys.exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
@@ -136,7 +136,7 @@ class Slurm:
 
     def __init__(self, scene: str, folder: Path) -> None:
         self._answers: dict[str, list[Call]] = {}
-        for call in map(of_user, read(scene)):
+        for call in map(of_today, read(scene)):
             out = call.out.replace(WORK, str(folder))
             self._answers.setdefault(call.words, []).append(replace(call, out=out))
         for call in read(SOUND):
@@ -154,16 +154,9 @@ class Slurm:
         return subprocess.CompletedProcess(command, call.status, call.out, call.err)
 
 
-def of_user(call: Call) -> Call:
-    """Returns a call as it is made today, when squeue is asked for a user's jobs and not for ids.
-
-    In scenes that were recorded before, the answers list those of the user's jobs that were asked for.
-    """
-    words = re.sub(r"^squeue (-M \S+ )?-h -j \S+ -t", lambda m: f"squeue {m[1] or '--local '}-h --me -t", call.words)
-    words = re.sub(r"^squeue -h (--me --name|-r)", r"squeue --local -h \1", words)
-    words = words.replace("scontrol -o show job", "scontrol --local -o show job")
-    if words.startswith("squeue") and "Invalid job id" in call.err:  # none of them is left
-        return Call(words, 0, "", "")
+def of_today(call: Call) -> Call:
+    """Returns a call as it is made today. The scene ``refused`` was recorded before."""
+    words = re.sub(r"^squeue -h -r", "squeue --local -h -r", call.words)
     return replace(call, words=words)
 
 
@@ -175,38 +168,37 @@ def neutral(text: str) -> str:
     return re.sub(r"\S*/\.submission_file_\w+\.sh", "SCRIPT", text)
 
 
-def keep(raw: Path) -> None:
-    """Writes the scenes of a recording."""
-    calls: dict[str, dict[Call, None]] = {}
-    clusters: dict[str, dict[str, str]] = {}
-    tests = {test: scene for scene, test in SCENES.items()}
-    for line in raw.read_text().splitlines():
-        found = json.loads(line)
-        scene = tests.get(found["test"].rpartition("/")[2].partition(" (")[0])
-        if scene is None:
-            continue
-        words, out, err = (neutral(text) for text in (shlex.join(found["words"]), found["out"], found["err"]))
+def keep(scene: str, raw: Path) -> None:
+    """Writes a scene from the calls that were recorded while its test ran."""
+    found = [json.loads(line) for line in raw.read_text().splitlines()]
+    sent = "".join(one["out"] for one in found if one["words"][0] == "sbatch")
+    first = min(map(int, re.findall(r"\d+", sent)), default=0)
+    clusters: dict[str, str] = {}
+
+    def named(match: re.Match[str]) -> str:
+        return clusters.setdefault(match[0], f"cluster{len(clusters) + 1}")
+
+    calls: dict[Call, None] = {}
+    for one in found:
+        words, out, err = (neutral(text) for text in (shlex.join(one["words"]), one["out"], one["err"]))
         if not ASKED.match(words):
             continue
         if "show config" in words:
             out = "".join(f"{line}\n" for line in out.splitlines() if CONFIGURATION.match(line))
-        names = clusters.setdefault(scene, {})
-
-        def named(match: re.Match[str], names: dict[str, str] = names) -> str:
-            return names.setdefault(match[0], f"cluster{len(names) + 1}")
-
+        if words.startswith("squeue --local"):
+            out = "".join(
+                f"{line}\n" for line in out.splitlines() if int((re.match(r"\d+", line) or [first])[0]) >= first
+            )
         words, out, err = (re.sub(r"\blab[0-9a-f]{8}\b", named, text) for text in (words, out, err))
-        calls.setdefault(scene, {})[Call(words, found["status"], out, err)] = None
-    sound = calls.get(SOUND) or dict.fromkeys(read(SOUND))
-    version = re.findall(r"SLURM_VERSION += (\S+)", raw.read_text().replace("\\n", "\n"))[0]
-    for scene, kept in calls.items():
-        RECORDED.mkdir(exist_ok=True)
-        kept = [call for call in kept if scene == SOUND or call not in sound or not SITE.match(call.words)]
-        text = "\n".join(call.text() for call in kept)
-        (RECORDED / f"{scene}.txt").write_text(f"slurm {version}\ntests/lab/{SCENES[scene]}\n\n{text}\n")
+        calls[Call(words, one["status"], out, err)] = None
+    sound = set() if scene == SOUND else set(read(SOUND))
+    text = "\n".join(call.text() for call in calls if call not in sound or not SITE.match(call.words))
+    version = subprocess.check_output(["sbatch", "--version"], text=True)
+    (RECORDED / f"{scene}.txt").write_text(f"{version}tests/lab/{SCENES[scene]}\n\n{text}\n")
 
 
-def main() -> int:
+def record(scene: str) -> bool:
+    """Records a scene. Returns whether its test passed; if not, nothing is written."""
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder, "calls")
         raw.touch()
@@ -215,9 +207,18 @@ def main() -> int:
             wrapper.write_text(WRAPPER.format(python=sys.executable, folder=folder, file=str(raw)))
             wrapper.chmod(0o755)
         environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-        status = subprocess.run(sys.argv[1:], env=environment, check=False).returncode
-        keep(raw)
-    return status
+        test = [sys.executable, "-m", "pytest", "-q", f"tests/lab/{SCENES[scene]}"]
+        if subprocess.run(test, env=environment, cwd=ROOT, check=False).returncode:
+            return False
+        keep(scene, raw)
+    return True
+
+
+def main() -> int:
+    scenes = sys.argv[1:] or [SOUND, *(scene for scene in SCENES if scene != SOUND)]
+    failed = [scene for scene in scenes if not record(scene)]
+    print(f"not recorded: {' '.join(failed)}" if failed else "all recorded")
+    return bool(failed)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Print]:
 def test_a_job_that_cannot_be_released_keeps_back_no_other(prints: Print, tmp_path: Path) -> None:
     for name in ("sbatch", "srun"):
         prints(name)
-    prints("squeue", "7_[0-2]|PENDING|N/A||launch failed requeued held\n")
+    prints("squeue", "7_[0-2]|PENDING|N/A|N/A||launch failed requeued held\n")
     prints("scontrol", status=1, said="Job has already finished for job 7_1\n", otherwise=("*7_[02]", ""))
     run = training_run(tmp_path / "run", None)
     record = read_run(run)
@@ -86,24 +86,25 @@ def test_a_job_that_cannot_be_released_keeps_back_no_other(prints: Print, tmp_pa
 
 
 SQUEUE = """\
-7_[2-3%2]|PENDING|1795335600||Resources
-7_0|RUNNING|1795335100|node1|None
-7_1|COMPLETED|1795335100|node2|None
-8_[0-1]|PENDING|N/A||JobHeldUser
-9_0|REQUEUE_HOLD|N/A||(null)
-10+0|COMPLETED|1795335100|node3|None
-10+1|RUNNING|1795335100|node4|None
-11|PENDING|N/A||late | ask Ada
-12_0|RUNNING|1795335100|node5|None
+7_[2-3%2]|PENDING|1795335600|1795339200||Resources
+7_0|RUNNING|1795335100|1795338700|node1|None
+7_1|COMPLETED|1795335100|1795335200|node2|None
+8_[0-1]|PENDING|N/A|N/A||JobHeldUser
+9_0|REQUEUE_HOLD|N/A|N/A||(null)
+10+0|COMPLETED|1795335100|1795335200|node3|None
+10+1|RUNNING|1795335100|NONE|node4|None
+11|PENDING|N/A|N/A||late | ask Ada
+12_0|RUNNING|1795335100|1795338700|node5|None
 """
 
 
 def test_elements_that_squeue_knows_are_told_apart(prints: Print) -> None:
     called = prints("squeue", SQUEUE)
     found = accounting.live_jobs(["7", "8", "9", "10", "11"])
-    assert called.read_text() == "--local -h --me -t all -o %i|%T|%S|%N|%r\n", "ids would fetch the whole job table"
+    assert called.read_text() == "--local -h --me -t all -o %i|%T|%S|%e|%N|%r\n", "ids would fetch the whole job table"
     assert "12_0" not in found, "a job of another campaign"
-    assert found["7_0"] == JobState("7_0", "RUNNING", "None", "node1")
+    assert found["7_0"] == JobState("7_0", "RUNNING", "None", "node1", 1795335100.0, 1795338700.0)
+    assert [found[name].ends_at for name in ("7_1", "7_2", "10")] == [None, None, None], "only a running job's is known"
     assert {name for name, job in found.items() if job.live} == {"7_0", "7_2", "7_3", "8_0", "8_1", "9_0", "10", "11"}
     assert {name for name, job in found.items() if job.held} == {"8_0", "8_1", "9_0"}
     assert found["10"].node == "node4", "a heterogeneous job lives while a part of it does"
