@@ -1,10 +1,10 @@
 """Measures what a campaign costs after days of walltimes, preemptions and killed pods, in simulated time.
 
-``python -m tests.bench.aged [--days 30] [--pods 1000] [--walltime 1h|4h|24h]`` lets every pod start again at each
-walltime. Every start is real: it writes its lease, claims a block, stores one rollout, and either releases its block,
-is preempted before it stores anything, or is killed. Some leaders are killed too. Only the hours between a pod's first
-minutes and its end are skipped, so one stored rollout stands for all that a start would store. At days 1, 7 and the
-last, all pods run and are measured:
+``python -m tests.bench.aged [--days 30] [--pods 1000] [--walltime 1h|4h|24h] [--rollouts N]`` lets every pod start
+again at each walltime. Every start is real: it writes its lease, claims a block, stores its share of the rollouts, and
+either releases its block, is preempted before it stores anything, or is killed. Some leaders are killed too. Only the
+hours between a pod's first minutes and its end are skipped. Without ``--rollouts``, a start stores one. At days 1, 7
+and the last, all pods run and are measured:
 
 - file-system operations a second of all pods, and those of each look of ``run`` and each poll of a trainer;
 - files and bytes by directory;
@@ -57,6 +57,9 @@ from tests.support.ledgers import AnyTasks, Clock
 from tests.support.operations import counted
 from tests.support.samples import trajectory
 
+SMALL: dict[str, Any] = {"messages": [], "attempts": [], "agent": "", "node": "", "job_id": ""}
+"""Fields of a stored rollout that would only take space."""
+
 WALLTIMES = {"1h": 1, "4h": 4, "24h": 24}
 PREEMPTED, KILLED = 0.05, 0.02
 """Shares of starts that end before they store anything, and that are killed after they have stored something."""
@@ -70,6 +73,8 @@ SETTLE_S = 60.0
 MINUTES = 6
 """Simulated minutes that pods live in a walltime that is not measured. A leader removes nothing in its first four."""
 MAX_TAKEOVER_S = 900.0
+PART = 100
+"""Number of blocks whose rollouts are in memory at the same time."""
 LIMITS = {"core_hours": 1e9, "wall": 1e9}
 
 PEAK_MB = """
@@ -107,10 +112,10 @@ from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.rundir.layout import RunDir
 run = Run(RunDir(sys.argv[1]))
 run.status()
-took = time.monotonic() - began
+took, cpu = time.monotonic() - began, time.process_time()
 for _ in range(3):
     run.status()
-print(json.dumps({"s": took, "mb": peak_mb()}))
+print(json.dumps({"s": took, "cpu_s": cpu, "mb": peak_mb()}))
 """
 GATHER = """
 import json, sys, time
@@ -170,27 +175,35 @@ class Start:
         shown["began_at"] = self.began_at
         self.ledger.show({**shown, "core_s": self.core_s, "ended": ended}, self.coordination.renew_s)
 
-    def store(self) -> None:
-        """Stores one rollout of the pod's block."""
+    def forget(self) -> None:
+        """Drops what the pod remembers of other pods and their blocks, because all pods share this process."""
+        rules = self.ledger._rules
+        rules.leases, rules.free = {}, []
+        rules._known, rules._owners = set(), {}
+
+    def store(self, most: int = 1) -> None:
+        """Stores up to ``most`` rollouts of the pod's block."""
         assert self.ledger.identity
         packs.pack_journals(self.journal.path.parent, self.ledger.identity.pod, self.ledger.identity.start)
         if self.block is None or not self.block.rollouts:
             return
-        claim, rollout = self.block.claim, self.block.rollouts[0]
-        for event in (StartEvent(id=rollout.id, rank=1, attempt=0),):
-            self.events.write(event)
-        stored = trajectory(0, id=rollout.id, task_id=rollout.task_id, group_id=rollout.group_id)
-        self.journal.append(record(claim.block, claim.epoch, stored))
+        claim, rollouts = self.block.claim, self.block.rollouts[:most]
+        for rollout in rollouts:
+            self.events.write(StartEvent(id=rollout.id, rank=1, attempt=0))
+            stored = trajectory(0, id=rollout.id, task_id=rollout.task_id, group_id=rollout.group_id, **SMALL)
+            self.journal.append(record(claim.block, claim.epoch, stored))
         assert self.ledger.committed(self.journal.commit)
-        self.stored += 1
-        self.events.write(RolloutEvent(id=rollout.id, status="completed", reward=1.0))
+        self.stored += len(rollouts)
+        for rollout in rollouts:
+            self.events.write(RolloutEvent(id=rollout.id, status="completed", reward=1.0))
         self.events.flush()
-        self.blocks.settled(claim.block, rollout.id)
+        for rollout in rollouts:
+            self.blocks.settled(claim.block, rollout.id)
 
     def end(self, core_s: float) -> None:
         """Releases its block and ends, as at the end of an allocation."""
         self.core_s = core_s
-        left = self.block.rollouts[1:2] if self.block else []
+        left = self.block.rollouts[self.stored : self.stored + 1] if self.block else []
         histories.write(self.ledger.run, self.name, {rollout.id: History(cuts=1) for rollout in left})
         self.blocks.release(self.journal.committed)
         self.coordination.leave()
@@ -215,6 +228,8 @@ class Aged:
     pods: int
     days: int
     hours: int
+    share: int = 1
+    """Number of rollouts that a start stores."""
     clock: Clock = field(default_factory=Clock)
     array: int = 900
     starts: int = 0
@@ -228,14 +243,16 @@ class Aged:
         Ledger(self.run).create()
         campaign = {"name": "x", "tasks": ["t"], "agent": "oracle", "slurm": {"pods": {"count": self.pods}}}
         dumped = config.parse(campaign).model_dump(mode="json")
-        total = self.pods * (self.days + 1) * 24 // self.hours
+        total = self.pods * (self.days + 1) * 24 // self.hours * self.share
         write_run(self.run, RunRecord(campaign=dumped, total=total))
 
     def add_day(self, day: int) -> None:
         """Adds a block for each pod, which takes it a day."""
-        size = 24 // self.hours
-        rollouts = [Rollout(f"d{day}-{n}", "default", 0, "nop") for n in range(self.pods * size)]
-        write_blocks(self.run, rollouts, 1, size=size)
+        size = 24 // self.hours * self.share
+        for first in range(0, self.pods * size, PART * size):
+            last = min(first + PART * size, self.pods * size)
+            rollouts = [Rollout(f"d{day}-{n}", "default", 0, "nop") for n in range(first, last)]
+            write_blocks(self.run, rollouts, 1, size=size)
 
     def start(self) -> list[Start]:
         """Starts all pods within ten seconds. Each claims a block."""
@@ -243,6 +260,7 @@ class Aged:
         for number in range(self.pods):
             started.append(Start(self, number))
             started[-1].block = started[-1].blocks.claim()
+            started[-1].forget()
             self.clock.now += 10 / self.pods
         self.starts += 1
         return started
@@ -271,7 +289,7 @@ class Aged:
             if pod is leader:
                 fate = PREEMPTED if number % LEADER_DIES_EVERY == 0 else 1.0
             if fate >= PREEMPTED:
-                pod.store()
+                pod.store(self.share)
             if PREEMPTED <= fate < PREEMPTED + KILLED:
                 pod.kill()
             else:
@@ -350,12 +368,13 @@ def measure(world: Aged, day: int, seconds: float) -> dict[str, Any]:
         follower.entries()
     row["poll of a trainer, operations"] = operations.total()
     status = measured(STATUS, world.run)
-    row["cold status, s"], row["run, MB"] = round(status["s"], 2), status["mb"]
+    row["cold status, s"], row["cold status, s of a processor"] = round(status["s"], 2), round(status["cpu_s"], 2)
+    row["run, MB"] = status["mb"]
     row["rank 0 that surveys, MB"] = measured(RANK0, world.run, day, world.pods)["mb"]
     row["takeover of the leader, simulated s"] = takeover_s(world, pods)
     for pod in pods:
         with suppress(Exception):  # its fence may have closed
-            pod.store()
+            pod.store(world.share)
         pod.end(world.hours * 3600 * 96)
     pods.clear()
     files = files_of(world.run)
@@ -391,6 +410,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pods", type=int, default=1000)
     parser.add_argument("--days", type=int, default=30)
     parser.add_argument("--walltime", choices=WALLTIMES, default="24h")
+    parser.add_argument("--rollouts", type=int, default=0, help="of the whole campaign; default: one for each start")
     parser.add_argument("--seconds", type=float, default=60, help="simulated seconds for which operations are counted")
     parser.add_argument("--directory", type=Path, help="on the file system to be used; /dev/shm is the fastest")
     given = parser.parse_args(arguments)
@@ -399,7 +419,9 @@ def main(arguments: list[str] | None = None) -> int:
     packs.LISTING_AGE_S = 0.0  # hours pass in seconds
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="megaflow-aged-", dir=given.directory) as folder:
-        world = Aged(RunDir(Path(folder) / "run"), given.pods, given.days, WALLTIMES[given.walltime])
+        hours = WALLTIMES[given.walltime]
+        share = max(1, round(given.rollouts * hours / (24 * given.pods * given.days)))
+        world = Aged(RunDir(Path(folder) / "run"), given.pods, given.days, hours, share)
         world.create()
         rows, number = [], 0
         world.add_day(0)
@@ -408,9 +430,12 @@ def main(arguments: list[str] | None = None) -> int:
             for _ in range(24 // world.hours):
                 number += 1
                 world.walltime(number)
+                print(f"\rday {day}, walltime {number}, {time.monotonic() - began:.0f} s", end="", file=sys.stderr)
             if day in (1, 7, given.days):
                 rows.append(measure(world, day, given.seconds))
-                print(f"day {day}: {json.dumps(rows[-1])} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+                peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+                took_s = time.monotonic() - began
+                print(f"\rday {day}: {json.dumps(rows[-1])} ({took_s:.0f} s, {peak_mb} MB)", file=sys.stderr)
             if day % RESUBMIT_DAYS == 0:
                 world.resubmit()
         print(f"{given.pods} pods, walltimes of {given.walltime}, {number * given.pods:,} starts in {given.days} days")

@@ -10,7 +10,8 @@ from tests.bench import aged
 
 
 def test_two_days_of_ten_pods_are_a_table_of_two_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--pods", "10", "--days", "2", "--walltime", "4h", "--seconds", "10", "--directory", str(tmp_path)]
+    words = ["--pods", "10", "--days", "2", "--walltime", "4h", "--seconds", "10", "--rollouts", "360"]
+    words += ["--directory", str(tmp_path)]
     assert aged.main(words) == 0
     said = capsys.readouterr().out
     assert "10 pods, walltimes of 4h, 120 starts in 2 days" in said
