@@ -105,27 +105,28 @@ class Minibatch:
         self.tokens, self.samples = sum(counted), sum(map(bool, counted))
         self.sequences = sum(sum(map(bool, rollout.sampled)) for rollout in chosen if rollout.weight)
 
-    def microbatches(self, tokens: int) -> Iterator[MicroBatch]:
+    def microbatches(self, tokens: int, skip_zero: bool = False) -> Iterator[MicroBatch]:
         """Yields this rank's micro-batches. A rank with fewer micro-batches than another yields empty ones.
 
         Args:
             tokens: maximum number of tokens in a micro-batch.
+            skip_zero: leave out rollouts whose advantage is 0. The minibatch's counts still include them.
 
         Raises:
             ConfigError: a sequence is longer.
         """
-        bins = self._bins(tokens)
+        bins = self._bins(tokens, skip_zero)
         rounds = -(-len(bins) // self._ranks)
         for number in range(rounds):
             mine = number * self._ranks + self._rank
             yield self._pack(bins[mine] if mine < len(bins) else [])
 
-    def _bins(self, tokens: int) -> list[list[SequencePart]]:
+    def _bins(self, tokens: int, skip_zero: bool) -> list[list[SequencePart]]:
         """Packs sequences by first-fit decreasing. Skips sequences without tokens to train on."""
         parts = [
             SequencePart(index, number, length)
             for index in self.rollouts
-            if self._planned[index].weight
+            if self._planned[index].weight and (self._planned[index].advantage or not skip_zero)
             for number, length in enumerate(self._planned[index].lengths)
             if self._planned[index].sampled[number]
         ]

@@ -79,6 +79,28 @@ def test_what_has_no_weight_or_no_sampled_token_is_left_out() -> None:
     assert minibatch([[sequence(5, 2)]], weight=0.0).tokens == 0
 
 
+def test_rollouts_without_advantage_are_left_out_and_still_counted() -> None:
+    sequences = [[sequence(6, 2), sequence(3, 1)], [sequence(9, 4)], [sequence(8, 3)], [sequence(1 + 9, 5)]]
+    advantages = [0.5, 0.0, -0.0, -0.5]
+    rollouts = [
+        planned(n, own, advantage) for n, (own, advantage) in enumerate(zip(sequences, advantages, strict=True))
+    ]
+
+    def packed(skip_zero: bool, rank: int, ranks: int) -> tuple[Minibatch, list[MicroBatch]]:
+        found = Minibatch(rollouts, range(4), [0] * 4, sequences.__getitem__, lambda v: v, rank, ranks)
+        return found, list(found.microbatches(10, skip_zero=skip_zero))
+
+    for ranks in (1, 3):
+        trained = [packed(True, rank, ranks)[1] for rank in range(ranks)]
+        assert len({len(batches) for batches in trained}) == 1
+        batches = [batch for own in trained for batch in own]
+        assert sorted(n for batch in batches for n in batch.sample.tolist()) == [0, 0, 3]
+        assert sum(len(batch.tokens) for batch in batches) == 19
+    found, every = packed(False, 0, 1)
+    assert sum(len(batch.tokens) for batch in every) == 36
+    assert (found.tokens, found.samples, found.sequences) == (15, 4, 5)
+
+
 def test_a_sequence_that_fits_no_micro_batch_is_named() -> None:
     with pytest.raises(ConfigError, match=r"t/default/1: a sequence of 9 tokens does not fit a micro-batch of 8"):
         list(minibatch([[sequence(4, 1)], [sequence(9, 1)]]).microbatches(8))

@@ -38,8 +38,6 @@ from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
 from megaflow_hpc.training.trainer.model import ProcessGroup, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
-PASS_REWARD = 1.0
-"""Minimum reward of a passed rollout."""
 MAX_MISMATCH = 1.0
 """Largest plausible mean |engine − trainer log-prob| in the first update after a start. Rounding and staleness
 cannot explain more: bfloat16 against float32 gives 0.01."""
@@ -204,12 +202,14 @@ class TrainingLoop:
         metrics |= {name: max(of_it) for name, of_it in values.items() if name in losses.MAXIMA}
         metrics |= whole.mismatches() | fresh.sampling()
         rewards = [rollout.reward for rollout in step.plan.rollouts if rollout.reward is not None]
-        passed = sum(reward >= PASS_REWARD for reward in rewards) / len(rewards) if rewards else math.nan
+        threshold = self.flow.trained.pass_threshold
+        passed = sum(reward >= threshold for reward in rewards) / len(rewards) if rewards else math.nan
         busy = sum(clock.seconds.get(name, 0.0) for name in ("proximal", "forward", "backward", "optimizer"))
         return metrics | {
             "pass_rate": passed,
             "version": float(step.plan.version),
             "updates": float(len(minibatch_metrics)),
+            "computed_tokens": float(whole.rows),
             "tokens_per_s": whole.rows / busy if busy else 0.0,
         }
 
@@ -218,7 +218,7 @@ class TrainingLoop:
         """Computes the proximal log-probabilities of the step's sequences and gathers them from all ranks."""
         mine: Proximal = {}
         with clock("proximal"):
-            for batch in step.minibatch().microbatches(self.flow.settings.microbatch):
+            for batch in self._packed(step.minibatch()):
                 logprobs = self.policy(*self._row(batch))[0].cpu().numpy()
                 mine |= {key: logprobs[part] for key, part in _sequences(batch)}
             return {key: value for part in self.ranks.gather(mine) for key, value in part.items()}
@@ -228,7 +228,7 @@ class TrainingLoop:
     ) -> tuple[WeightedMean, float, float]:
         """Takes one optimizer step. Returns token statistics over all ranks, the gradient norm and the learning
         rate."""
-        packed = minibatch.microbatches(self.flow.settings.microbatch)
+        packed = self._packed(minibatch)
         limit = math.inf
         if self.loss.kind == "m2po":
             held = list(packed)
@@ -270,6 +270,10 @@ class TrainingLoop:
         if isinstance(optimizer.schedule, Method):
             rate = probe.scheduled(optimizer.schedule, step, steps, rate, metrics)
         return rate
+
+    def _packed(self, minibatch: Minibatch) -> Iterator[MicroBatch]:
+        """Yields the micro-batches. Rollouts without advantage are left out if they cannot have a gradient."""
+        return minibatch.microbatches(self.flow.settings.microbatch, skip_zero=not self.loss.needs_all_tokens)
 
     def _row(self, batch: MicroBatch) -> tuple[Any, Any, list[int], Any]:
         """Returns the policy's inputs. For an empty micro-batch, that is a single token to ignore."""

@@ -52,8 +52,10 @@ def advantages(
     r = rewards[rated].astype(np.float64)
     group = codes(groups[rated])
     size = np.bincount(group)
-    mean = np.bincount(group, r) / size
-    centred = r - mean[group]
+    first = np.zeros(len(size))
+    first[group] = r
+    relative = r - first[group]  # exactly 0 for equal rewards, whatever their sum rounds to
+    centred = relative - (np.bincount(group, relative) / size)[group]
     if kind == "grpo":
         spread = np.sqrt(np.bincount(group, centred**2) / np.maximum(size - ddof, 1))
         divisor = spread[group] + epsilon  # if 0 (equal rewards, no epsilon), the advantage is 0, not NaN

@@ -35,6 +35,12 @@ def test_each_kind(kind: str, expected: list[float]) -> None:
     assert list(valued([group([1, 0, 0, 0])], kind=kind).values()) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["dr_grpo", "grpo", "rloo", "median"])
+def test_equal_rewards_have_no_advantage_at_all(kind: str) -> None:
+    """A sum of three times 0.1, divided by 3, is not 0.1. The trainer leaves out exact zeros only."""
+    assert set(valued([group([0.1, 0.1, 0.1]), group([0.7] * 7, "b/p")], kind=kind).values()) == {0.0}
+
+
 def test_groups_are_compared_within_and_survivors_among_themselves() -> None:
     whole = SampleGroup("b/p", "b", (sample("b/p", 0, 1.0), sample("b/p", 1, math.nan), sample("b/p", 2, 0.0)))
     found = valued([group([4, 2], "a/p"), whole])

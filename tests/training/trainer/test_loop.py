@@ -36,9 +36,8 @@ from megaflow_hpc.rundir.weight_delta import put_together
 from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import current, versions
 from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.plan import Commit, TrainingFiles
-from megaflow_hpc.training.trainer import checkpoint
-from megaflow_hpc.training.trainer import loop
+from megaflow_hpc.training.plan import Commit, StepPlan, TrainingFiles
+from megaflow_hpc.training.trainer import checkpoint, loop, losses
 from megaflow_hpc.training.trainer.loop import TrainingLoop
 from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from tests.support.training import Pods, training_run
@@ -59,10 +58,15 @@ def reward(rollout):
     return float(rollout.sample_index % 2)
 
 
+def some_equal(rollout):
+    """Gives all rollouts of one task the same reward, so that they have no advantage."""
+    return 0.3 if rollout.task_id == "task-0" else 0.3 * (rollout.sample_index % 2)
+
+
 class Engine(Pods):
     """Gives the log-probabilities of the weights that are published, as an engine would."""
 
-    def __init__(self, run, spoil=None):
+    def __init__(self, run, spoil=None, reward=reward):
         super().__init__(run, reward, lambda: current(run, "default").version)
         self._here, self._spoil, self._policies = run, spoil, {}
         campaign = read_run(run).campaign
@@ -88,9 +92,9 @@ class Engine(Pods):
         super().store(block, trajectory, epoch)
 
 
-def at_work(run, spoil=None):
+def at_work(run, spoil=None, reward=reward):
     """Pods that sample whatever is asked for, until the event is set."""
-    engine, over = Engine(run, spoil), threading.Event()
+    engine, over = Engine(run, spoil, reward), threading.Event()
 
     def work():
         while not over.wait(0.05):
@@ -184,6 +188,26 @@ def deltas(result, alone):
     result["delta mismatch"] = [line["mismatch"] for line in metrics]
 
 
+def without_advantage(result, ends, run, alone):
+    """The same steps with every rollout in the passes, and a step whose rollouts have no advantage at all."""
+    skips, losses.Loss.needs_all_tokens = losses.Loss.needs_all_tokens, True
+    metrics, trainer = train(fresh(run, "every"), alone)
+    losses.Loss.needs_all_tokens = skips
+    result["every"] = [furthest(parameters(trainer), ends), metrics]
+    plans = [trainer.flow.files.read(StepPlan, number) for number in (1, 2, 3)]
+    result["tokens"] = [
+        [sum(sum(rollout.lengths) for rollout in plan.rollouts if keep(rollout.advantage)) for plan in plans]
+        for keep in (bool, math.isfinite)
+    ]
+    one_step = {**training(), "steps": 1}
+    equal = training_run(Path("equal"), one_step, tasks=3, samples=4, model="tiny", pass_threshold=0.5)
+    stop = at_work(equal, set_far, lambda rollout: 0.5)
+    metrics, trainer = train(equal, alone)
+    stop()
+    moved = furthest(parameters(trainer), dict(load("tiny", "float32").trained()))
+    result["equal"] = [metrics, moved, trainer._compared]
+
+
 def set_token(one):
     one.tokens[one.loss_mask.index(1)] = 259
 
@@ -203,12 +227,13 @@ def main():
         "plain": {},
         "several": {"loss": {"kind": "grpo", "epochs": 2, "minibatch": 1}},
         "m2po": {"loss": {"kind": "m2po", "entropy": 0.01, "epochs": 2}},
+        "some": {"loss": {"kind": "grpo", "minibatch": 1}},
     }
     if ranks.first:
         make(Path("tiny"))
         for name, policy in cases.items():
             run = runs[name] = training_run(Path(name), training(**policy), tasks=3, samples=4, model="tiny")
-            stop = at_work(run)
+            stop = at_work(run, reward=some_equal if name == "some" else reward)
             metrics, trainer = train(run, alone)
             stop()
             result[f"metrics {name}"] = metrics
@@ -231,6 +256,7 @@ def main():
         result["torn"] = [furthest(parameters(trainer), ends["plain"]), [m["step"] for m in resumed]]
         result["twice"] = len(train(torn, alone)[0])
 
+        without_advantage(result, ends["some"], runs["some"], alone)
         deltas(result, alone)
         result["token"] = spoil("token", set_token, alone)
         result["nan"] = broken("nan", alone)
@@ -246,10 +272,10 @@ def main():
         result["words"].append(error(lambda: train(swapped, alone)))
         missing = training_run(Path("missing"), training(), tasks=2, samples=2, model="nowhere")
         result["missing"] = error(lambda: train(missing, alone))
-        for name in ("plain", "several", "m2po"):
+        for name in cases:
             fresh(runs[name], f"two-{name}")
     ranks.barrier()
-    for name in ("plain", "several", "m2po"):
+    for name in cases:
         metrics, trainer = train(RunDir(Path(f"two-{name}")), ranks)
         ended = parameters(trainer)
         if ranks.first:
@@ -310,8 +336,30 @@ def test_the_same_plans_give_the_same_parameters_whatever_was_cut_off(found):
     assert found["twice"] == 0
 
 
+def test_rollouts_without_advantage_cost_no_pass_and_change_no_parameter(found):
+    apart, every = found["every"]
+    assert apart <= 1e-6
+    with_advantage, together = found["tokens"]
+    assert sum(with_advantage) < 0.7 * sum(together)
+    # The log-probabilities before the step take one more forward pass, which is not in this figure.
+    assert [line["computed_tokens"] for line in found["metrics some"]] == with_advantage
+    assert [line["computed_tokens"] for line in every] == together
+    assert [line["updates"] for line in every] == [line["updates"] for line in found["metrics some"]] == [2, 2, 2]
+    norms = [[line["grad_norm"] for line in lines] for lines in (found["metrics some"], every)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_a_step_without_any_advantage_is_committed_and_says_nothing_about_the_engine(found):
+    (line,), moved, compared = found["equal"]
+    assert moved == 0.0
+    assert compared is False
+    assert (line["computed_tokens"], line["updates"], line["grad_norm"]) == (0, 1, 0)
+    assert "mismatch" not in line
+    assert line["pass_rate"] == 1.0  # by the campaign's threshold
+
+
 def test_two_ranks_train_as_one(found):
-    for name in ("plain", "several", "m2po"):
+    for name in ("plain", "several", "m2po", "some"):
         apart, steps, mismatch = found[f"two {name}"]
         assert apart <= 1e-6, name
         assert steps == 3
