@@ -29,6 +29,12 @@ class TokenSequence:
     weight_versions: array[int] = field(default_factory=lambda: array("i"))
     """-1 for tokens that were not sampled."""
 
+    def first(self, count: int | None) -> TokenSequence:
+        """Returns the first ``count`` tokens, or the sequence itself if it is not longer."""
+        if count is None or len(self.tokens) <= count:
+            return self
+        return TokenSequence(self.policy, *(getattr(self, name)[:count] for name in _COLUMNS))
+
     def to_record(self) -> dict[str, Any]:
         """Returns a mapping for msgpack, with the columns as native-endian bytes."""
         return {"policy": self.policy, **{name: getattr(self, name).tobytes() for name in _COLUMNS}}

@@ -18,15 +18,15 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 195,
+    "campaign keys": 198,
     "environment variables": 28,
-    "modules": 514,
+    "modules": 516,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 10,
     "thousand tokens of agents": 12,
     "thousand tokens of at the top": 4,
     "thousand tokens of campaign": 32,
-    "thousand tokens of cli": 43,
+    "thousand tokens of cli": 44,
     "thousand tokens of config": 15,
     "thousand tokens of environments": 94,
     "thousand tokens of host": 13,
@@ -37,10 +37,10 @@ BUDGETS = {
     "thousand tokens of pod": 34,
     "thousand tokens of prove": 8,
     "thousand tokens of report": 19,
-    "thousand tokens of rundir": 26,
+    "thousand tokens of rundir": 27,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 37,
-    "thousand tokens of training": 40,
+    "thousand tokens of training": 42,
     "thousand tokens of trajectories": 47,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""

@@ -47,6 +47,7 @@ GROUPS = {
     "making.agents": ("agents",),
     "making.images": ("images",),
     "runs.weights": ("weights",),
+    "runs.training": ("training",),
     "janitor": ("janitor",),
     "completion": ("completion",),
     "help": ("help",),
@@ -58,7 +59,7 @@ ABOUT_ALL = ("completion", "help")
 SECTIONS = {
     "start a campaign": ("init", "check", "plan", "run", "submit"),
     "inspect it": ("list", "status", "watch", "usage", "show", "diff", "logs", "shell"),
-    "continue or end it": ("resume", "scale", "weights", "cancel"),
+    "continue or end it": ("resume", "scale", "weights", "training", "cancel"),
     "results": ("gather", "report", "export", "import", "validate", "verify", "compact", "anonymise", "du"),
     "tasks, agents and images": ("tasks", "agents", "images"),
     "the site and this program": ("doctor", "prove", "janitor", "completion", "help"),

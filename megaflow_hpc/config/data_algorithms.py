@@ -40,6 +40,16 @@ class OverlongConfig(Section):
         return self
 
 
+class OverLengthConfig(Section):
+    """Treatment of rollouts with a sequence that is too long to train on. No step trains on a longer sequence."""
+
+    longest: int = Field(ge=1)
+    """Maximum number of tokens of a sequence, prompts included."""
+    how: Literal["drop", "truncate", "penalise"] = "drop"
+    """``drop``: drops the rollout. ``truncate``: does not train on the tokens after the first ``longest``.
+    ``penalise``: truncates, and lowers the reward by 1. Default: ``drop``."""
+
+
 class MaskUnfinished(Section):
     """Counts truncated rollouts in their group but does not train on them (overlong filtering: DAPO)."""
 
@@ -60,6 +70,8 @@ class DataStep(Section):
     D.1, uses -0.5."""
     overlong: OverlongConfig | None = None
     """Lowers the rewards of long rollouts."""
+    over_length: OverLengthConfig | None = None
+    """Drops, truncates or penalises rollouts with a sequence that is too long to train on."""
     mask_unfinished: MaskUnfinished | None = None
     """Does not train on truncated rollouts."""
     shuffle: ShuffleConfig | None = None

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megaflow_hpc.config.data_algorithms import DataStep, PromptsConfig
+from megaflow_hpc.config.data_algorithms import DataStep, OverLengthConfig, PromptsConfig
 from megaflow_hpc.config.objective import AdvantageConfig, LossConfig
 from megaflow_hpc.config.sections import Method, Section, TaskSource
 
@@ -88,8 +88,8 @@ class PolicyTraining(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of the computation. Parameters and optimizer are always float32. Default: ``bfloat16``."""
     microbatch: int = Field(32768, ge=1)
-    """Maximum number of tokens, prompts included, in one forward pass on one GPU. A longer rollout gets its own
-    pass. Lower it if memory runs out. Default: 32768."""
+    """Maximum number of tokens, prompts included, in one forward pass on one GPU. A longer sequence gets its own
+    pass. If memory runs out, the trainer halves it. Default: 32768."""
     recompute: bool = True
     """Recompute activations in the backward pass. Saves memory but slows down steps. Default: true."""
 
@@ -141,11 +141,19 @@ class TrainingConfig(Section):
     """Number of training steps. Default: 100."""
     checkpoint_every: int = Field(5, ge=1)
     """Steps between checkpoints of the trainer's state. The latest three are kept. Default: 5."""
+    nonfinite: int = Field(3, ge=1)
+    """Number of steps in a row after which training ends if none of their gradients is finite. Such a step changes no
+    weights. Default: 3."""
     publish_delta: bool = False
     """Publish only the difference from the last full version of the weights, if it is much smaller. Saves time on
     slow file systems. Default: false."""
     evaluate: HeldOutConfig | None = None
     """Evaluation on held-out tasks. Default: none."""
+
+    @property
+    def over_length(self) -> OverLengthConfig | None:
+        """The step ``over_length`` of ``data``."""
+        return next((step.over_length for step in self.data if step.over_length), None)
 
     @field_validator("policies", mode="before")
     @classmethod
@@ -175,7 +183,7 @@ class TrainingConfig(Section):
             asked = policy.loss.minibatch
             if asked and asked > self.batch:
                 raise ValueError(f"policies.{name}.loss.minibatch: {asked} tasks are more than batch: {self.batch}")
-        once = [step.name for step in self.data if step.name in ("staleness", "replay")]
+        once = [step.name for step in self.data if step.name in ("staleness", "replay", "over_length")]
         for kind in once:
             if once.count(kind) > 1:
                 raise ValueError(f"data: {kind} is given twice")

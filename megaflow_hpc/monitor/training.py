@@ -8,6 +8,7 @@ from typing import Any
 
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.resources import docs
+from megaflow_hpc.rundir.amendments import TRAINER, Amendment, Amendments, settings
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.training import Commit, TrainingView
@@ -33,6 +34,8 @@ SHOWN = {
     "tokens_per_s": "tokens_per_s",
     "seconds": "seconds",
     "seconds/wait": "wait_s",
+    "not_finite": "not_finite",
+    "dropped/amended": "left_out",
 }
 """Commit metric → its name in the status."""
 
@@ -54,6 +57,7 @@ class Trainings:
 
     def __init__(self, run: RunDir, config: TrainingConfig) -> None:
         self._config, self._marks = config, Marks(run)
+        self._amendments = {policy: Amendments(run, policy) for policy in config.policies}
         self._views = {policy: TrainingView(run, policy) for policy in config.policies}
 
     def status(self, jobs: Mapping[str, TrainerJob] | None) -> dict[str, dict[str, Any]]:
@@ -67,15 +71,16 @@ class Trainings:
     def _policy(self, view: TrainingView, jobs: Mapping[str, TrainerJob] | None) -> dict[str, Any]:
         commits = view.commits(STEPS)
         newest = commits[-1] if commits else Commit(step=0)
+        amendments = self._amendments[view.policy].read()
         last = [{"step": commit.step, "at": round(commit.at, 3), **_shown(commit)} for commit in commits]
         means = _means(last)
         return {
             "step": newest.step,
-            "steps": self._config.steps,
+            "steps": settings(amendments).get("steps", self._config.steps),
             "weights": newest.weights,
             "last": last,
             **means,
-            "warnings": [*_sampling_warning(means), *_nothing_warning(commits)],
+            "warnings": [*_sampling_warning(means), *_nothing_warning(commits), *_amended_warning(amendments, newest)],
             "trainer": self._trainer(view, newest, jobs),
         }
 
@@ -123,6 +128,15 @@ def _nothing_warning(commits: list[Commit]) -> Iterator[str]:
             "are not trained on: the agent overrides the policy's sampling, or constrains its answers "
             f"({docs('reference/request-options.md')})"
         )
+
+
+def _amended_warning(amendments: list[Amendment], newest: Commit) -> Iterator[str]:
+    recent = [one for one in amendments if one.by == TRAINER and one.step > newest.step - STEPS]
+    for amendment in recent[-STEPS:]:
+        what = (
+            f"without {', '.join(amendment.rollouts)}" if amendment.rollouts else f"in rows of {amendment.microbatch}"
+        )
+        yield f"step {amendment.step} is trained {what}: {amendment.cause}"
 
 
 def _shown(commit: Commit) -> dict[str, float]:

@@ -4,6 +4,7 @@
 
     RUN/training/<policy>/
       commits/000012.json     :class:`Commit`: step 12 is complete
+      amendments/000003.json  :class:`~megaflow_hpc.rundir.amendments.Amendment`: a step is left out, or changed
       trainers/000002.json    :class:`Trainer`: the trainer's second start; earlier starts may no longer commit
       last                    outcome of the last start that ended, and its log tail; written by the batch shell
       gpu-<job>-<node>.*      GPUs that trainer and engine use in turn: :class:`SharedGpu`
@@ -62,6 +63,8 @@ class Commit(msgspec.Struct, kw_only=True):
     """The policy's newest weight version after the step. 0 is the campaign's initial model."""
     trainer: int = 0
     metrics: dict[str, float] = {}
+    amendments: int = 0
+    """Number of amendments that were known when the step was trained (:mod:`~megaflow_hpc.rundir.amendments`)."""
     at: float = 0.0
     """Unix seconds."""
 

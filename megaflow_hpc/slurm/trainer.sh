@@ -143,19 +143,25 @@ if [ "$((nodes * processes))" -gt 1 ]; then
 fi
 command+=(-m megaflow_hpc.training.trainer "$RUN" --policy "$policy")
 
-# shellcheck disable=SC2086 # as above
-srun --export=ALL --mpi=none --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=0 \
-    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${megaflow_srun:-} \
-    bash -c "$task" trainer "${command[@]}" &
-step=$!
-[ ! -e "$private/served" ] || kill -USR1 "$step"
-outcome "$step"
-status=$?
 said() { tail -c "+$((written + 1))" "$log" 2>/dev/null; } # output of this start
-# torchrun exits with 1 whatever its processes' exit codes were, and logs those codes. On several nodes srun then kills the
-# other tasks (137).
-for told in 2 69; do
-    if [ "$status" -ne 0 ] && said | grep -qE "^ *exitcode *: $told \(pid"; then status=$told; fi
+while :; do
+    rm -f "$private"/store "$private"/rendezvous*
+    # shellcheck disable=SC2086 # as above
+    srun --export=ALL --mpi=none --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=0 \
+        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${megaflow_srun:-} \
+        bash -c "$task" trainer "${command[@]}" &
+    step=$!
+    [ ! -e "$private/served" ] || kill -USR1 "$step"
+    outcome "$step"
+    status=$?
+    # torchrun exits with 1 whatever its processes' exit codes were, and logs those codes. On several nodes srun then
+    # kills the other tasks (137).
+    for told in 2 69 76; do
+        if [ "$status" -ne 0 ] && said | grep -qE "^ *exitcode *: $told \(pid"; then status=$told; fi
+    done
+    # 76: a step was amended, and training continues from the last checkpoint.
+    if [ "$status" -ne 76 ] || [ "$near" = yes ] || [ "$requeues" = no ] || [ -e "$private/served" ]; then break; fi
+    written=$(stat -Lc %s "$log" 2>/dev/null || echo 0)
 done
 
 # Publishes the outcome of this start for status displays: what happens next, and the end of its log.

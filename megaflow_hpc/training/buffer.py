@@ -207,10 +207,13 @@ class Sequences:
 
     A step reads each rollout for its plan, for its proximal log-probabilities and in each epoch. Callers must not
     modify the returned sequences.
+
+    Args:
+        longest: number of tokens at which longer sequences are cut off; ``None``: they are not.
     """
 
-    def __init__(self, run: RunDir, policy: str) -> None:
-        self._journals, self._policy = Index(run.journal), policy
+    def __init__(self, run: RunDir, policy: str, longest: int | None = None) -> None:
+        self._journals, self.policy, self._longest = Index(run.journal), policy, longest
         self._kept: OrderedDict[RecordPlace, list[TokenSequence]] = OrderedDict()
         self._tokens = 0
         """Number of cached tokens."""
@@ -226,13 +229,13 @@ class Sequences:
         return self._kept[place]
 
     def read(self, place: RecordPlace) -> tuple[Trajectory, list[TokenSequence]]:
-        """Reads a rollout. Returns it with the policy's sequences.
+        """Reads a rollout. Returns it with the policy's sequences, which may be cut off.
 
         Raises:
             ConfigError: its record is missing.
         """
         trajectory = self._journals.load(RecordEntry("", "", place.epoch, 0, 0, place.journal, place.start, 0))
-        sequences = [sequence for sequence in trajectory.sequences if sequence.policy == self._policy]
+        sequences = [s.first(self._longest) for s in trajectory.sequences if s.policy == self.policy]
         self._tokens -= _tokens(self._kept.pop(place, []))
         self._kept[place] = sequences
         self._tokens += _tokens(sequences)
@@ -276,7 +279,7 @@ def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -
         oldest=min(ordinals, default=-1),
         newest=max(ordinals, default=-1),
         tokens=sum(sampled),
-        longest=max((len(sequence.tokens) for sequence in sequences), default=0),
+        longest=max((len(s.tokens) for s in trajectory.sequences if s.policy == sequences_of.policy), default=0),
         time_ns=int(trajectory.finished_at * 1e9),
         sequences=len(sequences),
         turns=_turns(trajectory, sequences),

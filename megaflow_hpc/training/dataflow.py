@@ -27,13 +27,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import OpenLease
+from megaflow_hpc.rundir.amendments import TRAINER, Amendment, Amendments, settings
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
@@ -42,11 +45,11 @@ from megaflow_hpc.rundir.weights import ordinals
 from megaflow_hpc.training import methods
 from megaflow_hpc.training.buffer import Sequences
 from megaflow_hpc.training.evaluation import request_evaluation
-from megaflow_hpc.training.plan import RecordPlace, StepPlan, TrainingFiles
+from megaflow_hpc.training.plan import PlannedRollout, StepPlan, TrainingFiles, amended
 from megaflow_hpc.training.planning import Planning
 from megaflow_hpc.training.pod_watch import PodWatch
 from megaflow_hpc.training.policy import trained_policy
-from megaflow_hpc.training.step import Step
+from megaflow_hpc.training.step import Step, UnreadableRollout
 from megaflow_hpc.trajectory import TokenSequence
 
 logger = logging.getLogger(__name__)
@@ -71,6 +74,8 @@ class Dataflow:
         training: a section ``training`` for a campaign without one. Training then uses the planned rollouts as they
             arrive, and requests no others.
         say: called with a line about what a step is waiting for, at most every 30 s; by default, it is logged.
+        agree: broadcasts rank 0's value to all ranks, so that all apply the same amendments. By default, each rank
+            applies those that it reads when a step starts.
 
     Raises:
         ConfigError: the run or the policy is missing, the policy has no model that can be trained, the campaign has no
@@ -87,6 +92,7 @@ class Dataflow:
         ranks: int = 1,
         training: TrainingConfig | None = None,
         say: Callable[[str], None] | None = None,
+        agree: Callable[[Any], Any] = lambda value: value,
     ) -> None:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}: expected 0 to {ranks - 1}")
@@ -106,7 +112,11 @@ class Dataflow:
         self._said_at = 0.0
         self._requests = planned is not None and training is None
         self._ordinals: dict[int, int] = {}
-        self._sequences = Sequences(self.run, self.policy)
+        over = self.config.over_length
+        longest = over.longest if over and over.how != "drop" else None
+        self._sequences = Sequences(self.run, self.policy, longest)
+        self._amendments, self._agree = Amendments(self.run, self.policy), agree
+        self._planned_as = self.config, self.settings
         self.planning = Planning(
             self.run, self.files, self.trained, self.config, self._requests, self._sequences, self.ordinal
         )
@@ -160,16 +170,18 @@ class Dataflow:
         self.restore()
         self.start()
         number = self._committed
-        while number < self.config.steps:
+        while self._amend(number + 1) and number < self.config.steps:
             number += 1
             began = time.monotonic()
             plan = self.files.read(StepPlan, number)
             waited = 0.0
-            if plan is None:
+            if plan is not None:
+                self._check_records(plan)
+            else:
                 plan, waited = self._await_plan(number)
                 if plan is None:
                     break
-            yield Step(self, plan, waited, max(0.0, time.monotonic() - began - waited))
+            yield self._step(plan, waited, max(0.0, time.monotonic() - began - waited))
         self.close()
 
     def start(self) -> None:
@@ -205,6 +217,54 @@ class Dataflow:
         if self.trainer:
             self.files.check(self.trainer)
 
+    # --- amendments ---
+
+    def amend(self, amendment: Amendment) -> None:
+        """Records a change to a step that cannot be trained as planned, and reports it."""
+        self.check()
+        number = self._amendments.claim(amendment)
+        left_out = f"leaves out {', '.join(amendment.rollouts)}" if amendment.rollouts else "changes"
+        self.tell(f"{self.run}: amendment {number}: step {amendment.step} {left_out}: {amendment.cause}")
+
+    def again(self, step: Step) -> Step:
+        """Returns a step with the amendments that were recorded since it started."""
+        plan = self.files.read(StepPlan, step.number)
+        assert plan is not None, step.number
+        return self._step(plan, step.wait_s, step.plan_s)
+
+    def _step(self, plan: StepPlan, wait_s: float, plan_s: float) -> Step:
+        known, amendments = self._amend(plan.step)
+        return Step(self, amended(plan, amendments), wait_s, plan_s, known)
+
+    def _amend(self, step: int) -> tuple[int, list[Amendment]]:
+        """Applies the settings in force in a step. Returns the number of amendments known to it, and those in force."""
+        commit = self.files.read(Commit, step)
+        known = commit.amendments if commit else None
+        in_force = self._amendments.in_force(step, known)
+        known, in_force = self._agree((len(self._amendments.read()) if known is None else known, in_force))
+        config, policy = self._planned_as
+        changed = settings(in_force)
+        optimizer = policy.optimizer.model_copy(update={k: v for k, v in changed.items() if k == "lr"})
+        rows = {k: v for k, v in changed.items() if k == "microbatch"}
+        self.trained = replace(self.trained, settings=policy.model_copy(update={"optimizer": optimizer, **rows}))
+        self.config = config.model_copy(update={k: v for k, v in changed.items() if k == "steps"})
+        self.planning.control.steps = self.config.steps
+        return known, in_force
+
+    def _check_records(self, plan: StepPlan) -> None:
+        """Leaves out the rollouts of an earlier start's plan whose records are damaged."""
+        for rollout in () if self.rank else plan.rollouts:
+            try:
+                self.sequences(rollout)
+            except UnreadableRollout as error:
+                self.leave_out(plan.step, rollout.id, error)
+
+    def leave_out(self, step: int, rollout: str, cause: object) -> None:
+        """Leaves a rollout out of a step, by an amendment, unless it is left out already."""
+        if all(rollout not in amendment.rollouts for amendment in self._amendments.in_force(step)):
+            amendment = Amendment(step=step, rollouts=(rollout,), cause=str(cause), by=TRAINER, at=time.time())
+            self.amend(amendment)
+
     # --- requests ---
 
     def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
@@ -236,6 +296,18 @@ class Dataflow:
         if evaluate and self._requests and commit.step % evaluate.every == 0:
             request_evaluation(self.run, self.trained, evaluate.samples, commit.step)
 
+    def add_checkpoint(self, step: int, checkpoint: str | os.PathLike[str]) -> None:
+        """Names a checkpoint in the commit of its step, which was committed before the checkpoint was durable.
+
+        Raises:
+            ConfigError: the checkpoint directory is missing.
+            LedgerError: a later trainer has taken over; this one must end.
+        """
+        commit = self.files.read(Commit, step)
+        if not self.rank and commit is not None:
+            name = self.files.checkpoint_name(checkpoint)
+            self.files.commit(msgspec.structs.replace(commit, checkpoint=name, trainer=self.trainer))
+
     def request(self) -> None:
         """Requests the batches that are due. Does nothing on ranks other than 0."""
         if not self.rank:
@@ -249,9 +321,19 @@ class Dataflow:
             self._ordinals = ordinals(self.run, self.policy, self._ordinals)
         return self._ordinals.get(version, 0)
 
-    def sequences(self, place: RecordPlace) -> list[TokenSequence]:
-        """Reads the policy's sequences of a rollout."""
-        return self._sequences.at(place)
+    def sequences(self, rollout: PlannedRollout) -> list[TokenSequence]:
+        """Reads the policy's sequences of a rollout.
+
+        Raises:
+            UnreadableRollout: its record is damaged.
+            ConfigError: the file system cannot read it.
+        """
+        try:
+            return self._sequences.at(rollout.place)
+        except ConfigError as error:
+            if isinstance(error.__cause__, OSError):  # the file system may recover, so the record is not given up
+                raise
+            raise UnreadableRollout(rollout.id, error) from None
 
     # --- plans ---
 

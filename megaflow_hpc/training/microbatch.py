@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.plan import PlannedRollout
 from megaflow_hpc.trajectory import TokenSequence
 
@@ -109,11 +108,8 @@ class Minibatch:
         """Yields this rank's micro-batches. A rank with fewer micro-batches than another yields empty ones.
 
         Args:
-            tokens: maximum number of tokens in a micro-batch.
+            tokens: maximum number of tokens in a micro-batch. A longer sequence gets one of its own.
             skip_zero: leave out rollouts whose advantage is 0. The minibatch's counts still include them.
-
-        Raises:
-            ConfigError: a sequence is longer.
         """
         bins = self._bins(tokens, skip_zero)
         rounds = -(-len(bins) // self._ranks)
@@ -130,12 +126,6 @@ class Minibatch:
             for number, length in enumerate(self._planned[index].lengths)
             if self._planned[index].sampled[number]
         ]
-        longest = max(parts, key=lambda part: part.length, default=None)
-        if longest and longest.length > tokens:
-            raise ConfigError(
-                f"rollout {self._planned[longest.rollout].id}: a sequence of {longest.length} tokens does not fit a "
-                f"micro-batch of {tokens}; raise it, or drop such rollouts (training.data: over_length)"
-            )
         bins: list[list[SequencePart]] = []
         room: list[int] = []
         for part in sorted(parts, key=lambda part: (-part.length, part.rollout, part.sequence)):
@@ -172,7 +162,7 @@ class Minibatch:
             weights=np.where(mask == 1, weights, np.float32(0)),
             sample=np.array([part.rollout for part in parts], np.int32),
             group=np.array([self._groups[part.rollout] for part in parts], np.int32),
-            rollout_tokens=np.array([sum(of[part.rollout].sampled) for part in parts], np.int64),
+            rollout_tokens=np.array([sum(self._planned[part.rollout].sampled) for part in parts], np.int64),
         )
 
 

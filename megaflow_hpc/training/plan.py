@@ -6,6 +6,7 @@
     refills/012001.json     :class:`Refill`: tasks that step 12 requested to replace dropped groups
     added/3610421.json      :class:`Added`: extra tasks that the trainer requested
     steps/000012.json       :class:`StepPlan`: the rollouts that step 12 trains on and drops; never changed
+    amendments/000003.json  changes to steps that are not committed (:mod:`megaflow_hpc.rundir.amendments`)
     commits/000012.json     commit of step 12: its checkpoint, weights and metrics
     trainers/000002.json    the second start of the trainer; earlier starts can no longer commit
     checkpoints/12/         the trainer's own files
@@ -19,6 +20,8 @@ so these records are defined in :mod:`megaflow_hpc.rundir.training`.
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +30,7 @@ import msgspec
 from megaflow_hpc.errors import ConfigError, LedgerError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.host.files import read_regular
+from megaflow_hpc.rundir.amendments import Amendment
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit, Trainer, numbered
 
@@ -109,6 +113,25 @@ class StepPlan(msgspec.Struct, kw_only=True):
     def staleness(self) -> list[int]:
         """For each rollout, the number of versions published since its oldest token was sampled."""
         return [self.version - rollout.oldest if rollout.oldest >= 0 else 0 for rollout in self.rollouts]
+
+
+AMENDED = "amended"
+"""Reason in a plan's ``drops`` for rollouts that an amendment leaves out. The amendment itself stores the cause."""
+
+
+def amended(plan: StepPlan, amendments: Iterable[Amendment]) -> StepPlan:
+    """Returns a plan without the rollouts that amendments leave out. They get weight 0 and are listed in ``drops``, so
+    all other rollouts keep their index and their minibatch."""
+    left_out: dict[str, str] = {}
+    for amendment in amendments:
+        names = [rollout.id for rollout in plan.rollouts] if amendment.skip else amendment.rollouts
+        left_out |= dict.fromkeys(names, AMENDED)
+    if not left_out:
+        return plan
+    rollouts = [
+        msgspec.structs.replace(rollout, weight=0.0) if rollout.id in left_out else rollout for rollout in plan.rollouts
+    ]
+    return msgspec.structs.replace(plan, rollouts=rollouts, drops=plan.drops | left_out)
 
 
 class TaskBatch(msgspec.Struct, kw_only=True):
@@ -217,6 +240,17 @@ class TrainingFiles:
         """
         self.check(commit.trainer)
         write_atomic(self._folder(Commit) / f"{commit.step:06d}.json", msgspec.json.encode(commit))
+
+    def checkpoint_name(self, checkpoint: str | os.PathLike[str]) -> str:
+        """Returns the path of a checkpoint as commits store it.
+
+        Raises:
+            ConfigError: the directory is missing.
+        """
+        path, run = Path(checkpoint).absolute(), self.run.path
+        if not path.is_dir():
+            raise ConfigError(f"{path}: is not a directory; write the checkpoint before committing the step")
+        return os.path.relpath(path, run) if path.is_relative_to(run) else str(path)
 
     def committed(self, with_checkpoint: bool = False) -> Commit | None:
         """Returns the last commit, or the last one whose checkpoint exists; ``None`` without any."""

@@ -47,6 +47,8 @@ class StalenessControl:
 
     def __init__(self, files: TrainingFiles, policy: TrainedPolicy, config: TrainingConfig) -> None:
         self._files, self._policy, self._config = files, policy, config
+        self.steps = config.steps
+        """Number of training steps, which an amendment may change."""
         self._prompts = Prompts(config.prompts, policy.pass_threshold)
         self._versions: dict[tuple[type[TaskBatch], int], int] = {}
         """(kind, number) of a request → ordinal of the newest weights when it was made."""
@@ -123,7 +125,7 @@ class StalenessControl:
             if refill:
                 self._add_blocks(refill, f"refill.{number:06d}")  # does nothing if they exist
             self._refills_are_complete = True
-        while self._added < min(committed + 1 + self.ahead, self._config.steps):
+        while self._added < min(committed + 1 + self.ahead, self.steps):
             late = self._late_engines() if self._config.staleness == 0 else ""
             if late:
                 say(late)

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -21,13 +20,21 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weights import Version, current, publish
 from megaflow_hpc.training.microbatch import Minibatch, split
-from megaflow_hpc.training.plan import RecordPlace, StepPlan, TrainingFiles
+from megaflow_hpc.training.plan import PlannedRollout, StepPlan, TrainingFiles
 from megaflow_hpc.trajectory import TokenSequence
 
 KEPT_CHECKPOINTS = 3
 """Number of recent checkpoints that a trainer keeps."""
 KEPT_VERSIONS = 3
 """Number of recent weight versions that a trainer keeps. An engine may still serve one while it loads the next."""
+
+
+class UnreadableRollout(ConfigError):
+    """The record of a planned rollout is damaged. ``rollout`` is its id."""
+
+    def __init__(self, rollout: str, cause: object) -> None:
+        super().__init__(f"rollout {rollout}: {cause}")
+        self.rollout = rollout
 
 
 class Flow(Protocol):
@@ -61,21 +68,25 @@ class Flow(Protocol):
     def ordinal(self, version: int) -> int:
         """Converts a campaign-wide weight version to the policy's own count."""
 
-    def sequences(self, place: RecordPlace) -> list[TokenSequence]:
-        """Reads the policy's sequences of a rollout."""
+    def sequences(self, rollout: PlannedRollout) -> list[TokenSequence]:
+        """Reads the policy's sequences of a rollout. Raises UnreadableRollout if its record is damaged."""
 
 
 class Step:
     """One training step. Its rollouts are the same after every restart and for any number of ranks.
 
     Attributes:
-        plan: the stored plan.
+        plan: the stored plan, without the rollouts that amendments leave out.
+        amendments: number of amendments that are known to the step.
         wait_s: seconds spent waiting for its rollouts.
         plan_s: seconds spent reading and planning.
     """
 
-    def __init__(self, flow: Flow, plan: StepPlan, wait_s: float = 0.0, plan_s: float = 0.0) -> None:
+    def __init__(
+        self, flow: Flow, plan: StepPlan, wait_s: float = 0.0, plan_s: float = 0.0, amendments: int = 0
+    ) -> None:
         self._flow, self.plan, self.wait_s, self.plan_s = flow, plan, wait_s, plan_s
+        self.amendments = amendments
 
     @property
     def number(self) -> int:
@@ -120,8 +131,13 @@ class Step:
         return Minibatch(self.plan.rollouts, chosen, self.groups, self.sequences, flow.ordinal, flow.rank, flow.ranks)
 
     def sequences(self, rollout: int) -> list[TokenSequence]:
-        """Reads the policy's sequences of a rollout, by its index in the plan."""
-        return self._flow.sequences(self.plan.rollouts[rollout].place)
+        """Reads the policy's sequences of a rollout, by its index in the plan.
+
+        Raises:
+            UnreadableRollout: its record is damaged.
+            ConfigError: the file system cannot read it.
+        """
+        return self._flow.sequences(self.plan.rollouts[rollout])
 
     def statistics(self) -> dict[str, float]:
         """Returns statistics of the step's rollouts: rewards, tokens, staleness and drops."""
@@ -189,12 +205,7 @@ class Step:
         flow = self._flow
         if flow.rank:
             return
-        where = None
-        if checkpoint is not None:
-            path = Path(checkpoint).absolute()
-            if not path.is_dir():
-                raise ConfigError(f"{path}: is not a directory; write the checkpoint before committing the step")
-            where = os.path.relpath(path, flow.run.path) if path.is_relative_to(flow.run.path) else str(path)
+        where = None if checkpoint is None else flow.files.checkpoint_name(checkpoint)
         all_metrics = {**self.statistics(), **(metrics or {})}
         commit = Commit(
             step=self.number,
@@ -202,6 +213,7 @@ class Step:
             checkpoint=where,
             weights=current(flow.run, flow.policy).version,
             trainer=flow.trainer,
+            amendments=self.amendments,
             metrics={name: float(value) for name, value in all_metrics.items() if math.isfinite(value)},
             at=time.time(),
         )

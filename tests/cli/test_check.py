@@ -322,6 +322,26 @@ def test_gpus_of_a_type_are_refused_where_there_are_none(campaign: Path, slurm: 
     assert "gpu_type: a100: gpus is 0; raise it, or leave gpu_type out" in said("gpus: 0, gpu_type: a100")
 
 
+def test_sequences_longer_than_a_row_of_the_training_are_warned_of(
+    tmp_path: Path, campaign: Path, slurm: Path, megaflow: Megaflow
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    text = campaign.read_text().replace("[oracle, nop]", "oracle")
+    text += f"model: {{path: {model}, args: {{max-model-len: 131072}}}}\nsamples: 8\nslurm: {{pods: {{time: 60}}}}\n"
+
+    def warned(training: str) -> list[str]:
+        campaign.write_text(f"{text}training: {training}\n")
+        lines = json.loads(megaflow("check", campaign, "--no-site", "--json").stdout)["warnings"]
+        return [line for line in lines if "microbatch" in line or "tokens" in line]
+
+    (line,) = warned("{policies: {default: }}")
+    assert "32768 tokens, but the servers allow sequences of 131072: a longer sequence is trained in a row of" in line
+    assert warned("{policies: {default: }, data: [{over_length: {longest: 32768}}]}") == []
+    assert warned("{policies: {default: {microbatch: 131072}}}") == []
+
+
 def test_what_will_go_badly_is_warned_of(campaign: Path, slurm: Path, megaflow: Megaflow) -> None:
     right = campaign.read_text().replace("[oracle, nop]", "oracle")
     campaign.write_text(f"{right}slurm: {{pods: {{count: 3, time: 15}}}}\nscheduling: {{spare: 1}}\nsamples: 8\n")

@@ -177,7 +177,7 @@ def test_json_and_debug_may_stand_anywhere(planned: Run, capsys: Capture) -> Non
 
 def filled(action: argparse.Action) -> list[str]:
     """Return words that an argument accepts: an option with its values, or the values alone."""
-    values = list(map(str, action.choices or ())) or ["1", "a", "core_hours=1", "1/2"]
+    values = list(map(str, action.choices or ())) or ["1", "a", "core_hours=1", "1/2", "steps=1"]
     count = action.nargs if isinstance(action.nargs, int) else 2 if action.nargs in ("+", "*") else 1
     for value in ["latest"] if action.dest == "run_dir" else values:
         try:

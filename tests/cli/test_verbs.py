@@ -71,6 +71,8 @@ WRONG = {
     "usage": ("/no/run", "/no/run", NO_RUN),
     "weights publish": ("/no/run /no/model", "/no/run", NO_RUN),
     "weights list": ("/no/run", "/no/run", NO_RUN),
+    "training skip": ("/no/run 12", "/no/run", NO_RUN),
+    "training set": ("/no/run lr=1e-6", "/no/run", NO_RUN),
     "janitor": ("--scrtch /no", "--scrtch", "no such option"),
 }
 """Verb → arguments of which one is bad, the refused value, and part of the message."""

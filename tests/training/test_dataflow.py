@@ -653,3 +653,26 @@ def test_trainers_are_told_the_temperature_at_which_the_policy_samples(tmp_path:
         flow = watched(run, Pods(run, alternating))
         step = next(flow.steps())
         assert flow.temperature == step.temperature == temperature
+
+
+@pytest.mark.parametrize("how", ["drop", "truncate", "penalise"])
+def test_no_step_trains_on_a_sequence_over_length(tmp_path: Path, how: str) -> None:
+    data = [{"over_length": {"longest": 20, "how": how}}]
+    training = {**SYNCHRONOUS, "steps": 1, "data": data}
+    run = training_run(tmp_path, training, tasks=2, samples=8)
+    flow = begun(run, pods_of(run))
+    plan = planned(flow, 1)
+    lengths = {rollout.id: rollout.lengths for rollout in plan.rollouts}
+    assert lengths
+    assert all(length <= 20 for own in lengths.values() for length in own)
+    cut = [rollout for rollout in plan.rollouts if rollout.lengths == [20]]
+    assert bool(cut) == (how != "drop")
+    assert bool([cause for cause in plan.drops.values() if cause == "over length"]) == (how == "drop")
+    step = Step(flow, plan)
+    for batch in step.minibatch().microbatches(64):
+        assert len(batch.tokens) == batch.offsets[-1] == len(batch.mask)
+    assert sum(batch.sampled for batch in step.minibatch().microbatches(64)) == step.tokens
+    for rollout in cut:
+        others = [other for other in plan.rollouts if (other.group, other.reward) == (rollout.group, rollout.reward)]
+        uncut = [other.advantage for other in others if other.lengths[0] < 20]
+        assert all((rollout.advantage < advantage) == (how == "penalise") for advantage in uncut)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch, split
 from megaflow_hpc.training.plan import PlannedRollout, RecordPlace
 from megaflow_hpc.trajectory import TokenSequence
@@ -101,9 +99,9 @@ def test_rollouts_without_advantage_are_left_out_and_still_counted() -> None:
     assert (found.tokens, found.samples, found.sequences) == (15, 4, 5)
 
 
-def test_a_sequence_that_fits_no_micro_batch_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"t/default/1: a sequence of 9 tokens does not fit a micro-batch of 8"):
-        list(minibatch([[sequence(4, 1)], [sequence(9, 1)]]).microbatches(8))
+def test_a_sequence_longer_than_a_micro_batch_gets_one_of_its_own() -> None:
+    found = list(minibatch([[sequence(4, 1)], [sequence(9, 1)], [sequence(3, 1)]]).microbatches(8))
+    assert [batch.sample.tolist() for batch in found] == [[1], [0, 2]]
 
 
 @settings(max_examples=60, deadline=None)

@@ -89,7 +89,7 @@ class Draft:
     mistakes: list[str] = field(default_factory=list)
     """Mistakes in the file, each with its location."""
     warnings: list[str] = field(default_factory=list)
-    """Findings about this machine that do not prevent planning, because of ``slurm.check: false``."""
+    """Findings that do not prevent planning."""
     refusal: SiteError | None = None
     """Reason why images are unavailable here. Reported after the mistakes."""
 
@@ -141,6 +141,7 @@ def read(
             draft.policies[name] = absolute(policy, base, where, name, bool(config.models))
     if config.training:
         _read_training(draft, config, base, where)
+        draft.warnings += _long_rows(draft, where)
     unloadable = check_models(draft.policies, draft.config, where)
     if config.slurm.check:
         draft.mistakes += unloadable
@@ -163,6 +164,25 @@ def read(
     _open_images(draft, base, where)
     _read_tasks(draft, base, where, only, watch, most)
     return draft
+
+
+def _long_rows(draft: Draft, where: Where) -> list[str]:
+    """Warns if a server's longest sequence needs more memory in training than ``microbatch`` allows for."""
+    training, lines = draft.config.training, []
+    for name, settings in training.policies.items() if training else ():
+        model = draft.policies[name].model if name in draft.policies else None
+        for args in [model.args, *(kind.get("args") or {} for kind in model.also)] if model else ():
+            given = {str(key).replace("_", "-"): value for key, value in args.items()}
+            longest = given.get("max-model-len", given.get("context-length"))  # of vLLM and SGLang
+            if training and training.over_length and isinstance(longest, int):
+                longest = min(longest, training.over_length.longest)
+            if isinstance(longest, int) and longest > settings.microbatch:
+                lines.append(
+                    f"{where(f'training.policies.{name}.microbatch')}: {settings.microbatch} tokens, but the servers "
+                    f"allow sequences of {longest}: a longer sequence is trained in a row of its own, and left out if "
+                    "the memory of one GPU does not suffice; write max-model-len or training.data: over_length"
+                )
+    return list(dict.fromkeys(lines))
 
 
 def _read_training(draft: Draft, config: CampaignConfig, base: Path, where: Where) -> None:

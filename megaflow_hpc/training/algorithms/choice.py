@@ -84,6 +84,8 @@ def choose(
             taken = rewards.shuffled(taken, random)
         elif step.method is not None:
             taken = filters.by_method(taken, step.method, version, random, drops)
+        elif step.over_length is not None and step.over_length.how == "drop":
+            taken = filters.short(taken, step.over_length.longest, drops)
         elif step.zero_variance is not None:
             taken = filters.varied(taken, compared, drops)
         else:

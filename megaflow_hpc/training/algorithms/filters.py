@@ -5,6 +5,7 @@ always            drops samples that failed, were cancelled, have no reward or n
                   fewer than two remaining samples
 ``zero_variance``  drops groups with equal rewards: AstraFlow, ``FilterZeroAdvFilter``; also DAPO's dynamic sampling
 ``pass_rate``     drops groups outside a range of pass rates: MegaFlow, appendix D.1, table 2 (before training)
+``over_length``   drops samples with a sequence of more than ``longest`` tokens, prompts included
 ``staleness``     drops samples whose oldest token is more than the given versions behind: AstraFlow,
                   ``rollout_buffer.py``, ``_pop_one``
 ``method``        drops samples that the user's function leaves out
@@ -35,6 +36,7 @@ PASS_RATE = "pass rate"
 STALE = "stale"
 NOTHING_SAMPLED = "nothing sampled"
 NO_REWARD = "no reward"
+OVER_LENGTH = "over length"
 
 MIN_SAMPLES = 2
 """Minimum number of samples in a group. A single sample has no baseline to compare with."""
@@ -141,6 +143,11 @@ def by_method(
             kept[sample.id] = replace(old, **new)
     changed = [group.only(tuple(kept.get(s.id, s) for s in group.samples)) for group in groups]
     return _samples(changed, lambda sample: "" if sample.id in kept else method.name, drops)
+
+
+def short(groups: Iterable[SampleGroup], longest: int, drops: Drops) -> list[SampleGroup]:
+    """Keeps samples without a sequence of more than ``longest`` tokens."""
+    return _samples(groups, lambda sample: OVER_LENGTH if sample.longest > longest else "", drops)
 
 
 def _whole(groups: Iterable[SampleGroup], lack: Callable[[SampleGroup], str], drops: Drops) -> list[SampleGroup]:

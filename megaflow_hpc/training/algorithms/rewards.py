@@ -4,6 +4,7 @@
 ``penalty``          adds an amount to truncated rollouts: MegaFlow, appendix D.1 (-0.5)
 ``overlong``         adds 0 up to ``longest - buffer`` sampled tokens, then falls linearly to ``penalty`` at
                      ``longest``: Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.4
+``over_length``      with ``how: penalise``, lowers the reward by 1 if a sequence is longer than ``longest``
 ``shuffle``          exchanges the rewards of the step's rollouts at random
 ``mask_unfinished``  gives truncated rollouts weight 0; they still count in their group: DAPO, section 3.4
                      (over-long filtering)
@@ -64,6 +65,9 @@ def _shaped(sample: Sample, step: DataStep) -> Sample:
         over = max(sample.tokens - (step.overlong.longest - step.overlong.buffer), 0)
         share = min(over / step.overlong.buffer, 1.0)
         return replace(sample, penalty=sample.penalty + step.overlong.penalty * share)
+    limit = step.over_length
+    if limit is not None and limit.how == "penalise" and sample.longest > limit.longest:
+        return replace(sample, penalty=sample.penalty - 1.0)
     return sample
 
 

@@ -31,6 +31,8 @@ from megaflow_hpc.texts import printable
 
 EXIT_RESTART = 75
 """Exit status after SIGTERM: start the trainer again (EX_TEMPFAIL of sysexits.h)."""
+EXIT_AMENDED = 76
+"""Exit status of one of several ranks after it amended a step: start the trainer again at once."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,8 +40,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m megaflow_hpc.training.trainer",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit status: 0 all steps are done; 75 stopped by SIGTERM, start it again; 1 another trainer has taken "
-        "over, or the run directory fails; 2 the campaign or the model is invalid; 69 no pod runs and none is queued",
+        epilog="exit status: 0 all steps are done; 75 stopped by SIGTERM, start it again; 76 one of several ranks "
+        "amended a step, start it again at once; 1 another trainer has taken over, or the run directory fails; 2 the "
+        "campaign or the model is invalid; 69 no pod runs and none is queued",
     )
     parser.add_argument("run", metavar="RUN", help="run directory, as megaflow-hpc plan printed it")
     parser.add_argument("--policy", help="policy to train; optional if only one is trained")
@@ -49,13 +52,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print each step's metrics as one line of JSON")
     arguments = parser.parse_args(argv)
     try:
-        return _train(arguments)
+        status = None
+        while status is None:  # a step was amended
+            status = _train(arguments)
+        return status
     except MegaflowError as error:
         print(printable(f"trainer: {error}"), file=sys.stderr)
         return error.exit_status
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def _train(arguments: argparse.Namespace) -> int | None:
+    """Returns the exit status, or ``None`` if training must start again from the last checkpoint."""
     from megaflow_hpc.rundir.layout import RunDir
     from megaflow_hpc.rundir.record import read_run
 
@@ -88,10 +95,10 @@ def _train_by(method: Method, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _train_here(arguments: argparse.Namespace) -> int:
+def _train_here(arguments: argparse.Namespace) -> int | None:
     # Import after parsing the arguments: torch takes seconds to load, which would slow down --help.
     from megaflow_hpc.training.dataflow import Dataflow
-    from megaflow_hpc.training.trainer.loop import TrainingLoop, TrainingStopped
+    from megaflow_hpc.training.trainer.loop import StepAmended, TrainingLoop, TrainingStopped
     from megaflow_hpc.training.trainer.metrics import Board
     from megaflow_hpc.training.trainer.model import join
 
@@ -103,6 +110,7 @@ def _train_here(arguments: argparse.Namespace) -> int:
         rank=ranks.rank,
         ranks=ranks.count,
         say=lambda text: print(text, file=sys.stderr, flush=True),
+        agree=ranks.tell,
     )
     trainer = TrainingLoop(flow, ranks)
     signal.signal(signal.SIGTERM, trainer.stop)
@@ -114,6 +122,11 @@ def _train_here(arguments: argparse.Namespace) -> int:
                 print(json.dumps(metrics) if arguments.json else _line(metrics, flow.config.steps), flush=True)
     except TrainingStopped:
         pass
+    except StepAmended as amended:
+        print(f"trainer: {amended}; training continues from the last checkpoint", file=sys.stderr, flush=True)
+        if ranks.count == 1:
+            return None
+        os._exit(EXIT_AMENDED)  # the other ranks wait for this one in a collective operation
     finally:
         flow.leave()
     if trainer.stopping and ranks.count > 1:

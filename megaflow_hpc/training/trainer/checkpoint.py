@@ -8,19 +8,19 @@
 
 torch's distributed checkpoint writes and reads the tensors, each rank its own share. If another number of ranks reads a
 checkpoint, it redistributes the tensors. The files are safetensors, because reading torch's own format (pickle) can run
-code. A checkpoint is written to a hidden directory, made durable, and then renamed. If a process dies in between, the
-next :func:`prune` removes the hidden directory. With the same number of ranks, training continues bit for bit.
+code. A checkpoint is written while training continues, from a copy in host memory: to a hidden directory, which is made
+durable and then renamed. If a process dies in between, the next :func:`prune` removes the hidden directory. With the
+same number of ranks, training continues bit for bit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,41 +38,80 @@ MAX_FILE_BYTES = 2**32
 """Total tensor bytes over all ranks after which each rank starts a new file. A file is held in memory twice."""
 
 
-def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> Path:
-    """Writes the checkpoint of a step to ``folder/<step>``, durably. All ranks must call it.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single rank works without it
 
-    An existing checkpoint is kept, because it was made from the same plan.
+
+class Saving:
+    """A checkpoint that this rank writes in the background. :func:`save` creates it.
+
+    Attributes:
+        step: step whose state it holds.
+        target: its directory, which appears once it is complete and durable.
+    """
+
+    def __init__(self, step: int, target: Path, writing: Future[None] | None) -> None:
+        self.step, self.target, self._writing = step, target, writing
+
+    @property
+    def done(self) -> bool:
+        """True if this rank has finished, successfully or not. On rank 0 the checkpoint is then durable."""
+        return self._writing is None or self._writing.done()
+
+    def finish(self) -> Path:
+        """Waits until this rank has finished. Returns the directory.
+
+        Raises:
+            SiteError: the checkpoint cannot be written, for example because the disk is full.
+        """
+        try:
+            if self._writing is not None:
+                self._writing.result()
+        except (OSError, CheckpointException) as error:
+            raise SiteError(f"{self.target}: the checkpoint cannot be written: {_first(error)}") from error
+        return self.target
+
+
+def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> Saving:
+    """Copies the trainer's state, and starts writing it to ``folder/<step>``. All ranks must call it.
+
+    An existing checkpoint is kept, because it was made from the same plan. Only one may be written at a time.
 
     Raises:
-        SiteError: the checkpoint cannot be written, for example because the disk is full.
+        SiteError: the checkpoint cannot be written.
     """
     from torch.distributed import checkpoint as dcp  # type: ignore[import-not-found]
 
     target = folder / str(step)
     if ranks.tell((target / ABOUT_FILE).exists()):
-        return target
+        return Saving(step, target, None)
     staged = folder / ranks.tell(f".{step}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         if ranks.first:
             make_directory(folder)
             make_directory(staged)
-        ranks.barrier()
-        tensors = optimizer.tensors() | {f"random.{ranks.rank}.{n}": t for n, t in _random(ranks).items()}
-        writer = dcp.HuggingFaceStorageWriter(str(staged), _files(tensors, ranks), save_distributed=True)
-        with _quiet():
-            dcp.save(tensors, storage_writer=writer, no_dist=ranks.count == 1)
-        if ranks.first:
-            shapes = {name: list(master.shape) for name, master in optimizer.masters.items()}
-            about = {"step": step, "updates": optimizer.updates, "ranks": _kind(ranks), "shapes": shapes}
-            write_json(staged / ABOUT_FILE, about)
-            _settle(staged, target)
-    except (OSError, CheckpointException) as error:
-        raise SiteError(f"{target}: the checkpoint cannot be written: {_first(error)}") from error
-    finally:
-        if ranks.first:
-            remove_tree(staged, ignore_errors=True)
+    except OSError as error:
+        raise SiteError(f"{target}: the checkpoint cannot be written: {error}") from error
     ranks.barrier()
-    return target
+    tensors = optimizer.tensors() | {f"random.{ranks.rank}.{n}": t for n, t in _random(ranks).items()}
+    writer = dcp.HuggingFaceStorageWriter(str(staged), _files(tensors, ranks), save_distributed=True)
+    copy = writer.stage(tensors)
+    shapes = {name: list(master.shape) for name, master in optimizer.masters.items()}
+    about = {"step": step, "updates": optimizer.updates, "ranks": _kind(ranks), "shapes": shapes}
+
+    def write() -> None:
+        try:
+            dcp.save(copy, storage_writer=writer, process_group=ranks.background, no_dist=ranks.count == 1)
+            if ranks.first:  # its save returns once all ranks have written
+                write_json(staged / ABOUT_FILE, about)
+                _settle(staged, target)
+        finally:
+            if ranks.first:
+                remove_tree(staged, ignore_errors=True)
+
+    executor = ThreadPoolExecutor(1, "checkpoint")
+    writing = executor.submit(write)
+    executor.shutdown(wait=False)
+    return Saving(step, target, writing)
 
 
 def restore(checkpoint: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
@@ -107,8 +146,7 @@ def restore(checkpoint: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
         tensors |= {f"random.{ranks.rank}.{name}": state for name, state in random.items()}
     reader = dcp.HuggingFaceStorageReader(str(checkpoint))
     try:
-        with _quiet():
-            dcp.load(tensors, storage_reader=reader, no_dist=ranks.count == 1)
+        dcp.load(tensors, storage_reader=reader, no_dist=ranks.count == 1)
     except (OSError, CheckpointException) as error:
         raise ConfigError(
             f"{checkpoint}: is damaged ({_first(error)}); remove it, and continue from the previous one"
@@ -128,12 +166,21 @@ def prune(folder: Path, keep: int, needed: Path | None = None) -> list[int]:
     """Removes leftovers of dead trainers and all but the ``keep`` newest checkpoints. Never removes ``needed``."""
     steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
     old = [step for step in steps[:-keep] if needed is None or str(step) != needed.name]
-    for step in old:
+    _remove(folder, old)
+    return old
+
+
+def discard(folder: Path, after: int) -> None:
+    """Removes the checkpoints of steps that a dead trainer did not commit, because an amendment may change them."""
+    _remove(folder, [int(path.name) for path in folder.glob("[0-9]*") if int(path.name) > after])
+
+
+def _remove(folder: Path, steps: list[int]) -> None:
+    for step in steps:
         hidden = folder / f".{step}.removing.{secrets.token_hex(4)}"
         os.rename(folder / str(step), hidden)  # rename first, so that it vanishes atomically even if removal takes long
     for path in folder.glob(".[0-9]*"):
         remove_tree(path, ignore_errors=True)
-    return old
 
 
 def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> Path:
@@ -167,14 +214,6 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> Path:
             path.chmod(file_mode(folder.parent))
     ranks.barrier()
     return folder
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses torch's warning about running without torch.distributed on a single rank."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _first(error: BaseException) -> BaseException:

@@ -3,7 +3,9 @@
 One step::
 
     plan (dataflow) → proximal log-probabilities of the whole step → epochs × minibatches × micro-batches →
-    checkpoint, every few steps → publish → commit
+    start of a checkpoint, every few steps → publish → commit
+
+The checkpoint is written while training continues. Once it is durable, it is named in its step's commit.
 
 If trainer and engine share GPUs, the trainer takes them after planning and returns them before the commit. A trainer
 may be killed at any time. The next start reads the last checkpoint and repeats the later steps from the same plans;
@@ -16,6 +18,7 @@ they come from its forward pass. The engine's log-probabilities serve importance
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -26,13 +29,15 @@ import numpy as np
 import torch  # type: ignore[import-not-found]
 
 from megaflow_hpc.config.sections import Method
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.rundir.amendments import TRAINER, Amendment
+from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weight_source import why_not_served
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.gpu_turns import GpuTurns
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
-from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step
+from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step, UnreadableRollout
 from megaflow_hpc.training.trainer import checkpoint, losses, probe
 from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
 from megaflow_hpc.training.trainer.model import ProcessGroup, load
@@ -48,6 +53,18 @@ Proximal = dict[tuple[int, bytes], np.ndarray[Any, Any]]
 
 class TrainingStopped(Exception):
     """The trainer was stopped while it waited for rollouts."""
+
+
+class StepAmended(Exception):
+    """The step was changed by an amendment, and must start again from the last checkpoint."""
+
+
+class OutOfMemory(Exception):
+    """A row does not fit into memory. ``rollouts`` are the ids of its rollouts."""
+
+    def __init__(self, batch: MicroBatch, cause: BaseException) -> None:
+        super().__init__(str(cause).partition("\n")[0])
+        self.sequences, self.tokens = batch.sample.tolist(), len(batch.tokens)
 
 
 class TrainingLoop:
@@ -94,8 +111,13 @@ class TrainingLoop:
             length=loss.length,
         )
         self.stopping = self._waiting = False
-        self._compared = False
-        self._moved = True  # changed since the last publish? Assume so, because an earlier start may have updated it
+        self._compared = self._updated = False
+        self._saving: checkpoint.Saving | None = None
+        """The checkpoint that is being written. It is not in its step's commit yet."""
+        self._not_finite = 0
+        """Number of consecutive steps without an update, because none of their gradients was finite."""
+        self._moved = False
+        """True if the step has changed the weights."""
 
     def stop(self, *_: object) -> None:
         """Stops the training; usable as a signal handler."""
@@ -107,11 +129,21 @@ class TrainingLoop:
         """Trains until the end of the training or :meth:`stop`. Yields the metrics of each step after its commit.
 
         Raises:
-            ConfigError: the rollouts come from another model, or the loss is not finite. Weights are unchanged.
+            ConfigError: the rollouts come from another model, or several steps in a row were not finite. Weights are
+                unchanged.
+            StepAmended: a step cannot be trained as planned. The next start trains it with the new amendment.
             LedgerError: a later trainer has taken over.
         """
+        try:
+            yield from self._steps()
+        finally:
+            with contextlib.suppress(MegaflowError):  # of a step that failed or was stopped, a newer trainer included
+                self._finish_checkpoint()
+
+    def _steps(self) -> Iterator[dict[str, float]]:
         flow, files = self.flow, self.flow.files
         newest, state = files.committed(), flow.restore()
+        self._not_finite = self._not_finite_before(state.step if state else 0)
         published = newest.step if newest else 0
         needed = flow.checkpoint(state) if state else None
         if needed:
@@ -119,31 +151,47 @@ class TrainingLoop:
         if self.ranks.first:
             for left in files.path.glob(".export-*"):
                 remove_tree(left, ignore_errors=True)
+            checkpoint.discard(files.checkpoints, published)
         self._give(StageClock(self.ranks.device))
         for step in self._planned():
             clock = StageClock(self.ranks.device)
             began = time.perf_counter()
             self._take(step.number, clock)
-            metrics = self._train(step, clock)
+            step, metrics = self._train_amended(step, clock)
             self.stopping = bool(self.ranks.tell(self.stopping))
             last = step.number >= flow.config.steps or self.stopping
-            saved = None
-            if last or step.number % flow.config.checkpoint_every == 0:
+            due = last or step.number % flow.config.checkpoint_every == 0
+            if self._saving and (due or self.ranks.tell(self._saving.done)):
                 with clock("checkpoint"):
-                    saved = checkpoint.save(files.checkpoints, step.number, self.optimizer, self.ranks)
+                    self._finish_checkpoint()
+            if due:
+                with clock("checkpoint"):
+                    self._saving = checkpoint.save(files.checkpoints, step.number, self.optimizer, self.ranks)
             if step.number > published and self._moved:
                 with clock("publish"):
                     self._publish(step)
+            self._moved = False
             self._give(clock)
             seconds = clock.seconds | {"wait": step.wait_s, "plan": step.plan_s}
             metrics["seconds"] = time.perf_counter() - began + step.wait_s + step.plan_s
             metrics |= {f"seconds/{name}": spent for name, spent in seconds.items()}
-            step.commit(saved, metrics)
-            if saved and self.ranks.first:
-                checkpoint.prune(files.checkpoints, KEPT_CHECKPOINTS, saved)
+            step.commit(metrics=metrics)
+            if last:
+                self._finish_checkpoint()
+            self._count_not_finite(step, metrics)
             yield {"step": float(step.number), **step.statistics(), **metrics}
             if self.stopping:
                 return
+
+    def _finish_checkpoint(self) -> None:
+        """Waits until the last checkpoint is durable, then names it in its step's commit."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        path = saving.finish()
+        if self.ranks.first:
+            self.flow.add_checkpoint(saving.step, path)
+            checkpoint.prune(self.flow.files.checkpoints, KEPT_CHECKPOINTS, path)
 
     def _planned(self) -> Iterator[Step]:
         steps = self.flow.steps()
@@ -175,10 +223,80 @@ class TrainingLoop:
         folder = self.flow.files.path / self.ranks.tell(f".export-{step.number}-{time.time_ns()}")
         checkpoint.export(folder, self.policy, self.ranks)
         step.publish(folder, move=True, keep=KEPT_VERSIONS)
-        self._moved = False
         self.ranks.barrier()
 
     # --- one step ---
+
+    def _train_amended(self, step: Step, clock: StageClock) -> tuple[Step, dict[str, float]]:
+        """Trains a step. If a rollout cannot be read or does not fit into memory, amends the step and trains it again.
+
+        An attempt that failed before its first update has changed nothing, so the step starts again at once. Otherwise,
+        and on several ranks, which wait for one another in collective operations, training restarts.
+        """
+        while True:
+            self._updated = False
+            try:
+                return step, self._train(step, clock)
+            except (UnreadableRollout, OutOfMemory) as error:
+                failure = error
+            failure.__traceback__ = failure.__context__ = None  # they would keep the tensors of the attempt
+            self.optimizer.clear()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if isinstance(failure, UnreadableRollout):
+                self.flow.leave_out(step.number, failure.rollout, failure)
+            else:
+                self._make_room(step, failure)
+            if self._updated or self.ranks.count > 1:
+                raise StepAmended(f"step {step.number} is amended")
+            step = self.flow.again(step)
+
+    def _make_room(self, step: Step, failure: OutOfMemory) -> None:
+        """Halves the rows from this step on, or leaves out a rollout that does not fit alone."""
+        if not failure.sequences:
+            raise ConfigError(f"{self.policy.source}: out of memory without any rollout: {failure}; use more GPUs")
+        rows = f"out of memory with a row of {failure.tokens} tokens: {failure}"
+        if len(failure.sequences) == 1:
+            self.flow.leave_out(step.number, step.plan.rollouts[failure.sequences[0]].id, rows)
+        else:
+            half = max(1, min(self.flow.settings.microbatch, failure.tokens) // 2)
+            self.flow.amend(Amendment(step=step.number, microbatch=half, cause=rows, by=TRAINER, at=time.time()))
+
+    @contextlib.contextmanager
+    def _fitting(self, batch: MicroBatch) -> Iterator[None]:
+        """Converts the errors of torch for lack of memory, on GPUs and CPUs."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                raise OutOfMemory(batch, error) from None
+            raise
+
+    def _not_finite_before(self, step: int) -> int:
+        """Returns the number of steps up to ``step`` whose gradients were not finite, since the last with an update."""
+        count = 0
+        for number in reversed(self.flow.files.numbers(Commit)):
+            commit = self.flow.files.read(Commit, number)
+            if commit is not None and number <= step:
+                if commit.metrics.get("updates"):
+                    break
+                count += bool(commit.metrics.get("not_finite"))
+        return count
+
+    def _count_not_finite(self, step: Step, metrics: Mapping[str, float]) -> None:
+        if metrics["not_finite"]:
+            self.flow.tell(f"{self.flow.run}: step {step.number}: {metrics['not_finite']:.0f} updates were not finite")
+        if metrics["updates"]:
+            self._not_finite = 0
+        else:
+            self._not_finite += bool(metrics["not_finite"])
+        if metrics["not_finite"] and self._not_finite >= self.flow.config.nonfinite:
+            raise ConfigError(
+                f"{self.flow.run}: the gradients of the last {self._not_finite} steps were not finite, and the weights "
+                f"are unchanged since; look at grad_norm and log_ratio_max of the steps before in "
+                f"{self.flow.files.metrics}, lower the learning rate (megaflow-hpc training set RUN lr=…), then start "
+                "the trainer again, or continue from an earlier version in a new campaign"
+            )
 
     def _train(self, step: Step, clock: StageClock) -> dict[str, float]:
         minibatches = [minibatch for minibatch in step.minibatches() if minibatch.tokens]
@@ -187,8 +305,12 @@ class TrainingLoop:
         minibatch_metrics: list[dict[str, float]] = []
         whole, fresh = WeightedMean(), WeightedMean()
         seen: set[int] = set()
+        not_finite = 0
         for minibatch in minibatches:
             tally, norm, rate = self._update(step, minibatch, proximal, clock)
+            if not math.isfinite(norm):
+                not_finite += 1
+                continue
             minibatch_metrics.append(tally.report() | {"grad_norm": norm, "lr": rate})
             whole.join(tally)
             if seen.isdisjoint(minibatch.rollouts):  # the policy is biased on tokens it was already trained on
@@ -210,6 +332,7 @@ class TrainingLoop:
             "version": float(step.plan.version),
             "updates": float(len(minibatch_metrics)),
             "computed_tokens": float(whole.rows),
+            "not_finite": float(not_finite),
             "tokens_per_s": whole.rows / busy if busy else 0.0,
         }
 
@@ -219,15 +342,16 @@ class TrainingLoop:
         mine: Proximal = {}
         with clock("proximal"):
             for batch in self._packed(step.minibatch()):
-                logprobs = self.policy(*self._row(batch))[0].cpu().numpy()
+                with self._fitting(batch):
+                    logprobs = self.policy(*self._row(batch))[0].cpu().numpy()
                 mine |= {key: logprobs[part] for key, part in _sequences(batch)}
             return {key: value for part in self.ranks.gather(mine) for key, value in part.items()}
 
     def _update(
         self, step: Step, minibatch: Minibatch, proximal: Proximal | None, clock: StageClock
     ) -> tuple[WeightedMean, float, float]:
-        """Takes one optimizer step. Returns token statistics over all ranks, the gradient norm and the learning
-        rate."""
+        """Takes one optimizer step, unless a gradient is not finite. Returns token statistics over all ranks, the
+        gradient norm and the learning rate."""
         packed = self._packed(minibatch)
         limit = math.inf
         if self.loss.kind == "m2po":
@@ -241,26 +365,26 @@ class TrainingLoop:
                 batch = next(packed, None)
             if batch is None:
                 break
-            with clock("forward"):
+            with clock("forward"), self._fitting(batch):
                 new, entropies = self.policy(*self._row(batch))
                 before = new.detach() if proximal is None else self._known(batch, proximal)
                 tokens = self._tokens(batch, before, self.ranks.device)
                 entropies = entropies if self.loss.entropy else entropies.detach()
                 loss, sums = losses.policy_loss(self.loss, new, entropies, tokens, minibatch, limit)
-                if not math.isfinite(value := float(loss.detach())):
-                    raise ConfigError(
-                        f"{self.flow.run}: the loss is {value}: no step was taken; look at grad_norm and log_ratio_max "
-                        f"of the last steps in {self.flow.files.metrics}, and train with a lower learning rate"
-                    )
-            with clock("backward"):
+            with clock("backward"), self._fitting(batch):
                 loss.backward()
             tally.add(batch, tokens, sums)
         with clock("optimizer"):
             tally = tally.of_all(self.ranks)
-            self._check_engine(tally.report())
-            rate = self._rate(step.number, tally.report())
+            metrics = tally.report()
+            if not math.isfinite(mismatch := metrics.get("mismatch", 0.0)):
+                self.optimizer.clear()
+                return tally, mismatch, math.nan
+            self._check_engine(metrics)
+            rate = self._rate(step.number, metrics)
             norm = self.optimizer.step(rate)
-            self._moved = True
+            if math.isfinite(norm):
+                self._moved = self._updated = True
         return tally, norm, rate
 
     def _rate(self, step: int, metrics: dict[str, float]) -> float:

@@ -19,6 +19,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from megaflow_hpc.errors import ConfigError
 
 CHUNK_LOGITS = 2**26
 """Number of logits in a chunk: 256 MB in float32. The backward pass needs three or four times as much."""
+COLLECTIVE_TIMEOUT_S = 3600.0
+"""Seconds that a rank waits for the others. torch's 10 minutes are less than writing a large version may take."""
 ATTENTION_NAME = "megaflow_packed"
 """Name under which :func:`_attend` is registered with transformers."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,6 +49,8 @@ class ProcessGroup:
     rank: int = 0
     count: int = 1
     device: Any = None
+    background: Any = None
+    """torch's group of the same processes for threads, on CPUs. ``None`` for a single process."""
 
     @property
     def first(self) -> bool:
@@ -93,7 +98,9 @@ def join() -> ProcessGroup:
     if count > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
         store = os.environ.get("MEGAFLOW_TRAINER_STORE")
-        dist.init_process_group(backend, store, rank=here, world_size=count)
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        dist.init_process_group(backend, store, rank=here, world_size=count, timeout=timeout)
+        return ProcessGroup(here, count, device, dist.new_group(backend="gloo", timeout=timeout))
     return ProcessGroup(here, count, device)
 
 

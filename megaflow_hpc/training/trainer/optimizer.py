@@ -61,10 +61,9 @@ class Optimizer:
         )
 
     def step(self, lr: float | None = None) -> float:
-        """Applies the accumulated gradients and clears them; returns their norm before clipping.
+        """Applies the accumulated gradients and clears them; returns their norm before clipping, the same on all ranks.
 
-        Raises:
-            ConfigError: the norm is not finite. Parameters are unchanged, and the gradients are cleared.
+        If the norm is not finite, parameters and moments are unchanged.
         """
         try:
             for master in self.masters.values():
@@ -74,10 +73,7 @@ class Optimizer:
             norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             if not math.isfinite(float(norm)):
-                raise ConfigError(
-                    f"the norm of the gradient is {float(norm)}: no step was taken; look for infinite advantages or "
-                    "log-probabilities in the step's plan, lower the learning rate, or compute in float32"
-                )
+                return float(norm)
             if self.clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.clip_norm, norm, foreach=True)
             for group in self.adamw.param_groups:
@@ -86,7 +82,12 @@ class Optimizer:
             self.round()
             return float(norm)
         finally:
-            self.adamw.zero_grad(set_to_none=True)
+            self.clear()
+
+    def clear(self) -> None:
+        """Drops the accumulated gradients."""
+        self.adamw.zero_grad(set_to_none=True)
+        self.policy.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def to(self, device: Any) -> None:

@@ -238,7 +238,7 @@ def resumed(small: Path, folder: Path, dtype: str) -> Figure:
 
     one, other = fresh(), fresh()
     steps(one, range(1))
-    place = checkpoint.save(folder, 1, one, GPU)
+    place = checkpoint.save(folder, 1, one, GPU).finish()
     checkpoint.restore(place, other, GPU)
     steps(one, range(1, 3))
     steps(other, range(1, 3))

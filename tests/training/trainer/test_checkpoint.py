@@ -74,9 +74,11 @@ def resume(ranks, folder, case):
     """Trains four steps, and the last two of them again from the checkpoint between; returns both ends."""
     optimizer = start(ranks, *CASES[case])
     train(optimizer, ranks, (0, 1))
-    place = checkpoint.save(folder, 2, optimizer, ranks)
+    saving = checkpoint.save(folder, 2, optimizer, ranks)
     noise = torch.rand(3)
-    train(optimizer, ranks, (2, 3))
+    train(optimizer, ranks, (2, 3))  # while the checkpoint is written
+    place = saving.finish()
+    ranks.barrier()
     through = whole(optimizer)
     again, noise_again = go_on(ranks, place, case)
     return through, again, torch.equal(noise, noise_again)
@@ -167,10 +169,10 @@ def main():
     folder = Path("one-full")
     optimizer = start(alone, *CASES["full"])
     stamp = (folder / "2/about.json").stat().st_mtime_ns
-    checkpoint.save(folder, 2, optimizer, alone)
+    checkpoint.save(folder, 2, optimizer, alone).finish()
     result["left"] = (folder / "2/about.json").stat().st_mtime_ns == stamp
     for step in (3, 4, 5):
-        checkpoint.save(folder, step, optimizer, alone)
+        checkpoint.save(folder, step, optimizer, alone).finish()
     (folder / ".9.77.dead").mkdir()
     (folder / ".9.77.dead/shard-1.safetensors").write_bytes(b"half")
     result["pruned"] = checkpoint.prune(folder, 2, folder / "2"), sorted(p.name for p in folder.iterdir())
@@ -183,7 +185,7 @@ def main():
     result["damaged"] = error(lambda: checkpoint.restore(folder / "4", optimizer, alone))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # as a disk that is full
-    result["full disk"] = error(lambda: checkpoint.save(folder, 6, optimizer, alone))
+    result["full disk"] = error(lambda: checkpoint.save(folder, 6, optimizer, alone).finish())
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     result["after it"] = sorted(p.name for p in folder.iterdir())
     ranks.leave()

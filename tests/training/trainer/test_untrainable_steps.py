@@ -1,0 +1,284 @@
+"""Steps that cannot be trained as planned, with a real trainer that is killed at random instants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.torch_ranks import run_ranks
+
+SEED = 1
+"""Draws the instants of the kills."""
+
+pytestmark = pytest.mark.slow  # one start of torch, from which all trainers are forked
+
+SCRIPT = r'''
+import faulthandler, functools, json, math, os, random, shutil, sys, time
+from pathlib import Path
+import torch
+from torch.utils.tensorboard import SummaryWriter  # imported once, for all trainers
+from launchers.tiny_model import make
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir import amendments
+from megaflow_hpc.rundir.amendments import Amendments
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.training import Commit, Trainer
+from megaflow_hpc.rundir.weights import current, versions
+from megaflow_hpc.training.plan import StepPlan, TrainingFiles
+from megaflow_hpc.training.trainer import __main__ as trainer
+from megaflow_hpc.training.trainer.model import PolicyModel, load
+from tests.support.kills import run_killed, start, status_of
+from tests.support.training import VOCABULARY, Pods, trained_on, training_run
+
+torch.set_num_threads(1)
+SEED = int(sys.argv[1])
+KILLS = 2
+
+
+class Sampler(Pods):
+    """Samples close to the tiny model's distribution; ``spoil`` may change a trajectory."""
+
+    def __init__(self, run, spoil=None):
+        super().__init__(run, lambda r: float(r.sample_index % 2), lambda: current(run, "default").version)
+        self._spoil = spoil or (lambda trajectory: None)
+
+    def store(self, block, trajectory, epoch=0):
+        (one,) = trajectory.sequences
+        for t, sampled in enumerate(one.loss_mask):
+            if sampled:
+                one.logprobs[t] = -math.log(VOCABULARY)
+        self._spoil(trajectory)
+        super().store(block, trajectory, epoch)
+
+
+def lengthen(tokens):
+    """Make one rollout longer than all others."""
+    def spoil(trajectory):
+        if "task-0" in trajectory.id and trajectory.sample_index == 1:
+            (one,) = trajectory.sequences
+            for column, value in ((one.tokens, 1), (one.logprobs, -5.0), (one.loss_mask, 1), (one.weight_versions, 0)):
+                column.extend([value] * tokens)
+    return spoil
+
+
+def infinite(trajectory):
+    if trajectory.id == "task-1@2/default/1":
+        (one,) = trajectory.sequences
+        one.logprobs[one.loss_mask.index(1)] = -math.inf
+
+
+class Scene:
+    def __init__(self, name, spoil=None, limit=10**9, steps=4, **policy):
+        self.name, self.limit = name, limit
+        fields = {"dtype": "float32", "microbatch": 64, "optimizer": {"lr": 1e-4}, "recompute": False, **policy}
+        training = {"policies": {"default": fields}, "batch": 2, "staleness": 0, "steps": steps, "checkpoint_every": 2}
+        self.run = training_run(Path(name), training, tasks=3, samples=4, model="tiny")
+        self.files, self.pods = TrainingFiles(self.run, "default"), Sampler(self.run, spoil)
+        self.draw = random.Random(f"{SEED}{name}")
+
+    def train(self):
+        """Runs the trainer's command, in a process with memory for rows of ``limit`` tokens."""
+        faulthandler.enable()
+        forward, limit = PolicyModel.forward, self.limit
+
+        def bounded(policy, tokens, *rest):
+            if len(tokens) > limit and torch.is_grad_enabled():
+                torch.empty(1 << 50, dtype=torch.uint8)  # fails as torch fails when memory runs out
+            return forward(policy, tokens, *rest)
+
+        PolicyModel.forward = bounded
+        log = os.open(f"{self.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        return trainer.main([str(self.run.path)])
+
+    def until(self, condition):
+        """Trains until the condition holds, then kills the trainer."""
+        process = start(self.train)
+        while not condition():
+            assert status_of(process) is None, Path(f"{self.name}.log").read_text()
+            self.pods.work()
+            time.sleep(0.01)
+        os.kill(process, 9)
+        os.waitpid(process, 0)
+
+    def end(self, kills=KILLS, work=lambda: None):
+        def entered():
+            return len(self.files.numbers(Trainer))
+
+        def serve():
+            self.pods.work()
+            work()
+
+        return run_killed(self.train, entered, serve, kills, self.draw)
+
+    def tensors(self):
+        (shard,) = (self.files.checkpoints / str(max(self.files.numbers(Commit)))).glob("*.safetensors")
+        data = shard.read_bytes()
+        size = 8 + int.from_bytes(data[:8], "little")
+        about = json.loads(data[8:size])
+        places = {name: tensor["data_offsets"] for name, tensor in about.items() if name != "__metadata__"}
+        return {name: data[size + begin : size + end] for name, (begin, end) in places.items()}
+
+    def report(self, status):
+        files = self.files
+        commits = [files.read(Commit, number) for number in files.numbers(Commit)]
+        planned = trained_on(files)
+        ended = self.tensors()
+        for path in list(files.checkpoints.iterdir()):  # a start that has lost them repeats every step
+            shutil.rmtree(path)
+        limit, self.limit = self.limit, 10**9
+        again = self.end(kills=0)
+        self.limit = limit
+        log = Path(f"{self.name}.log").read_text()
+        return {
+            "status": [status, again],
+            "steps": [commit.step for commit in commits],
+            "checkpoint": bool(commits[-1].checkpoint),
+            "updates": [commit.metrics["updates"] for commit in commits],
+            "lr": [commit.metrics.get("lr") for commit in commits],
+            "not_finite": [commit.metrics["not_finite"] for commit in commits],
+            "left_out": [commit.metrics.get("dropped/amended", 0) for commit in commits],
+            "rollouts": [len(planned), len(set(planned))],
+            "versions": [version.token for version in versions(self.run)],
+            "amendments": [
+                [a.step, a.skip, list(a.rollouts), a.microbatch, a.by, a.cause[:200]]
+                for a in Amendments(self.run, "default").read()
+            ],
+            "exact": ended == self.tensors(),
+            "log": log[-4000:],
+            "restarts": log.count("continues from the last checkpoint"),
+        }
+
+
+def damaged():
+    scene = Scene("damaged")
+    scene.until(lambda: scene.files.numbers(StepPlan)[1:])
+    rollout = scene.files.read(StepPlan, 2).rollouts[2]
+    journal = scene.run.journal / rollout.place.journal
+    with open(journal, "r+b") as file:
+        file.seek(rollout.place.start + 60)
+        byte = file.read(1)[0]
+        file.seek(rollout.place.start + 60)
+        file.write(bytes([byte ^ 0xFF]))
+    return {**scene.report(scene.end()), "damaged": rollout.id}
+
+
+def amended():
+    scene = Scene("amended", steps=3)
+    said = {}
+
+    def error(call):
+        try:
+            call()
+        except ConfigError as refused:
+            return str(refused)
+
+    def amend():
+        """Amends the training once, while it runs."""
+        if said or not scene.files.numbers(Commit):
+            return
+        run, committed = scene.run, max(scene.files.numbers(Commit))
+        said["refused"] = [
+            error(lambda: amendments.skip(run, "default", committed)),
+            error(lambda: amendments.skip(run, "default", 9, "task-0/default/0")),
+            error(lambda: amendments.change(run, "default", {"steps": 0})),
+        ]
+        said["recorded"] = len(Amendments(run, "default").read())
+        amendments.skip(run, "default", 5, cause="a test")
+        amendments.change(run, "default", {"steps": 6, "lr": 5e-5})
+
+    return {**scene.report(scene.end(work=amend)), **said}
+
+
+def main():
+    make(Path("tiny"), layers=1)
+    load("tiny", "float32")
+    result = {}
+    for name, scene in {
+        "long": Scene("long", lengthen(100)),
+        "infinite": Scene("infinite", infinite),
+        "memory": Scene("memory", lengthen(150), limit=100, microbatch=128),
+        "updated": Scene("updated", lengthen(150), limit=100, loss={"kind": "grpo", "epochs": 2, "minibatch": 1}),
+    }.items():
+        result[name] = scene.report(scene.end())
+    result["damaged"] = damaged()
+    result["amended"] = amended()
+    print(json.dumps(result))
+
+
+main()
+'''
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    result: dict[str, Any] = run_ranks(SCRIPT, tmp_path_factory.mktemp("untrainable"), SEED, timeout_s=900)
+    return result
+
+
+@pytest.mark.parametrize("scene", ["long", "infinite", "memory", "updated", "damaged", "amended"])
+def test_training_ends_and_a_start_without_checkpoints_repeats_it_bit_by_bit(found: dict[str, Any], scene: str) -> None:
+    result = found[scene]
+    assert result["status"] == [0, 0], result["log"]
+    assert result["steps"] == list(range(1, len(result["steps"]) + 1))
+    assert result["checkpoint"], "the last commit names no checkpoint"
+    assert result["exact"], result["log"]
+    planned, different = result["rollouts"]
+    assert planned == different == 8 * len(result["steps"])
+
+
+def test_a_long_sequence_is_trained_in_a_row_of_its_own(found: dict[str, Any]) -> None:
+    assert found["long"]["amendments"] == []
+    assert found["long"]["updates"] == [1, 1, 1, 1]
+    assert found["long"]["left_out"] == [0, 0, 0, 0]
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted(found: dict[str, Any]) -> None:
+    result = found["infinite"]
+    spoiled = result["not_finite"].index(1)
+    assert [sum(result["not_finite"]), sum(result["updates"]), result["updates"][spoiled]] == [1, 3, 0]
+    assert f"step-{spoiled + 1:06d}" not in result["versions"]
+    assert f"step {spoiled + 1}: 1 updates were not finite" in result["log"]
+
+
+def test_rows_that_do_not_fit_into_memory_are_halved_and_a_rollout_that_does_not_fit_is_left_out(
+    found: dict[str, Any],
+) -> None:
+    result = found["memory"]
+    halved = [amendment for amendment in result["amendments"] if amendment[3]]
+    left_out = [amendment[2] for amendment in result["amendments"] if amendment[2]]
+    assert [amendment[3] <= 100 for amendment in halved] == [True]
+    assert all(len(names) == 1 and names[0].startswith("task-0") and names[0].endswith("/1") for names in left_out)
+    assert sum(result["left_out"]) == len(left_out) >= 1
+    assert all("memory" in amendment[5] and amendment[4] == "trainer" for amendment in result["amendments"])
+
+
+def test_a_step_that_has_changed_the_weights_is_amended_from_the_last_checkpoint(found: dict[str, Any]) -> None:
+    assert found["updated"]["restarts"] >= 1
+    assert all(amendment[2] for amendment in found["updated"]["amendments"])
+    assert found["updated"]["updates"] == [4, 4, 4, 4]
+
+
+def test_a_damaged_record_is_left_out_by_name(found: dict[str, Any]) -> None:
+    result = found["damaged"]
+    ((step, skip, rollouts, _, by, cause),) = result["amendments"]
+    assert [step, skip, rollouts, by] == [2, False, [result["damaged"]], "trainer"]
+    assert "no whole record at byte" in cause
+    assert result["left_out"] == [0, 1, 0, 0]
+
+
+def test_a_training_is_amended_while_it_runs(found: dict[str, Any]) -> None:
+    result = found["amended"]
+    committed, unplanned, steps = result["refused"]
+    assert "is committed already; nothing was changed" in committed
+    assert "step 9 of policy 'default' is not planned yet" in unplanned
+    assert "steps 0: expected a whole number of at least 1" in steps
+    assert result["recorded"] == 0
+    assert len(result["steps"]) == 6
+    assert result["updates"] == [1, 1, 1, 1, 0, 1]
+    assert result["left_out"][4] == 8
+    assert result["lr"][0] == 1e-4
+    assert result["lr"][-1] == 5e-5
+    assert "step-000005" not in result["versions"]
