@@ -122,7 +122,7 @@ class Minibatch:
         parts = [
             SequencePart(index, number, length)
             for index in self.rollouts
-            if self._planned[index].weight and (self._planned[index].advantage or not skip_zero)
+            if self._planned[index].weight and (_has_advantage(self._planned[index]) or not skip_zero)
             for number, length in enumerate(self._planned[index].lengths)
             if self._planned[index].sampled[number]
         ]
@@ -164,6 +164,11 @@ class Minibatch:
             group=np.array([self._groups[part.rollout] for part in parts], np.int32),
             rollout_tokens=np.array([sum(self._planned[part.rollout].sampled) for part in parts], np.int64),
         )
+
+
+def _has_advantage(rollout: PlannedRollout) -> bool:
+    """Returns whether any token of a rollout has an advantage. Those of sequences or turns may add up to 0."""
+    return any(rollout.advantages) if rollout.advantages else bool(rollout.advantage)
 
 
 def _advantages(rollout: PlannedRollout, part: SequencePart) -> NDArray[np.float32]:

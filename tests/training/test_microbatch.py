@@ -99,6 +99,15 @@ def test_rollouts_without_advantage_are_left_out_and_still_counted() -> None:
     assert (found.tokens, found.samples, found.sequences) == (15, 4, 5)
 
 
+def test_a_rollout_is_trained_on_if_the_advantages_of_its_sequences_add_up_to_zero() -> None:
+    sequences = [sequence(6, 2), sequence(3, 1)]
+    rollout = planned(0, sequences, 0.0)
+    rollout.advantages = [1.0, -1.0]
+    minibatch = Minibatch([rollout], [0], [0], lambda index: sequences, lambda v: v)
+    (batch,) = minibatch.microbatches(10, skip_zero=True)
+    assert set(batch.advantages[batch.mask == 1].tolist()) == {1.0, -1.0}
+
+
 def test_a_sequence_longer_than_a_micro_batch_gets_one_of_its_own() -> None:
     found = list(minibatch([[sequence(4, 1)], [sequence(9, 1)], [sequence(3, 1)]]).microbatches(8))
     assert [batch.sample.tolist() for batch in found] == [[1], [0, 2]]
