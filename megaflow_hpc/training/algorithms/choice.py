@@ -49,6 +49,7 @@ def choose(
     random: np.random.Generator | None = None,
     advantage: AdvantageConfig | None = None,
     pass_threshold: float = 1.0,
+    bound: int | None = None,
 ) -> Choice:
     """Chooses the groups that one step trains on.
 
@@ -63,6 +64,7 @@ def choose(
         random: generator for ``shuffle`` and functions.
         advantage: the policy's advantage settings, which name the rewards that must be present and must differ.
         pass_threshold: minimum reward of a passed rollout.
+        bound: maximum age of a token, in weight versions; older rollouts are dropped. Replayed groups are exempt.
 
     Raises:
         ConfigError: a reward is infinite, no rollout has a reward of a given name, or a function returned something
@@ -75,6 +77,8 @@ def choose(
     queue = ordered(groups)
     drops: filters.Drops = {}
     taken = filters.survivors(rewards.plain(queue[:want]), compared, drops)
+    if bound is not None:
+        taken = filters.fresh(taken, bound, version, drops)
     for step in config.data:
         if step.pass_rate is not None:
             taken = filters.within_pass_rates(taken, step.pass_rate, pass_threshold, drops)
