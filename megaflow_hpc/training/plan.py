@@ -149,7 +149,8 @@ class TaskBatch(msgspec.Struct, kw_only=True):
     """(task, round) pairs."""
     samples: int
     version: int = 0
-    """Ordinal of the policy's newest weights when the batch was requested. No older version samples its tokens."""
+    """Ordinal of the policy's newest weights when the batch was requested, or the number of steps that a helper policy
+    had committed, if that is smaller. No older version samples its tokens."""
     state: dict[str, Any] = {}
     """State of task selection after this batch."""
 

@@ -71,6 +71,7 @@ class Planner:
         replace: bool = False,
         short: bool = False,
         only: Collection[str] | None = None,
+        due: Collection[str] = (),
     ) -> StepPlan | None:
         """Returns the plan of a step. If groups are missing, sets :attr:`lacks` to their number and returns ``None``.
 
@@ -82,17 +83,18 @@ class Planner:
             replace: do not count dropped groups towards ``want``.
             short: accept fewer groups to train on if ``want`` groups are complete.
             only: ids of the groups that the step may settle; by default, all.
+            due: ids of the groups to settle before others.
         """
         complete = [group for group in self.buffer.complete() if only is None or group.id in only]
         self.lacks = want - len(complete)
         if not complete or not want or (self.lacks > 0 and not last):
             return None
         settles = max(want, least)
-        choice = self._choose(step, version, complete, settles)
+        choice = self._choose(step, version, complete, settles, due)
         if replace:
             while len(choice.taken) < want and settles < len(complete):
                 settles += want - len(choice.taken)
-                choice = self._choose(step, version, complete, settles)
+                choice = self._choose(step, version, complete, settles, due)
             if len(choice.taken) < want and not (last or short):
                 self.lacks = want - len(choice.taken)
                 return None
@@ -132,7 +134,9 @@ class Planner:
     def _seed(self, step: int) -> list[int]:
         return [self._policy.seed, 2, step]
 
-    def _choose(self, step: int, version: int, complete: list[SampleGroup], settles: int) -> Choice:
+    def _choose(
+        self, step: int, version: int, complete: list[SampleGroup], settles: int, due: Collection[str]
+    ) -> Choice:
         return choose(
             self._config,
             complete,
@@ -144,6 +148,7 @@ class Planner:
             advantage=self._policy.settings.advantage,
             pass_threshold=self._policy.pass_threshold,
             bound=self._bound,
+            due=due,
         )
 
     def has_stale(self, version: int) -> bool:
@@ -338,7 +343,7 @@ class Planning:
         refills_used_up = bool(max_refills) and control.refills(step) >= max_refills
         newest_round = max(buffer.rounds_under_way(), default=0)
         refill_under_way = refills_used_up and newest_round >= FIRST_REFILL_ROUND
-        least = 0
+        least, due = 0, control.due(complete, version)
         if self._bound is not None and len(complete) > want:
             least = control.settles(step, complete, buffer.open_groups, version)
         if self._uses_up and buffer.open_groups == len(complete):
@@ -346,7 +351,7 @@ class Planning:
 
         def plan(last: bool, short: bool = False) -> StepPlan | None:
             replace = bool(max_refills)
-            return planner.plan(step, version, want, trainer, least, last=last, replace=replace, short=short)
+            return planner.plan(step, version, want, trainer, least, last, replace, short, due=due)
 
         made = plan(last=over, short=refills_used_up and not refill_under_way)
         is_requested = control.batch(step - 1) is not None

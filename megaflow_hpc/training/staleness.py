@@ -24,7 +24,7 @@ from megaflow_hpc.training.peers import Peer
 from megaflow_hpc.training.plan import Added, Refill, TaskBatch, TrainingFiles
 from megaflow_hpc.training.policy import TrainedPolicy
 from megaflow_hpc.training.readiness import Readiness
-from megaflow_hpc.types import Rollout
+from megaflow_hpc.types import Rollout, round_of
 
 ASYNCHRONOUS_BATCHES = 4
 """Batches in flight in asynchronous training, which has no staleness bound. Enough to keep pods busy, but few enough
@@ -86,6 +86,14 @@ class StalenessControl:
         records = {self._record_of(round) for round in rounds}
         return bound is not None and any(version - self._version_of(*one) >= bound for one in records)
 
+    def due(self, complete: Sequence[SampleGroup], version: int) -> set[str]:
+        """Returns the complete groups that the next step must use because helpers sampled them too.
+
+        A helper's tokens may be older than those of this policy, but not older than the request.
+        """
+        groups = complete if self._helpers else ()
+        return {group.id for group in groups if self.is_due({round_of(group.task, group.id)}, version)}
+
     def settles(self, step: int, complete: Sequence[SampleGroup], open_groups: int, version: int) -> int:
         """Returns the number of groups that a step must settle, so that none is too old for the step after.
 
@@ -97,10 +105,11 @@ class StalenessControl:
         bound = self._config.staleness
         if bound is None:
             return 0
+        due = self.due(complete, version)
         later_batches = [number for number in self._files.numbers(TaskBatch) if number >= step]
         batches = [self.batch(number) for number in later_batches]
         counted_on = sum(len(batch.tasks) for batch in batches if batch)
-        late = sum(version - group.oldest >= bound for group in complete)
+        late = sum(version - group.oldest >= bound or group.id in due for group in complete)
         return min(late, open_groups - counted_on)  # later steps count on the remaining groups
 
     def want(self, step: int) -> int:
@@ -172,7 +181,7 @@ class StalenessControl:
             OSError: the run directory does not answer; the call may be repeated.
         """
         number = zlib.crc32(token.encode())
-        version = self._readiness.ordinal(self._policy.name)
+        version = self._version()
         chosen = [(task, FIRST_ADDED_ROUND + number) for task in tasks]
         added = Added(batch=self._added, tasks=chosen, samples=samples or self._policy.samples, version=version)
         self._files.claim(number, added)  # written before its blocks, so that their age is known as soon as they exist
@@ -247,4 +256,12 @@ class StalenessControl:
         for task in chosen:
             times[task] = times.get(task, -1) + 1
             tasks.append((task, first + times[task]))  # no task is chosen more often than rounds are reserved
-        return tasks, self._readiness.ordinal(self._policy.name), state
+        return tasks, self._version(), state
+
+    def _version(self) -> int:
+        """Returns the newest version whose age is at most that of any token sampled from now on.
+
+        A helper's steps count as versions, because it publishes at most one after each step.
+        """
+        helpers = [helper.committed for helper in self._helpers if not helper.ended]
+        return min([self._readiness.ordinal(self._policy.name), *helpers])

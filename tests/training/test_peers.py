@@ -328,7 +328,7 @@ def simulate(seed: int) -> None:
     world.newest = dict.fromkeys(policies, 0)
     world.served = {policy: [0] * draw.randint(1, 2) for policy in policies}
     trainers = [Trainer(world, trained(name, owners, helpers), config) for name in policies]
-    speeds = [draw.choice([0.1, 0.3, 1.0, 3.0]) for _ in trainers]
+    speeds = [draw.choice([0.05, 0.3, 1.0, 3.0]) for _ in trainers]
     turns: list[Any] = [trainer.turn for trainer in trainers]
     turns += [lambda: engines_turn(world), lambda: pods_turn(world, policies)]
     speeds += [draw.choice([0.3, 2.0]), draw.choice([3.0, 10.0])]
