@@ -132,8 +132,8 @@ class ModelConfig(Section):
     agent: AgentConfig | None = None
     """Agent of this policy. Default: the campaign's ``agent``."""
     samples: int | None = Field(None, ge=0)
-    """Rollouts of each task under this policy. 0: the policy runs no tasks and only answers calls that name it.
-    Default: the campaign's ``samples``."""
+    """Rollouts of each task under this policy. 0: the policy runs no tasks and only answers calls that name it. If it
+    is trained, its steps use the groups of the other trained policies' steps. Default: the campaign's ``samples``."""
     weight: float = Field(1.0, gt=0)
     """Share of requests for each of these servers, relative to the policy's other servers. Default: 1."""
     also: tuple[dict[str, Any], ...] = ()

@@ -128,8 +128,9 @@ class TrainingConfig(Section):
     arXiv 2503.14476, section 3.2). After that, the step is smaller than ``batch``. Default: 0."""
     staleness: int | None = Field(1, ge=0)
     """Maximum age of a step's rollouts, in weight versions. 0: synchronous, each step waits for rollouts of the
-    newest weights. 1 to 4: sampling continues during steps. null: asynchronous, without a limit. No rollout is
-    discarded because of its age. Default: 1."""
+    newest weights. 1 to 4: sampling continues during steps. null: asynchronous, without a limit. Tasks are requested
+    once every engine that is alive has loaded the newest weights. Older rollouts, such as those of an engine that
+    refuses the weights, are dropped as ``stale``. Default: 1."""
     data: tuple[DataStep, ...] = ()
     """Processing steps that filter and shape rollouts before training, in order. Default: none."""
     prompts: PromptsConfig = PromptsConfig()

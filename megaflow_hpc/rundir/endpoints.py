@@ -18,7 +18,8 @@ withdrawn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +31,8 @@ from megaflow_hpc.rundir.layout import RunDir
 T = TypeVar("T")
 
 FAILED, LOADING, LISTING, STARTING = ".failed.json", ".loading", ".listing", ".starting"
+STALE_S = 100.0
+"""Seconds without a new heartbeat (three periods) after which a server counts as dead."""
 
 
 class RefusedWeights(msgspec.Struct):
@@ -127,6 +130,30 @@ class EndpointListing(msgspec.Struct, kw_only=True):
     """Changes whenever the listing changes in a way that pods must notice."""
     found: dict[str, Any]
     """File name → decoded endpoint file. For a server of a pool, the URL and key are the ones that this member uses."""
+
+
+class Heartbeats:
+    """Judges by the changes that this process sees which servers are alive. Clocks of nodes are never compared.
+
+    Args:
+        clock: A monotonic clock, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[str, tuple[object, float]] = {}
+        """Server → its latest state, and when this process first saw that state."""
+
+    def unchanged_s(self, server: str, state: object) -> float:
+        """Returns the seconds since this process first saw a server in this state. The first state counts as new."""
+        now = self._clock()
+        if self._seen.get(server, (None, 0.0))[0] != state:
+            self._seen[server] = (state, now)
+        return now - self._seen[server][1]
+
+    def alive(self, endpoint: Endpoint) -> bool:
+        """Returns whether a server has renewed its heartbeat, or started again, within :data:`STALE_S`."""
+        return self.unchanged_s(endpoint.server, (endpoint.start, endpoint.heartbeat)) < STALE_S
 
 
 class EndpointFiles:

@@ -46,7 +46,7 @@ from megaflow_hpc.training import methods
 from megaflow_hpc.training.buffer import Sequences
 from megaflow_hpc.training.evaluation import request_evaluation
 from megaflow_hpc.training.plan import PlannedRollout, StepPlan, TrainingFiles, amended
-from megaflow_hpc.training.planning import Planning
+from megaflow_hpc.training.planning import NO_TASK_LEFT, Planning
 from megaflow_hpc.training.pod_watch import PodWatch
 from megaflow_hpc.training.policy import trained_policy
 from megaflow_hpc.training.step import Step, UnreadableRollout
@@ -72,7 +72,7 @@ class Dataflow:
         consumer: name under which the trainer holds the campaign open; by default the policy's.
         rank, ranks: this process of a distributed trainer, and the number of its processes.
         training: a section ``training`` for a campaign without one. Training then uses the planned rollouts as they
-            arrive, and requests no others.
+            arrive, whatever their staleness, and requests no others.
         say: called with a line about what a step is waiting for, at most every 30 s; by default, it is logged.
         agree: broadcasts rank 0's value to all ranks, so that all apply the same amendments. By default, each rank
             applies those that it reads when a step starts.
@@ -110,7 +110,7 @@ class Dataflow:
         """Start number of this trainer; 0 until it has registered."""
         self.tell = say or logger.info
         self._said_at = 0.0
-        self._requests = planned is not None and training is None
+        self._paced = planned is not None and training is None
         self._ordinals: dict[int, int] = {}
         over = self.config.over_length
         longest = over.longest if over and over.how != "drop" else None
@@ -118,7 +118,7 @@ class Dataflow:
         self._amendments, self._agree = Amendments(self.run, self.policy), agree
         self._planned_as = self.config, self.settings
         self.planning = Planning(
-            self.run, self.files, self.trained, self.config, self._requests, self._sequences, self.ordinal
+            self.run, self.files, self.trained, self.config, self._paced, self._sequences, self.ordinal
         )
         self._committed = 0
         self._pods = PodWatch(self.run)
@@ -190,10 +190,10 @@ class Dataflow:
             return
         self.files.create()
         methods.record(self.run, methods.digests(methods.methods_of(self.config).values()))
-        self.trainer = self.files.enter(Trainer.here(self.consumer))
-        if self._requests:
+        if self._paced:  # opened first, because a trainer without an open lease counts as ended
             self._lease = OpenLease(self.run, self.consumer)
             self._lease.keep()
+        self.trainer = self.files.enter(Trainer.here(self.consumer))
 
     def close(self) -> None:
         """Stops requesting rollouts, so that the campaign can end. A trainer that dies or is requeued leaves it
@@ -279,9 +279,11 @@ class Dataflow:
             samples: number of rollouts in each group; by default, the policy's usual number.
 
         Raises:
-            ConfigError: a task is unknown or held out.
+            ConfigError: a task is unknown or held out, or the policy runs no tasks.
             LedgerError: the token is not a valid file name, or was used for other tasks.
         """
+        if not self.trained.samples:
+            raise ConfigError(f"{self.run}: policy {self.policy!r} runs no tasks (samples: 0)")
         if unknown := sorted({*tasks} - {*self.trained.tasks}):
             raise ConfigError(f"{self.run}: policy {self.policy!r} does not train on task {', '.join(unknown[:3])}")
         if not self.rank:
@@ -293,7 +295,7 @@ class Dataflow:
         self._committed = max(self._committed, commit.step)
         self.request()
         evaluate = self.config.evaluate
-        if evaluate and self._requests and commit.step % evaluate.every == 0:
+        if evaluate and self._paced and self.trained.samples and commit.step % evaluate.every == 0:
             request_evaluation(self.run, self.trained, evaluate.samples, commit.step)
 
     def add_checkpoint(self, step: int, checkpoint: str | os.PathLike[str]) -> None:
@@ -311,7 +313,7 @@ class Dataflow:
     def request(self) -> None:
         """Requests the batches that are due. Does nothing on ranks other than 0."""
         if not self.rank:
-            self.planning.request(self._committed, self._say_seldom)
+            self.planning.request(self._committed)
 
     # --- reading ---
 
@@ -373,22 +375,13 @@ class Dataflow:
             return "the campaign is cancelled"
         if self._flags.finished and not self.planning.complete_groups:
             return "the campaign is finished"
-        if self.planning.exhausted or not self.planning.wanted(step):
-            return "no task is left to request (training.prompts)"
-        return ""
+        return self.planning.ends or ("" if self.planning.wanted(step) else NO_TASK_LEFT)
 
     def _say_what_is_missing(self, number: int) -> None:
-        complete, open_groups = self.planning.complete_groups, self.planning.open_groups
         gone = self._pods.look()
-        self._say_seldom(
-            f"step {number} waits for rollouts: {complete} of {self.planning.wanted(number)} groups are complete, "
-            f"{open_groups - complete} are under way{gone and f'; {gone}'}"
-        )
-
-    def _say_seldom(self, text: str) -> None:
         if time.monotonic() - self._said_at > SAY_INTERVAL_S:
             self._said_at = time.monotonic()
-            self.tell(text)
+            self.tell(f"step {number} waits for {self.planning.missing(number)}{gone and f'; {gone}'}")
 
 
 def _missing(run: RunDir) -> TrainingConfig:

@@ -114,6 +114,12 @@ class StepPlan(msgspec.Struct, kw_only=True):
         """For each rollout, the number of versions published since its oldest token was sampled."""
         return [self.version - rollout.oldest if rollout.oldest >= 0 else 0 for rollout in self.rollouts]
 
+    @property
+    def groups(self) -> set[str]:
+        """Ids of the groups that the step settles, whether it trains on them or drops them."""
+        dropped = {name if name.count("/") == 1 else name.rpartition("/")[0] for name in self.drops}
+        return dropped | {rollout.group for rollout in self.rollouts if not rollout.replayed}
+
 
 AMENDED = "amended"
 """Reason in a plan's ``drops`` for rollouts that an amendment leaves out. The amendment itself stores the cause."""
@@ -143,7 +149,8 @@ class TaskBatch(msgspec.Struct, kw_only=True):
     """(task, round) pairs."""
     samples: int
     version: int = 0
-    """Ordinal of the policy's newest weights when the batch was requested. No older version samples its tokens."""
+    """Ordinal of the policy's newest weights when the batch was requested, or the number of steps that a helper policy
+    had committed, if that is smaller. No older version samples its tokens."""
     state: dict[str, Any] = {}
     """State of task selection after this batch."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,16 +11,19 @@ import numpy as np
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
-from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
 from megaflow_hpc.training.algorithms.advantage import Values
 from megaflow_hpc.training.algorithms.choice import REPLAYED_STEPS, Choice
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 from megaflow_hpc.training.buffer import Arrived, Buffer, Sequences
 from megaflow_hpc.training.microbatch import Ordinal
+from megaflow_hpc.training.peers import Peer
 from megaflow_hpc.training.plan import PlannedRollout, Settled, StepPlan, TrainingFiles
 from megaflow_hpc.training.policy import TrainedPolicy
+from megaflow_hpc.training.readiness import Readiness
 from megaflow_hpc.training.staleness import FIRST_REFILL_ROUND, StalenessControl
+
+NO_TASK_LEFT = "no task is left to request (training.prompts)"
 
 
 class Planner:
@@ -29,6 +32,7 @@ class Planner:
     Args:
         learned: state of the algorithms after the last plan.
         earlier: earlier plans, the latest first; read only as far as replay needs.
+        bound: maximum staleness of a rollout; older ones are dropped. ``None``: no maximum.
     """
 
     def __init__(
@@ -38,7 +42,9 @@ class Planner:
         buffer: Buffer,
         learned: dict[str, Any],
         earlier: Iterable[StepPlan] = (),
+        bound: int | None = None,
     ) -> None:
+        self._bound = bound
         self._config, self._policy, self.buffer = config, policy, buffer
         self._prompts = Prompts(config.prompts, policy.pass_threshold)
         self.learned = learned
@@ -64,6 +70,8 @@ class Planner:
         last: bool = False,
         replace: bool = False,
         short: bool = False,
+        only: Collection[str] | None = None,
+        due: Collection[str] = (),
     ) -> StepPlan | None:
         """Returns the plan of a step. If groups are missing, sets :attr:`lacks` to their number and returns ``None``.
 
@@ -74,17 +82,19 @@ class Planner:
             last: no more rollouts will arrive, so fewer groups are enough.
             replace: do not count dropped groups towards ``want``.
             short: accept fewer groups to train on if ``want`` groups are complete.
+            only: ids of the groups that the step may settle; by default, all.
+            due: ids of the groups to settle before others.
         """
-        complete = self.buffer.complete()
+        complete = [group for group in self.buffer.complete() if only is None or group.id in only]
         self.lacks = want - len(complete)
         if not complete or not want or (self.lacks > 0 and not last):
             return None
         settles = max(want, least)
-        choice = self._choose(step, version, complete, settles)
+        choice = self._choose(step, version, complete, settles, due)
         if replace:
             while len(choice.taken) < want and settles < len(complete):
                 settles += want - len(choice.taken)
-                choice = self._choose(step, version, complete, settles)
+                choice = self._choose(step, version, complete, settles, due)
             if len(choice.taken) < want and not (last or short):
                 self.lacks = want - len(choice.taken)
                 return None
@@ -124,7 +134,9 @@ class Planner:
     def _seed(self, step: int) -> list[int]:
         return [self._policy.seed, 2, step]
 
-    def _choose(self, step: int, version: int, complete: list[SampleGroup], settles: int) -> Choice:
+    def _choose(
+        self, step: int, version: int, complete: list[SampleGroup], settles: int, due: Collection[str]
+    ) -> Choice:
         return choose(
             self._config,
             complete,
@@ -135,7 +147,14 @@ class Planner:
             random=np.random.default_rng(self._seed(step)),
             advantage=self._policy.settings.advantage,
             pass_threshold=self._policy.pass_threshold,
+            bound=self._bound,
+            due=due,
         )
+
+    def has_stale(self, version: int) -> bool:
+        """Returns whether a complete group has tokens older than the bound."""
+        oldest = [group.oldest for group in self.buffer.complete() if group.oldest >= 0]
+        return self._bound is not None and any(version - own > self._bound for own in oldest)
 
 
 def _planned(sample: Sample, arrived: Arrived, valued: tuple[Values, float], replayed: bool) -> PlannedRollout:
@@ -169,7 +188,8 @@ class Planning:
         files: where plans and requests are recorded.
         policy: the policy that is trained.
         config: the section ``training``.
-        requests: whether to request rollouts. Otherwise, those that the campaign planned are used as they arrive.
+        paced: whether the training is the campaign's own, so that its staleness bound holds. Otherwise, the planned
+            rollouts are used as they arrive, whatever their age.
         sequences: reads token sequences.
         ordinal: converts a campaign-wide weight version to the policy's own count.
     """
@@ -180,35 +200,50 @@ class Planning:
         files: TrainingFiles,
         policy: TrainedPolicy,
         config: TrainingConfig,
-        requests: bool,
+        paced: bool,
         sequences: Sequences,
         ordinal: Ordinal,
     ) -> None:
         self._run, self._files, self._policy, self._config = run, files, policy, config
-        self._requests, self._sequences, self._ordinal = requests, sequences, ordinal
+        self._sequences, self._ordinal = sequences, ordinal
+        self._requests = paced and policy.samples > 0
+        self._uses_up = paced and not policy.samples
+        """True if the policy requests nothing, so that its training ends when no group is left."""
+        self._bound = config.staleness if paced else None
+        self._owners = [Peer(run, owner) for owner in policy.followed] if paced else []
+        self._readiness = Readiness(run)
         self._flags = Marks(run)
         self._planner: Planner | None = None
         """Rollouts not settled by any plan. Rebuilt from the last plan when needed."""
-        self.control = StalenessControl(files, policy, config)
-        self.exhausted = False
-        """True if no task is left to replace dropped groups."""
+        helpers = [Peer(run, helper) for helper in policy.helpers] if paced else []
+        self.control = StalenessControl(files, policy, config, self._readiness, helpers)
+        self.ends = ""
+        """Reason why no further step can be planned; empty while one can."""
+        self._waits_for = ""
 
-    def request(self, committed: int, say: Callable[[str], None]) -> None:
+    def request(self, committed: int) -> None:
         """Requests the batches that are due.
 
         Args:
             committed: number of the last step that is committed.
-            say: called with a line if requests are waiting for engines.
 
         Raises:
             OSError: the run directory does not answer; the next call continues.
         """
         if self._requests:
-            self.control.keep(committed, self._learned_prompts(), say)
+            self.control.keep(committed, self._learned_prompts())
 
     def wanted(self, step: int) -> int:
         """Returns the number of groups that a step waits for."""
         return self.control.want(step) if self._requests else self._config.batch
+
+    def missing(self, step: int) -> str:
+        """Describes what a step waits for."""
+        if self._waits_for:
+            return self._waits_for
+        complete, wanted = self.complete_groups, self.wanted(step)
+        text = f"rollouts: {complete} of {wanted} groups are complete, {self.open_groups - complete} are under way"
+        return text + (f"; the next request waits for {self.control.waits_for}" if self.control.waits_for else "")
 
     @property
     def complete_groups(self) -> int:
@@ -239,19 +274,46 @@ class Planning:
         """
         if self._planner is None:
             self._planner = self._new_planner(step)
-        planner = self._planner
+        planner, self._waits_for = self._planner, ""
         over = self._flags.over  # read before polling, so that the poll covers every rollout stored until then
+        followed = self._followed(step) if self._owners else set()
         planner.buffer.poll()
-        version = self._ordinal(current(self._run, self._policy.name).version)
-        if self._requests and not over and self.control.is_due(planner.buffer.rounds_under_way(), version):
+        version = self._readiness.ordinal(self._policy.name)
+        if followed is None or (not over and self._must_wait(planner, version)):
             return None
-        plan = self._planned(planner, step, version, trainer, over)
+        plan = self._planned(planner, step, version, trainer, over, followed)
         if plan is None:
             return None
         claimed = self._files.claim(step, plan)
         if claimed is not plan:
             self._planner = None  # the other plan decides which groups are settled
         return claimed
+
+    def _followed(self, step: int) -> set[str] | None:
+        """Returns the groups of the owners' step, or ``None`` while an owner has not planned it."""
+        groups: set[str] = set()
+        for owner in self._owners:
+            ended = owner.ended  # read first, because a trainer that has ended plans no further step
+            planned = owner.groups(step)
+            if planned is None and not ended:
+                self._waits_for = owner.waited_for(f"plan step {step}")
+                return None
+            groups |= planned or set()
+        if not groups:
+            names = ", ".join(owner.policy for owner in self._owners)
+            self.ends = f"the trainers of {names} have ended, and no group of theirs is left"
+        return groups or None
+
+    def _must_wait(self, planner: Planner, version: int) -> bool:
+        """Returns whether a step must wait although enough groups are complete."""
+        if self._requests and self.control.is_due(planner.buffer.rounds_under_way(), version):
+            return True
+        # Without an engine that serves the newest weights, further groups are stale too, and all would be dropped.
+        if planner.has_stale(version) and not (engines := self._readiness.engines(self._policy.name)).serve_newest:
+            newest = engines.missing or f"an engine of policy {self._policy.name!r} to serve its newest weights"
+            self._waits_for = f"{newest}; some rollouts are older than staleness: {self._bound} allows"
+            return True
+        return False
 
     def _learned_prompts(self) -> dict[str, object]:
         learned: dict[str, object] = self._planner.learned.get("prompts", {}) if self._planner else {}
@@ -262,13 +324,18 @@ class Planning:
         before = self._files.read(StepPlan, step - 1)
         settled, learned = (before.settled, before.state) if before else (Settled(), {})
         policy = self._policy
-        buffer = Buffer(self._run, self._sequences, policy.owners, self._ordinal, settled, policy.held_out)
+        owners = frozenset(owner.policy for owner in self._owners) or policy.owners
+        buffer = Buffer(self._run, self._sequences, owners, self._ordinal, settled, policy.held_out)
         plans = (self._files.read(StepPlan, number) for number in range(step - 1, 0, -1))
         earlier = (plan for plan in plans if plan is not None)
-        return Planner(self._config, policy, buffer, learned, earlier)
+        return Planner(self._config, policy, buffer, learned, earlier, self._bound)
 
-    def _planned(self, planner: Planner, step: int, version: int, trainer: int, over: bool) -> StepPlan | None:
+    def _planned(
+        self, planner: Planner, step: int, version: int, trainer: int, over: bool, followed: set[str]
+    ) -> StepPlan | None:
         """Plans the step if enough groups are complete, and requests replacements for dropped groups."""
+        if followed:
+            return planner.plan(step, version, len(followed), trainer, only=followed)
         buffer, control = planner.buffer, self.control
         max_refills = self._config.refill if self._requests else 0
         want, complete = self.wanted(step), buffer.complete()
@@ -276,22 +343,24 @@ class Planning:
         refills_used_up = bool(max_refills) and control.refills(step) >= max_refills
         newest_round = max(buffer.rounds_under_way(), default=0)
         refill_under_way = refills_used_up and newest_round >= FIRST_REFILL_ROUND
-        least = 0
-        if self._requests and len(complete) > want:
+        least, due = 0, control.due(complete, version)
+        if self._bound is not None and len(complete) > want:
             least = control.settles(step, complete, buffer.open_groups, version)
+        if self._uses_up and buffer.open_groups == len(complete):
+            over, self.ends = True, "" if complete else "no group is left"
 
         def plan(last: bool, short: bool = False) -> StepPlan | None:
             replace = bool(max_refills)
-            return planner.plan(step, version, want, trainer, least, last=last, replace=replace, short=short)
+            return planner.plan(step, version, want, trainer, least, last, replace, short, due=due)
 
         made = plan(last=over, short=refills_used_up and not refill_under_way)
         is_requested = control.batch(step - 1) is not None
         if made is not None or over or not max_refills or not is_requested:
             return made
         lacks = planner.lacks - under_way
-        if lacks <= 0 or refill_under_way:
+        if lacks <= 0 or refill_under_way or not control.may_request(step - 1):
             return None
         if control.refill(step, lacks, self._learned_prompts()) or under_way:
             return None
-        self.exhausted = not complete
+        self.ends = "" if complete else NO_TASK_LEFT
         return plan(last=True)

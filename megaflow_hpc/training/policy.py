@@ -27,8 +27,13 @@ class TrainedPolicy:
     owners: frozenset[str] | None
     """Policies whose rollouts contain this policy's tokens. ``None`` means all, for a model that agents of other
     policies call too."""
+    followed: tuple[str, ...]
+    """Policies whose training steps this policy's steps follow, if it samples nothing itself (``samples: 0``);
+    see :mod:`~megaflow_hpc.training.peers`."""
+    helpers: tuple[str, ...]
+    """Policies that learn from this policy's groups, because they sample nothing themselves."""
     samples: int
-    """Number of rollouts in a group."""
+    """Number of rollouts in a group. 0: the policy runs no tasks."""
     pods: int
     """Number of pods in the campaign. New blocks are sized for it."""
     pass_threshold: float
@@ -60,7 +65,8 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
     if include:
         tasks = [task for task in tasks if any(fnmatch.fnmatchcase(task, pattern) for pattern in include)]
     samples = planned.samples if planned else 1
-    if record.campaign:  # pods close a group once it has enough rewards
+    own = [other for other in config.policies if other not in record.policies or record.policies[other].samples]
+    if samples and record.campaign:  # pods close a group once it has enough rewards
         samples += record.config.scheduling.spare
     return TrainedPolicy(
         name=name,
@@ -69,6 +75,8 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
         tasks=tuple(tasks),
         held_out=held_out,
         owners=frozenset({name}) if planned is None or planned.samples else None,
+        followed=() if samples else tuple(own),
+        helpers=tuple(other for other in config.policies if other not in own) if samples else (),
         samples=samples,
         pods=record.config.slurm.pods.total if record.campaign else 1,
         pass_threshold=record.config.pass_threshold if record.campaign else 1.0,

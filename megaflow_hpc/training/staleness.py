@@ -1,8 +1,9 @@
-"""Bounds the staleness of rollouts by choosing when to request them. Sampled rollouts are never discarded for it.
+"""Bounds the staleness of rollouts by choosing when to request them.
 
 A batch holds the tasks of one step. With a staleness bound k, the batch of step s is requested when step s - 1 - k is
-committed. A step takes complete groups first. It waits for an incomplete group that would be older than k in the next
-step. With k = 0 training is synchronous, and a batch also waits until every engine has loaded the newest version.
+committed, by every helper policy too (:mod:`~megaflow_hpc.training.peers`), and every engine has loaded the newest
+weights (:mod:`~megaflow_hpc.training.readiness`). A step takes complete groups first. It waits for an incomplete group
+that would be older than k in the next step. With k = 0 training is synchronous.
 If dropped groups are replaced (``refill``), a step requests further tasks itself. Tasks that a trainer adds
 (:meth:`StalenessControl.add`) make a step larger if other groups would be too old for the next step.
 """
@@ -10,20 +11,20 @@ If dropped groups are replaced (``refill``), a step requests further tasks itsel
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.ledger.blocks import add_blocks
-from megaflow_hpc.rundir.endpoints import EndpointFiles
-from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.algorithms import Prompts
 from megaflow_hpc.training.algorithms.samples import SampleGroup
+from megaflow_hpc.training.peers import Peer
 from megaflow_hpc.training.plan import Added, Refill, TaskBatch, TrainingFiles
 from megaflow_hpc.training.policy import TrainedPolicy
-from megaflow_hpc.types import Rollout
+from megaflow_hpc.training.readiness import Readiness
+from megaflow_hpc.types import Rollout, round_of
 
 ASYNCHRONOUS_BATCHES = 4
 """Batches in flight in asynchronous training, which has no staleness bound. Enough to keep pods busy, but few enough
@@ -43,12 +44,24 @@ class StalenessControl:
         files: where batches are recorded.
         policy: the policy that is trained.
         config: the section ``training``.
+        readiness: the engines of the run.
+        helpers: the policies that learn from this policy's groups.
     """
 
-    def __init__(self, files: TrainingFiles, policy: TrainedPolicy, config: TrainingConfig) -> None:
+    def __init__(
+        self,
+        files: TrainingFiles,
+        policy: TrainedPolicy,
+        config: TrainingConfig,
+        readiness: Readiness,
+        helpers: Sequence[Peer] = (),
+    ) -> None:
         self._files, self._policy, self._config = files, policy, config
         self.steps = config.steps
         """Number of training steps, which an amendment may change."""
+        self._readiness, self._helpers = readiness, helpers
+        self.waits_for = ""
+        """Describes what the next request waits for; empty if no request is due."""
         self._prompts = Prompts(config.prompts, policy.pass_threshold)
         self._versions: dict[tuple[type[TaskBatch], int], int] = {}
         """(kind, number) of a request → ordinal of the newest weights when it was made."""
@@ -73,6 +86,14 @@ class StalenessControl:
         records = {self._record_of(round) for round in rounds}
         return bound is not None and any(version - self._version_of(*one) >= bound for one in records)
 
+    def due(self, complete: Sequence[SampleGroup], version: int) -> set[str]:
+        """Returns the complete groups that the next step must use because helpers sampled them too.
+
+        A helper's tokens may be older than those of this policy, but not older than the request.
+        """
+        groups = complete if self._helpers else ()
+        return {group.id for group in groups if self.is_due({round_of(group.task, group.id)}, version)}
+
     def settles(self, step: int, complete: Sequence[SampleGroup], open_groups: int, version: int) -> int:
         """Returns the number of groups that a step must settle, so that none is too old for the step after.
 
@@ -84,10 +105,11 @@ class StalenessControl:
         bound = self._config.staleness
         if bound is None:
             return 0
+        due = self.due(complete, version)
         later_batches = [number for number in self._files.numbers(TaskBatch) if number >= step]
         batches = [self.batch(number) for number in later_batches]
         counted_on = sum(len(batch.tasks) for batch in batches if batch)
-        late = sum(version - group.oldest >= bound for group in complete)
+        late = sum(version - group.oldest >= bound or group.id in due for group in complete)
         return min(late, open_groups - counted_on)  # later steps count on the remaining groups
 
     def want(self, step: int) -> int:
@@ -109,13 +131,12 @@ class StalenessControl:
             self._versions[kind, number] = record.version if record else 0
         return self._versions[kind, number]
 
-    def keep(self, committed: int, learned: dict[str, object], say: Callable[[str], None]) -> None:
+    def keep(self, committed: int, learned: dict[str, object]) -> None:
         """Requests the batches that are due, and completes a refill that was interrupted.
 
         Args:
             committed: number of committed steps.
             learned: state of task selection after the steps planned so far.
-            say: called with a line if requests are waiting for engines.
 
         Raises:
             OSError: the run directory does not answer; the next call continues.
@@ -125,13 +146,32 @@ class StalenessControl:
             if refill:
                 self._add_blocks(refill, f"refill.{number:06d}")  # does nothing if they exist
             self._refills_are_complete = True
+        self.waits_for = ""
         while self._added < min(committed + 1 + self.ahead, self.steps):
-            late = self._late_engines() if self._config.staleness == 0 else ""
-            if late:
-                say(late)
+            if not self.may_request(self._added - self.ahead):
                 return
             self._add(self._added, learned)
             self._added += 1
+
+    def may_request(self, commits: int) -> bool:
+        """Returns whether rollouts requested now can keep the bound. If not, :attr:`waits_for` says why.
+
+        Args:
+            commits: number of steps that helpers must have committed.
+        """
+        self.waits_for = ""
+        sampling = [self._policy.name]
+        for helper in self._helpers:
+            if helper.ended:
+                continue
+            if helper.committed < commits:
+                self.waits_for = helper.waited_for(f"commit step {commits}")
+                return False
+            sampling.append(helper.policy)
+        if self._config.staleness is not None:
+            missing = (self._readiness.engines(policy).missing for policy in sampling)
+            self.waits_for = next(filter(None, missing), "")
+        return not self.waits_for
 
     def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
         """Requests tasks in addition to those that are due. A token requests only once.
@@ -141,7 +181,7 @@ class StalenessControl:
             OSError: the run directory does not answer; the call may be repeated.
         """
         number = zlib.crc32(token.encode())
-        version = current(self._files.run, self._policy.name).ordinal
+        version = self._version()
         chosen = [(task, FIRST_ADDED_ROUND + number) for task in tasks]
         added = Added(batch=self._added, tasks=chosen, samples=samples or self._policy.samples, version=version)
         self._files.claim(number, added)  # written before its blocks, so that their age is known as soon as they exist
@@ -176,14 +216,6 @@ class StalenessControl:
         """Returns the number and record of the last refill, or 0 and ``None``."""
         number = max(self._files.numbers(Refill), default=0)
         return number, self._files.read(Refill, number)
-
-    def _late_engines(self) -> str:
-        """Returns a message that names the engines synchronous training waits for; empty if there are none."""
-        run, policy = self._files.run, self._policy.name
-        wanted = current(run, policy).version
-        serving = EndpointFiles(run).serving(policy)
-        behind = [server.server for server in serving if server.weight_version != wanted]
-        return f"waits for {', '.join(behind)} to load weights {wanted}" if behind else ""
 
     def _add(self, number: int, learned: dict[str, object]) -> None:
         batch = self.batch(number)
@@ -224,4 +256,12 @@ class StalenessControl:
         for task in chosen:
             times[task] = times.get(task, -1) + 1
             tasks.append((task, first + times[task]))  # no task is chosen more often than rounds are reserved
-        return tasks, current(self._files.run, self._policy.name).ordinal, state
+        return tasks, self._version(), state
+
+    def _version(self) -> int:
+        """Returns the newest version whose age is at most that of any token sampled from now on.
+
+        A helper's steps count as versions, because it publishes at most one after each step.
+        """
+        helpers = [helper.committed for helper in self._helpers if not helper.ended]
+        return min([self._readiness.ordinal(self._policy.name), *helpers])

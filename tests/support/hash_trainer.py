@@ -47,9 +47,9 @@ def step_through(flow: Dataflow, step: Step, parameters: str, checkpoint: bool =
     return parameters
 
 
-def train(run: Path, every: int = 1, pause_s: float = 0.0) -> str:
+def train(run: Path, every: int = 1, pause_s: float = 0.0, policy: str | None = None) -> str:
     """Train to the end from the last checkpoint; return the parameters."""
-    flow = Dataflow(RunDir(run))
+    flow = Dataflow(RunDir(run), policy)
     state = flow.restore()
     parameters = START if state is None else (flow.checkpoint(state) / "parameters").read_text()
     for step in flow.steps():

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from megaflow_hpc.config import parse
 from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.tasks import PlannedTask, write_tasks
+from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, RefusedWeights
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, write_run
+from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from megaflow_hpc.trajectories import JournalWriter
 from megaflow_hpc.trajectory import TokenSequence, Trajectory
@@ -30,11 +34,13 @@ def training_run(
     model: str = "",
     held_out: int = 0,
     sampling: dict[str, float] | None = None,
+    policies: Mapping[str, int] | None = None,
     **more: Any,
 ) -> RunDir:
     """Make the run directory of a campaign that trains the policy ``default`` and has requested nothing yet.
 
     Args:
+        policies: policy → samples of several policies, in the place of ``default`` and ``samples``.
         held_out: number of tasks, the last ones, that are only for evaluation.
         sampling: sampling settings of the policy.
         more: further sections of the campaign file.
@@ -47,19 +53,30 @@ def training_run(
         "tasks": "tasks",
         "agent": "nop",
         "samples": samples,
-        "model": {"engine": "vllm", "path": model or "model", "sampling": sampling or {}},
         **more,
     }
+    served = {"engine": "vllm", "path": model or "model", "sampling": sampling or {}}
+    if policies is None:
+        fields["model"] = served
+    else:
+        fields["models"] = {name: {**served, "samples": count} for name, count in policies.items()}
     if training is not None:
-        fields["training"] = {"policies": {"default": {}}, **training}
+        fields["training"] = {"policies": {name: {} for name in policies or {"default": 0}}, **training}
     campaign = parse(fields)
-    model_fields = campaign.model.model_dump(mode="json") if campaign.model else {}
+    models = {name: policy.model for name, policy in campaign.policies().items()}
     names = [f"task-{number}" for number in range(tasks)]
     write_run(
         run,
         RunRecord(
             campaign=campaign.model_dump(mode="json"),
-            policies={"default": PolicyRecord(agent={"name": "nop"}, model=model_fields, samples=samples)},
+            policies={
+                name: PolicyRecord(
+                    agent={"name": "nop"},
+                    model=planned.model_dump(mode="json") if planned else {},
+                    samples=samples if policies is None else policies[name],
+                )
+                for name, planned in models.items()
+            },
             held_out=names[len(names) - held_out :],
             packed=write_tasks(run, [PlannedTask(Task(name, "", "", "").to_dict(), {}) for name in names]),
         ),
@@ -86,22 +103,76 @@ def sampled(
     )
 
 
+class Engines:
+    """Stands for the engine servers of a campaign: publishes their endpoints. Without any, the newest weights sample.
+
+    Args:
+        servers: names of the servers, such as ``default.0``.
+    """
+
+    def __init__(self, run: RunDir, servers: Sequence[str] = ()) -> None:
+        self._run, self._files = run, EndpointFiles(run)
+        self.endpoints = {
+            name: Endpoint(server=name, policy=name.partition(".")[0], url="http://127.0.0.1:1/v1", start="first")
+            for name in servers
+        }
+        self.dead: set[str] = set()
+        """Servers whose file stays as it is."""
+        self.lagging: set[str] = set()
+        """Servers that do not load new weights."""
+        self.refusing: set[str] = set()
+        """Servers that refuse every version."""
+        self._turn = 0
+
+    def beat(self) -> None:
+        """Load new weights and renew every heartbeat."""
+        for name, endpoint in self.endpoints.items():
+            newest = current(self._run, endpoint.policy).version
+            if name in self.dead and endpoint.heartbeat:
+                continue
+            if name in self.refusing:
+                endpoint.refused = RefusedWeights(newest, "CUDA out of memory") if newest else None
+            elif name not in self.lagging:
+                endpoint.weight_version, endpoint.refused = newest, None
+            endpoint.heartbeat += 1
+            self._files.publish(endpoint)
+
+    def restart(self, name: str) -> None:
+        """Replace a server by a new start, which loads the newest weights."""
+        for servers in (self.dead, self.lagging, self.refusing):
+            servers.discard(name)
+        endpoint = self.endpoints[name]
+        self.endpoints[name] = msgspec.structs.replace(endpoint, start=f"{endpoint.start}+", heartbeat=0, refused=None)
+
+    def version(self, policy: str) -> int:
+        """Return the version that samples the next rollout of a policy. Servers that are alive take turns."""
+        alive = [e for e in self.endpoints.values() if e.policy == policy and e.server not in self.dead]
+        self._turn += 1
+        return alive[self._turn % len(alive)].weight_version if alive else current(self._run, policy).version
+
+
 class Pods:
     """Stands for all pods of a campaign: samples the rollouts in the ledger's blocks.
 
     Args:
         reward: rollout → its reward.
-        version: returns the number of the weight version that samples; called for each rollout.
+        version: returns the number of the weight version that samples; called for each rollout. By default, the newest.
+        engines: the engines that sample, in the place of ``version``.
+        helpers: policies that the agents of all rollouts call too.
     """
 
     def __init__(
         self,
         run: RunDir,
         reward: Callable[[Rollout], float | None],
-        version: Callable[[], int] = lambda: 0,
+        version: Callable[[], int] | None = None,
         pod: str = "pod",
+        engines: Engines | None = None,
+        helpers: Sequence[str] = (),
     ) -> None:
-        self._run, self._reward, self._version = run, reward, version
+        self._run, self._reward, self._helpers = run, reward, helpers
+        self._version = version
+        self._engines = engines or Engines(run)
         self._done: set[str] = set()
         self._journal = JournalWriter(run.journal_file(pod, "0"))
 
@@ -115,7 +186,12 @@ class Pods:
         todo = [(block.number, r) for block in read_blocks(self._run) for r in block.rollouts if r.id not in self._done]
         todo = [(block, rollout) for block, rollout in todo if only(rollout)]
         for block, rollout in todo[:most]:
-            self.store(block, sampled(rollout, self._reward(rollout), self._version(), status=status(rollout)))
+            version = self._version() if self._version else self._engines.version(rollout.policy)
+            trajectory = sampled(rollout, self._reward(rollout), version, status=status(rollout))
+            for helper in self._helpers:
+                (asked,) = sampled(replace(rollout, policy=helper), 0.0, self._engines.version(helper)).sequences
+                trajectory.sequences.append(asked)
+            self.store(block, trajectory)
         self._journal.commit()
         return len(todo[:most])
 

@@ -78,8 +78,8 @@ def watched(run: RunDir, pods: Pods) -> Dataflow:
     flow = Dataflow(run, say=lambda text: None)
     keep = flow.planning.control.keep
 
-    def kept(committed: int, learned: dict[str, object], say: Callable[[str], None]) -> None:
-        keep(committed, learned, say)
+    def kept(committed: int, learned: dict[str, object]) -> None:
+        keep(committed, learned)
         pods.work()
 
     flow.planning.control.keep = kept  # type: ignore[method-assign]

@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +39,7 @@ from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.proxy import Proxy, Serving
 from megaflow_hpc.model.server.registration import Assignment
 from megaflow_hpc.rundir import weights
-from megaflow_hpc.rundir.endpoints import EndpointFiles
+from megaflow_hpc.rundir.endpoints import EndpointFiles, Heartbeats
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.rundir.weight_source import base_of
@@ -52,8 +51,6 @@ TRAINED_POLL_INTERVAL_S = 0.5
 """Seconds between polls for a trained policy. On average, half of it adds to the delay of a new version."""
 MAX_POLLS_PER_S = 100
 """Maximum polls per second by all servers of a policy. Each poll opens a file on the shared file system."""
-STALE_S = 100.0
-"""Seconds without a new heartbeat (three periods) after which other servers stop waiting for a server."""
 RESTART_S = 900.0
 """Seconds that other servers wait for a server that is restarting its engine."""
 LOAD_TIMEOUT_S = 1800.0
@@ -85,8 +82,7 @@ class WeightUpdater:
         self._run, self._what, self._proxy = run, what, proxy
         self.refused: dict[int, str] = {}
         """Version that this server failed to load → cause."""
-        self._seen: dict[str, tuple[Any, float]] = {}
-        """Name of another server → its latest state, and when that state changed by our clock."""
+        self._heartbeats = Heartbeats()
         self.scratch = Path()
         """Node-local directory for files built from deltas."""
 
@@ -161,19 +157,13 @@ class WeightUpdater:
                 self.refused[version] = f"{server.server} could not load it: {server.refused.cause}"
                 return False
             loads_first = server.weight_version != version and int(server.server.rpartition(".")[2]) < self._what.number
-            if loads_first and self._changed_within(STALE_S, server.server, (server.start, server.heartbeat)):
+            if loads_first and self._heartbeats.alive(server):
                 return False
         for loading in files.loading(self._what.policy):
-            if loading.server != own and self._changed_within(RESTART_S, f"{loading.server} loading", loading.start):
+            unchanged_s = self._heartbeats.unchanged_s(f"{loading.server} loading", loading.start)
+            if loading.server != own and unchanged_s < RESTART_S:
                 return False
         return True
-
-    def _changed_within(self, seconds: float, name: str, state: Any) -> bool:
-        """Returns whether a server's state has changed within the past ``seconds``, by our clock."""
-        now = time.monotonic()
-        if self._seen.get(name, (None, 0.0))[0] != state:
-            self._seen[name] = (state, now)
-        return now - self._seen[name][1] < seconds
 
     async def load(self, version: Version, launch: Launch) -> None:
         """Loads ``version`` in place, or refuses it if the engine still serves the previous version.

@@ -7,7 +7,7 @@ for each step. So dropped groups make a step smaller, but no later step waits fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,8 @@ def choose(
     random: np.random.Generator | None = None,
     advantage: AdvantageConfig | None = None,
     pass_threshold: float = 1.0,
+    bound: int | None = None,
+    due: Collection[str] = (),
 ) -> Choice:
     """Chooses the groups that one step trains on.
 
@@ -63,6 +65,8 @@ def choose(
         random: generator for ``shuffle`` and functions.
         advantage: the policy's advantage settings, which name the rewards that must be present and must differ.
         pass_threshold: minimum reward of a passed rollout.
+        bound: maximum age of a token, in weight versions; older rollouts are dropped. Replayed groups are exempt.
+        due: ids of the groups to settle before others, whatever their age.
 
     Raises:
         ConfigError: a reward is infinite, no rollout has a reward of a given name, or a function returned something
@@ -72,9 +76,11 @@ def choose(
     staleness = next((step.staleness for step in config.data if step.staleness is not None), None)
     share = next((step.replay for step in config.data if step.replay), None)
     random = random or np.random.default_rng(0)
-    queue = ordered(groups)
+    queue = sorted(ordered(groups), key=lambda group: group.id not in due)
     drops: filters.Drops = {}
     taken = filters.survivors(rewards.plain(queue[:want]), compared, drops)
+    if bound is not None:
+        taken = filters.fresh(taken, bound, version, drops)
     for step in config.data:
         if step.pass_rate is not None:
             taken = filters.within_pass_rates(taken, step.pass_rate, pass_threshold, drops)
