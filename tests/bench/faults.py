@@ -7,6 +7,7 @@ goes on by itself; :meth:`Faults.settle` waits for that.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -51,12 +52,15 @@ KINDS = (
 )
 COORDINATOR = "coordinator"
 """A further kind, for drawn seeds only: the pod that surveys the ledger is killed while it does."""
+OLD = "old-start-"
 OLD_STARTS = 20_000
 """Leases of pods that ended earlier, which a survey reads."""
-SURVEYING = 500
-"""A rank 0 that reads so many files within :data:`SURVEY_S` surveys the ledger."""
-SURVEY_S = 0.5
-"""For comparison: between two surveys a rank 0 makes some dozens of reads a second."""
+SURVEYED = 2000
+"""Of these leases, as many are read when the coordinator is killed."""
+SURVEY_S = 90.0
+"""The next survey is awaited for so long."""
+IN_OPEN = 0x20
+"""Event of inotify: a file of the directory was opened."""
 
 LOST_NODE_S = (35.0, 60.0)
 """For how long a node that Slurm has given up works on: a pod there finds out when it next renews its lease."""
@@ -84,18 +88,26 @@ def resident(pid: int) -> int:
         return 0
 
 
-def reads(pid: int) -> int:
-    """Read calls that a process has made; 0 where it is gone."""
+def await_survey(leases: Path) -> bool:
+    """Waits until a survey has read some leases of old starts; whether one has."""
+    libc = ctypes.CDLL(None)
+    events = libc.inotify_init1(os.O_NONBLOCK)
     try:
-        return int(Path(f"/proc/{pid}/io").read_text().partition("syscr: ")[2].split()[0])
-    except (OSError, IndexError):
-        return 0
+        libc.inotify_add_watch(events, os.fsencode(leases), IN_OPEN)
+        opened, deadline = 0, time.monotonic() + SURVEY_S
+        while opened < SURVEYED and time.monotonic() < deadline:
+            with suppress(BlockingIOError):
+                opened += os.read(events, 1 << 20).count(OLD.encode())
+            time.sleep(0.002)
+        return opened >= SURVEYED
+    finally:
+        os.close(events)
 
 
 def leave_old_starts(run: RunDir, count: int = OLD_STARTS) -> None:
     """Writes the leases of pods that have ended in order, as weeks of replaced arrays leave them."""
     for number in range(count):
-        pod = f"old{number:06d}"
+        pod = f"{OLD}{number}"
         lease = {"pod": pod, "start": "0", "host": "elsewhere", "pid": 7, "pid_start": 8, "counter": 3, "t": 1.79e9}
         lease |= {"began_at": 1.79e9, "ended": "released", "stored": 0}
         (run.ledger / "leases" / f"{pod}.0").write_text(json.dumps(lease))
@@ -197,14 +209,12 @@ class Faults:
     def _coordinator(self) -> str | None:
         """The pod that surveys the ledger for all is killed while it reads the leases of old starts."""
         leave_old_starts(self._run.dir)
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            leader = Leader(self._run.dir, LEADER).holder().rpartition(".")[0]
-            for pid, pod in self.ranks(first=True):
-                before = reads(pid)
-                time.sleep(SURVEY_S)
-                if pod == leader and reads(pid) - before > SURVEYING and kill(pid):
-                    return f"rank 0 {pid} of {pod}, which surveys the ledger with {OLD_STARTS} old starts"
+        if not await_survey(self._run.dir.ledger / "leases"):
+            return None
+        leader = Leader(self._run.dir, LEADER).holder().rpartition(".")[0]
+        for pid, pod in self.ranks(first=True):
+            if pod == leader and kill(pid):
+                return f"rank 0 {pid} of {pod}, which surveys the ledger with {OLD_STARTS} old starts"
         return None
 
     def _runner(self) -> str | None:
