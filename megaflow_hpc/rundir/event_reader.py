@@ -35,11 +35,11 @@ class PodFiles:
     """Last starts covered by the pod's condensed files, highest first. Normally at most one."""
 
 
-def list_pods(folder: Path) -> dict[str, PodFiles]:
-    """Returns pod → its event files. Costs one directory listing. Raises OSError."""
+def list_pods(folder: Path, only: str = "") -> dict[str, PodFiles]:
+    """Returns pod → its event files, of all pods or of one. Costs one directory listing. Raises OSError."""
     pods: dict[str, PodFiles] = {}
     try:
-        names = sorted(os.listdir(folder))
+        names = sorted(name for name in os.listdir(folder) if not only or name.startswith(f"{only}."))
     except FileNotFoundError:
         return pods
     for name in names:

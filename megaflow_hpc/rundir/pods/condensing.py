@@ -93,7 +93,7 @@ class EndedPods:
 
 def _condense(folder: Path, pod: str, choose: Callable[[list[int]], list[int]]) -> None:
     """Condenses the events of some starts of a pod: those that ``choose`` returns, given all that are not condensed."""
-    files = list_pods(folder).get(pod)
+    files = list_pods(folder, pod).get(pod)
     if files is None:
         return
     covered, earlier = -1, None
@@ -136,7 +136,8 @@ def _remove(folder: Path, pod: str, covered: int) -> None:
     """
     kinds = "|".join(map(re.escape, (EVENTS, SUFFIX, CONDENSED)))
     own = re.compile(rf"(\.?){re.escape(pod)}\.([0-9]+)({kinds})(\..*)?")
-    for name in sorted(os.listdir(folder), key=lambda name: name.endswith(EVENTS)):
+    names = [name for name in os.listdir(folder) if name.startswith((f"{pod}.", f".{pod}."))]
+    for name in sorted(names, key=lambda name: name.endswith(EVENTS)):
         if (match := own.fullmatch(name)) is None or bool(match[1]) != bool(match[4]):
             continue
         number = start_number(match[2])

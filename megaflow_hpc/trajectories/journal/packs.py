@@ -269,7 +269,7 @@ class _Packing:
 
     def __init__(self, folder: Path, pod: str, start: int) -> None:
         self._folder, self._pod, self._start = folder, pod, start
-        names = os.listdir(folder)
+        names = [name for name in os.listdir(folder) if name.startswith((f"{pod}.", f".{pod}."))]
         for name in names:
             if name.startswith(f".{pod}.") and name.endswith(PACK):
                 (folder / name).unlink(missing_ok=True)  # left by a killed start
