@@ -288,6 +288,31 @@ def test_owners_wait_for_a_helper_whose_trainer_failed_and_name_the_remedy(tmp_p
     again.leave()
 
 
+def test_owners_use_a_group_in_time_for_a_helper_whose_tokens_are_older(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", {"staleness": 1, "batch": 2, "steps": 4}, policies=TWO)
+    pods = Pods(run, alternating, helpers=["critic"])
+    solver, critic = pair(run)
+    for step in (1, 2):
+        pods.work()
+        one_step(solver, step)
+    one_step(critic, 1)
+    assert solver.try_plan(3) is None
+    slow = min(requested(run) - set().union(*settled(run, "solver")))  # requested by solver's version 2, critic's 1
+    pods.work(only=lambda rollout: rollout.group_id != slow or rollout.sample_index > 0)
+    one_step(critic, 2)
+    assert solver.try_plan(3) is None
+    pods.work(only=lambda rollout: rollout.group_id != slow)
+    assert solver.try_plan(3) is None, "in step 4, critic's tokens of the slow group would be too old"
+    pods.work()
+    for step in (3, 4):
+        one_step(solver, step)
+        one_step(critic, step)
+    assert slow in settled(run, "solver")[2]
+    assert (drops(run, "critic"), stalest(run, "critic")) == (set(), 1)
+    solver.leave()
+    critic.leave()
+
+
 def test_a_helper_is_complete_when_its_owners_have_ended_and_no_group_is_left(tmp_path: Path) -> None:
     training = {"staleness": 1, "batch": 2, "steps": 9, "prompts": {"filter_solved": 0.05}}
     run = training_run(tmp_path / "run", training, tasks=4, policies=TWO)
