@@ -36,11 +36,12 @@ CLIPS: dict[str, tuple[float, float]] = {
 class LossConfig(Section):
     """The loss, and the number of passes over a step's data."""
 
-    kind: Literal["ppo", "grpo", "dr_grpo", "gspo", "dapo", "cispo", "m2po", "rloo"] = "dapo"
+    kind: Literal["ppo", "grpo", "dr_grpo", "gspo", "dapo", "cispo", "m2po", "rloo"] | Method = "dapo"
     """``ppo``, ``dapo``: clipped token ratios, averaged over all tokens. ``grpo``: averaged in each rollout, then over
     rollouts. ``dr_grpo``: summed, then divided by rollouts times ``length``. ``gspo``: one ratio per sequence, averaged
     as in ``grpo``. ``cispo``: ratios are clipped weights without gradient. ``m2po``: the second moment of ratios is
-    limited. ``rloo``: log-probabilities without ratios, divided by rollouts. Default: ``dapo``."""
+    limited. ``rloo``: log-probabilities without ratios, divided by rollouts. Or
+    ``module:function``. Default: ``dapo``."""
     length: int | None = Field(None, ge=1)
     """Constant of ``dr_grpo``, which needs it: the number of sampled tokens that a rollout may have at most. Default:
     none."""
@@ -69,6 +70,8 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _bounds(self) -> LossConfig:
+        if isinstance(self.kind, Method) and self.clip:
+            raise ValueError(f"clip: {self.kind} has settings of its own; pass them as loss.kind.args")
         if self.clip and not all(side > 0 for side in self.clip):
             raise ValueError(f"clip {list(self.clip)}: how far below and above 1, both positive, such as [0.2, 0.28]")
         if self.kind in ("m2po", "rloo") and self.clip:
@@ -86,7 +89,7 @@ class LossConfig(Section):
     @property
     def band(self) -> tuple[float, float]:
         """Clip range of ratios, as distances below and above 1."""
-        return self.clip or CLIPS[self.kind]
+        return self.clip or (CLIPS[self.kind] if isinstance(self.kind, str) else (math.inf, math.inf))
 
 
 class AdvantageConfig(Section):

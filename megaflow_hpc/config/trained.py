@@ -71,7 +71,7 @@ def check_trained(
                 f"training.publish_delta: {where}.nodes: an engine over several nodes reads weights on each of them, "
                 "and deltas are put together on one node's disk; leave publish_delta out"
             )
-        _check_sampling(f"{where}.sampling", model.sampling, config.loss.kind)
+        _check_sampling(f"{where}.sampling", model.sampling, str(config.loss.kind))
         if samples == 1:
             raise ValueError(
                 f"training.policies.{name}: a group of one sample has nothing to compare with; set samples to "

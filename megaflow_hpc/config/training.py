@@ -74,11 +74,14 @@ class PolicyTraining(Section):
     """The loss that the optimizer minimises."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards are converted to advantages."""
-    importance: Literal["none", "token", "sequence"] | None = None
+    importance: Literal["none", "token", "sequence"] | Method | None = None
     """Importance weights, which correct for the difference between the engine's and the trainer's probabilities: one
     for each ``token``, one for each ``sequence`` (the product over its tokens), or ``none`` (truncated importance
-    sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training). Default:
-    ``token``; ``none`` for ``gspo``, as in its paper."""
+    sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training). Or
+    ``module:function``. Default: ``token``; ``none`` for ``gspo``, as in its paper."""
+    columns: dict[str, Method] = Field(default_factory=dict)
+    """Further values of each token, by name: functions ``module:function`` that are called before a step's first
+    update. A loss function reads them. Default: none."""
     truncate: float = Field(2.0, ge=1)
     """Cap on importance weights. Default: 2."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -94,7 +97,7 @@ class PolicyTraining(Section):
     """Recompute activations in the backward pass. Saves memory but slows down steps. Default: true."""
 
     @property
-    def engine_importance(self) -> Literal["none", "token", "sequence"]:
+    def engine_importance(self) -> Literal["none", "token", "sequence"] | Method:
         """Importance weights, with the default of the loss."""
         return self.importance or ("none" if self.loss.kind == "gspo" else "token")
 

@@ -57,6 +57,8 @@ class Commit(msgspec.Struct, kw_only=True):
     step: int
     plan: str = ""
     """Digest of the plan."""
+    columns: str = ""
+    """Digest of the file with the step's columns. Empty if it has none."""
     checkpoint: str | None = None
     """Directory of the trainer's state after the step, relative to RUN if inside it. ``None`` if no state was saved."""
     weights: int = 0

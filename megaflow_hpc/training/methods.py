@@ -50,6 +50,9 @@ def methods_of(training: TrainingConfig) -> dict[str, Method]:
 def _of_policy(policy: PolicyTraining) -> dict[str, Any]:
     return {
         "advantage.kind": policy.advantage.kind,
+        "loss.kind": policy.loss.kind,
+        "importance": policy.importance,
+        **{f"columns.{name}": method for name, method in policy.columns.items()},
         "optimizer.schedule": policy.optimizer.schedule,
     }
 
@@ -124,7 +127,7 @@ def source(module: str) -> Path:
     return Path(spec.origin)
 
 
-def resolve(method: Method) -> Callable[..., Any]:
+def resolve(method: Method) -> functools.partial[Any]:
     """Imports a function and binds its ``args``.
 
     Raises:
@@ -163,6 +166,11 @@ def call(method: Method, *values: Any) -> Any:
         raise
     except Exception as error:
         raise ConfigError(f"{method}: raised {error!r}{_at(error)}; no step was taken") from error
+
+
+def guarded(method: Method) -> Callable[..., Any]:
+    """Returns a function that calls a method by :func:`call`, under the method's own name."""
+    return functools.update_wrapper(functools.partial(call, method), resolve(method).func)
 
 
 def numbers(

@@ -8,15 +8,15 @@ operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.training.plan import PlannedRollout
+from megaflow_hpc.training.plan import Columns, PlannedRollout
 from megaflow_hpc.trajectory import TokenSequence
 
 
@@ -47,6 +47,8 @@ class MicroBatch:
     """(S), index of the sequence's group in the step."""
     rollout_tokens: NDArray[np.int64]
     """(S), number of tokens to train on in the whole rollout of each sequence."""
+    columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """(T) for each name: further values of sampled tokens; see :mod:`megaflow_hpc.training.trainer.columns`."""
 
     @property
     def sampled(self) -> int:
@@ -95,7 +97,9 @@ class Minibatch:
         ordinal: Ordinal,
         rank: int = 0,
         ranks: int = 1,
+        columns: Columns | None = None,
     ) -> None:
+        self._columns = columns or {}
         self.rollouts = tuple(rollouts)
         self._planned, self._groups, self._load, self._ordinal = planned, groups, load, ordinal
         self._rank, self._ranks = rank, ranks
@@ -150,7 +154,9 @@ class Minibatch:
             versions[versions == number] = -2 - self._ordinal(number)  # negative, so that no version is converted twice
         versions[versions < -1] = -2 - versions[versions < -1]
         weights = np.repeat(np.array([self._planned[p.rollout].weight for p in parts], np.float32), lengths)
-        advantages = _joined([_advantages(self._planned[part.rollout], part) for part in parts], np.float32)
+        advantages = _joined(
+            [token_advantages(self._planned[part.rollout], part.sequence, part.length) for part in parts], np.float32
+        )
         return MicroBatch(
             tokens=_joined([np.frombuffer(s.tokens, np.int32) for s in sequences], np.int32),
             positions=(np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)).astype(np.int32),
@@ -163,6 +169,10 @@ class Minibatch:
             sample=np.array([part.rollout for part in parts], np.int32),
             group=np.array([self._groups[part.rollout] for part in parts], np.int32),
             rollout_tokens=np.array([sum(self._planned[part.rollout].sampled) for part in parts], np.int64),
+            columns={
+                name: _joined([values[part.rollout][part.sequence] for part in parts], np.float32)
+                for name, values in self._columns.items()
+            },
         )
 
 
@@ -171,15 +181,16 @@ def _has_advantage(rollout: PlannedRollout) -> bool:
     return any(rollout.advantages) if rollout.advantages else bool(rollout.advantage)
 
 
-def _advantages(rollout: PlannedRollout, part: SequencePart) -> NDArray[np.float32]:
-    """Returns the advantage of each token of a sequence. Tokens outside all turns have 0 if each turn has its own."""
+def token_advantages(rollout: PlannedRollout, sequence: int, length: int) -> NDArray[np.float32]:
+    """Returns the advantage of each of a sequence's ``length`` tokens. Tokens outside all turns have 0 if each turn has
+    its own."""
     if not rollout.advantages:
-        return np.full(part.length, rollout.advantage, np.float32)
+        return np.full(length, rollout.advantage, np.float32)
     if not rollout.turns:
-        return np.full(part.length, rollout.advantages[part.sequence], np.float32)
-    values = np.zeros(part.length, np.float32)
-    for (sequence, start, end), advantage in zip(rollout.turns, rollout.advantages, strict=True):
-        if sequence == part.sequence:
+        return np.full(length, rollout.advantages[sequence], np.float32)
+    values = np.zeros(length, np.float32)
+    for (number, start, end), advantage in zip(rollout.turns, rollout.advantages, strict=True):
+        if number == sequence:
             values[start:end] = advantage
     return values
 

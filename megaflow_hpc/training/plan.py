@@ -7,6 +7,7 @@
     added/3610421.json      :class:`Added`: extra tasks that the trainer requested
     steps/000012.json       :class:`StepPlan`: the rollouts that step 12 trains on and drops; never changed
     amendments/000003.json  changes to steps that are not committed (:mod:`megaflow_hpc.rundir.amendments`)
+    columns/000012.npz      further values of its tokens, computed by the trainer; names the plan's digest
     commits/000012.json     commit of step 12: its checkpoint, weights and metrics
     trainers/000002.json    the second start of the trainer; earlier starts can no longer commit
     checkpoints/12/         the trainer's own files
@@ -19,13 +20,18 @@ so these records are defined in :mod:`megaflow_hpc.rundir.training`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError, LedgerError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
@@ -38,6 +44,10 @@ FORMAT_VERSION = 2
 """Version 2 added advantages of sequences and turns."""
 
 R = TypeVar("R", bound=msgspec.Struct)
+BySequence = Mapping[tuple[int, int], NDArray[np.float32]]
+"""(rollout, sequence) in a step → values (L) of its tokens."""
+Columns = Mapping[str, list[list[NDArray[np.float32]]]]
+"""Name of a column → its values (L) for each sequence of each rollout of a step."""
 
 
 class RecordPlace(msgspec.Struct, array_like=True, frozen=True):
@@ -216,6 +226,78 @@ class TrainingFiles:
         """Returns the hexadecimal SHA-256 digest of a plan's file."""
         return hashlib.sha256(read_regular(self._folder(StepPlan) / f"{step:06d}.json")).hexdigest()
 
+    # --- columns ---
+
+    def columns_file(self, step: int) -> Path:
+        """Returns the path of a step's columns."""
+        return self.path / "columns" / f"{step:06d}.npz"
+
+    def columns_digest(self, step: int) -> str:
+        """Returns the hexadecimal SHA-256 digest of a step's columns."""
+        return hashlib.sha256(read_regular(self.columns_file(step))).hexdigest()
+
+    def claim_columns(self, plan: StepPlan, values: Mapping[str, BySequence]) -> None:
+        """Publishes the columns of a step, unless they exist.
+
+        Args:
+            plan: the stored plan.
+            values: name → values of the sequences. Missing sequences get 0.
+        """
+        arrays = {
+            "plan": np.frombuffer(bytes.fromhex(self.digest(plan.step)), np.uint8),
+            "rollouts": np.array([rollout.id for rollout in plan.rollouts], str),
+            "sequences": np.array([len(rollout.lengths) for rollout in plan.rollouts], np.int64),
+            "lengths": np.array([length for _, length in _sequences(plan)], np.int64),
+        }
+        for name, by_sequence in values.items():
+            parts = [by_sequence.get(key, np.zeros(length, np.float32)) for key, length in _sequences(plan)]
+            arrays[f"column.{name}"] = np.concatenate([np.zeros(0, np.float32), *parts])
+        file = io.BytesIO()
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+        path = self.columns_file(plan.step)
+        make_directory(path.parent)
+        with contextlib.suppress(FileExistsError):
+            write_atomic(path, file.getvalue(), exclusive=True)
+
+    def columns(self, plan: StepPlan) -> Columns:
+        """Returns the columns of a step, of which amendments may have left out rollouts since.
+
+        Raises:
+            ConfigError: the file is missing or damaged, or belongs to another plan.
+        """
+        path = self.columns_file(plan.step)
+        try:
+            data = read_regular(path)
+            if not data.startswith(b"PK"):
+                raise ValueError("it is not an .npz file")
+            with np.load(io.BytesIO(data), allow_pickle=False) as file:
+                found = {name: file[name] for name in file.files}
+            if found.pop("plan").tobytes() != bytes.fromhex(self.digest(plan.step)):
+                raise ValueError("it belongs to another plan")
+            stored, lengths = found.pop("rollouts"), found.pop("lengths")
+            owners = np.repeat(stored, found.pop("sequences")).tolist()
+            ours = {rollout.id: rollout.lengths for rollout in plan.rollouts}
+            theirs = [length for id, length in zip(owners, lengths.tolist(), strict=True) if id in ours]
+            if theirs != [length for rollout in ours.values() for length in rollout]:
+                raise ValueError("it has other rollouts or other numbers of tokens")
+            if any(values.shape != (lengths.sum(),) or values.dtype != np.float32 for values in found.values()):
+                raise ValueError("it has another number of values")
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"{path}: cannot be read ({error}); remove it, and it is computed again") from None
+        columns = {}
+        for name, values in found.items():
+            parts: dict[str, list[NDArray[np.float32]]] = {id: [] for id in ours}
+            for id, part in zip(owners, np.split(values, np.cumsum(lengths)[:-1]), strict=False):
+                parts.get(id, []).append(part)
+            columns[name.removeprefix("column.")] = list(parts.values())
+        return columns
+
+    def prune_columns(self, step: int) -> None:
+        """Removes the columns of steps up to ``step``, which are never repeated."""
+        for path in self.columns_file(step).parent.glob("[0-9]*.npz"):
+            if int(path.stem) <= step:
+                path.unlink(missing_ok=True)
+
     # --- starts of the trainer ---
 
     def enter(self, trainer: Trainer) -> int:
@@ -266,6 +348,13 @@ class TrainingFiles:
             if commit and (not with_checkpoint or (commit.checkpoint and (self.run.path / commit.checkpoint).exists())):
                 return commit
         return None
+
+
+def _sequences(plan: StepPlan) -> Iterator[tuple[tuple[int, int], int]]:
+    """Yields (rollout, sequence) and length of each sequence of a plan, in its order."""
+    for index, rollout in enumerate(plan.rollouts):
+        for number, length in enumerate(rollout.lengths):
+            yield (index, number), length
 
 
 _KINDS: dict[type[msgspec.Struct], str] = {

@@ -20,7 +20,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weights import Version, current, publish
 from megaflow_hpc.training.microbatch import Minibatch, split
-from megaflow_hpc.training.plan import PlannedRollout, StepPlan, TrainingFiles
+from megaflow_hpc.training.plan import Columns, PlannedRollout, StepPlan, TrainingFiles
 from megaflow_hpc.trajectory import TokenSequence
 
 KEPT_CHECKPOINTS = 3
@@ -78,6 +78,7 @@ class Step:
     Attributes:
         plan: the stored plan, without the rollouts that amendments leave out.
         amendments: number of amendments that are known to the step.
+        columns: further values of each token, set by a trainer before it takes minibatches.
         wait_s: seconds spent waiting for its rollouts.
         plan_s: seconds spent reading and planning.
     """
@@ -87,6 +88,7 @@ class Step:
     ) -> None:
         self._flow, self.plan, self.wait_s, self.plan_s = flow, plan, wait_s, plan_s
         self.amendments = amendments
+        self.columns: Columns = {}
 
     @property
     def number(self) -> int:
@@ -128,7 +130,10 @@ class Step:
         """Returns a minibatch of the given rollouts; by default, the whole step."""
         chosen = list(range(len(self.plan.rollouts))) if rollouts is None else rollouts
         flow = self._flow
-        return Minibatch(self.plan.rollouts, chosen, self.groups, self.sequences, flow.ordinal, flow.rank, flow.ranks)
+        planned = self.plan.rollouts
+        return Minibatch(
+            planned, chosen, self.groups, self.sequences, flow.ordinal, flow.rank, flow.ranks, self.columns
+        )
 
     def sequences(self, rollout: int) -> list[TokenSequence]:
         """Reads the policy's sequences of a rollout, by its index in the plan.
@@ -210,6 +215,7 @@ class Step:
         commit = Commit(
             step=self.number,
             plan=self._digest,
+            columns=flow.files.columns_digest(self.number) if self.columns else "",
             checkpoint=where,
             weights=current(flow.run, flow.policy).version,
             trainer=flow.trainer,

@@ -139,3 +139,17 @@ def test_minibatches_are_of_whole_groups() -> None:
     shuffled = split(groups, 2, np.random.default_rng(1))
     assert sorted(index for part in shuffled for index in part) == list(range(6))
     assert shuffled == split(groups, 2, np.random.default_rng(1))
+
+
+def test_columns_and_advantages_follow_their_tokens() -> None:
+    sequences = [sequence(5, 2), sequence(3, 1)]
+    rollout = planned(0, sequences)
+    rollout.advantages, rollout.turns = [2.0, 3.0], [(0, 3, 4), (1, 2, 3)]
+    columns = {"teacher": [[np.arange(5, dtype=np.float32), 10 + np.arange(3, dtype=np.float32)]]}
+    found = Minibatch([rollout], [0], [0], lambda index: sequences, lambda v: v, columns=columns)
+    (batch,) = found.microbatches(8)
+    assert batch.columns["teacher"].tolist() == [0, 1, 2, 3, 4, 10, 11, 12]
+    assert batch.advantages.tolist() == [0, 0, 0, 2, 0, 0, 0, 3]
+    rollout.turns = []
+    (batch,) = found.microbatches(8)
+    assert batch.advantages.tolist() == [0, 0, 0, 2, 2, 0, 0, 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megaflow_hpc.errors import ConfigError, LedgerError
@@ -98,3 +99,48 @@ def test_a_plan_of_a_later_version_is_refused(files: TrainingFiles) -> None:
     files.claim(1, StepPlan(step=1, version=0, seed=[], format_version=99))
     with pytest.raises(ConfigError, match="later version"):
         files.read(StepPlan, 1)
+
+
+def columned(files: TrainingFiles) -> StepPlan:
+    """A plan of two rollouts with 3 and 2 + 1 tokens, and its columns: those of one sequence are missing."""
+    rollouts = [
+        PlannedRollout(id=f"a/default/{n}", task="a", group="a/default", place=RecordPlace("", 0), lengths=lengths)
+        for n, lengths in enumerate(([3], [2, 1]))
+    ]
+    plan = files.claim(7, StepPlan(step=7, version=1, seed=[], rollouts=rollouts))
+    values = {(0, 0): np.array([1, 2, 3], np.float32), (1, 1): np.array([4], np.float32)}
+    files.claim_columns(plan, {"teacher": values})
+    return plan
+
+
+def test_columns_come_back_as_they_were_first_claimed(files: TrainingFiles) -> None:
+    plan = columned(files)
+    digest = files.columns_digest(7)
+    files.claim_columns(plan, {"teacher": {}})
+    assert files.columns_digest(7) == digest
+    found = {name: [[s.tolist() for s in r] for r in rows] for name, rows in files.columns(plan).items()}
+    assert found == {"teacher": [[[1, 2, 3]], [[0, 0], [4]]]}
+    amended = StepPlan(step=7, version=1, seed=[], rollouts=plan.rollouts[1:])
+    assert [s.tolist() for s in files.columns(amended)["teacher"][0]] == [[0, 0], [4]]
+    files.prune_columns(6)
+    assert files.columns_file(7).exists()
+    files.prune_columns(7)
+    with pytest.raises(ConfigError, match=r"000007\.npz: cannot be read .*; remove it, and it is computed again"):
+        files.columns(plan)
+
+
+def test_damaged_columns_and_those_of_another_plan_are_refused(files: TrainingFiles) -> None:
+    plan, path = columned(files), files.columns_file(7)
+    whole = path.read_bytes()
+    other = files.claim(8, StepPlan(step=8, version=1, seed=[], rollouts=plan.rollouts))
+    files.columns_file(8).write_bytes(whole)
+    with pytest.raises(ConfigError, match="it belongs to another plan"):
+        files.columns(other)
+    for damaged in (b"", whole[:100], b"\x80\x04K\x01."):  # the last is a pickle
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            files.columns(plan)
+    path.write_bytes(whole)
+    plan.rollouts[0].lengths = [4]
+    with pytest.raises(ConfigError, match="it has other rollouts or other numbers of tokens"):
+        files.columns(plan)

@@ -85,6 +85,9 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
     """
     settings, config = flow.settings, flow.config
     loss, optimizer = settings.loss, settings.optimizer
+    kinds = (loss.kind, settings.importance, optimizer.schedule)
+    if own := [kind for kind in kinds if kind is not None and not isinstance(kind, str)]:
+        raise ConfigError(f"training: TRL cannot call {own[0]}; use this package's trainer, or a built-in kind")
     if loss.kind not in LOSSES:
         raise ConfigError(f"training: TRL has no loss {loss.kind!r}; it has {', '.join(sorted(LOSSES))}")
     if "max_steps" not in others:
@@ -165,7 +168,9 @@ class DataflowTrainer(GRPOTrainer):
             )
         self.current_gradient_accumulation_steps = 1  # normally set by ``train``
         self._flow = flow
-        self._correction = Loss("dapo", importance=flow.settings.engine_importance, truncate=flow.settings.truncate)
+        importance = flow.settings.engine_importance
+        assert isinstance(importance, str)  # `arguments` refuses functions
+        self._correction = Loss("dapo", importance=importance, truncate=flow.settings.truncate)
         self._proximal: dict[tuple[int, bytes], Any] = {}
         self._stream = self._minibatches()
         self.add_callback(_AfterStep(self))

@@ -36,9 +36,12 @@ from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weight_source import why_not_served
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.gpu_turns import GpuTurns
+from megaflow_hpc.training.methods import guarded
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
+from megaflow_hpc.training.staleness import ASYNCHRONOUS_BATCHES
 from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step, UnreadableRollout
 from megaflow_hpc.training.trainer import checkpoint, losses, probe
+from megaflow_hpc.training.trainer.columns import columns_of
 from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
 from megaflow_hpc.training.trainer.model import ProcessGroup, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
@@ -103,10 +106,10 @@ class TrainingLoop:
         self.optimizer = Optimizer(self.policy, **options)
         loss = settings.loss
         self.loss = losses.Loss(
-            kind=loss.kind,
+            kind=_function(loss.kind),
             clip=loss.band,
             entropy=loss.entropy,
-            importance=settings.engine_importance,
+            importance=_function(settings.engine_importance),
             truncate=settings.truncate,
             length=loss.length,
         )
@@ -192,6 +195,7 @@ class TrainingLoop:
         if self.ranks.first:
             self.flow.add_checkpoint(saving.step, path)
             checkpoint.prune(self.flow.files.checkpoints, KEPT_CHECKPOINTS, path)
+            self.flow.files.prune_columns(min(int(kept.name) for kept in path.parent.glob("[0-9]*")))
 
     def _planned(self) -> Iterator[Step]:
         steps = self.flow.steps()
@@ -219,10 +223,17 @@ class TrainingLoop:
                 self.ranks.barrier()
             self._turns.give()
 
+    @property
+    def _kept_versions(self) -> int:
+        """Number of weight versions to keep. Columns may need each version that sampled a step's tokens."""
+        bound = self.flow.config.staleness
+        ahead = ASYNCHRONOUS_BATCHES if bound is None else bound
+        return max(KEPT_VERSIONS, ahead + 2) if self.flow.settings.columns else KEPT_VERSIONS
+
     def _publish(self, step: Step) -> None:
         folder = self.flow.files.path / self.ranks.tell(f".export-{step.number}-{time.time_ns()}")
         checkpoint.export(folder, self.policy, self.ranks)
-        step.publish(folder, move=True, keep=KEPT_VERSIONS)
+        step.publish(folder, move=True, keep=self._kept_versions)
         self.ranks.barrier()
 
     # --- one step ---
@@ -299,6 +310,10 @@ class TrainingLoop:
             )
 
     def _train(self, step: Step, clock: StageClock) -> dict[str, float]:
+        columns = self.flow.settings.columns
+        if columns:
+            with clock("columns"):
+                step.columns = columns_of(self.flow, step, columns, self.policy, self.ranks)
         minibatches = [minibatch for minibatch in step.minibatches() if minibatch.tokens]
         several = len(minibatches) > 1 or self.loss.kind == "m2po"
         proximal = self._judge(step, clock) if several else None
@@ -423,7 +438,11 @@ class TrainingLoop:
         offsets = torch.tensor([0, 1]) if empty else torch.from_numpy(batch.offsets)
         counts = torch.zeros(1, dtype=torch.int64) if empty else torch.from_numpy(batch.rollout_tokens)
         offsets, counts, proximal = (a.to(device) for a in (offsets, counts, proximal))
-        return losses.Tokens(offsets, mask.bool(), proximal, engine, advantages, weights, counts)
+        columns = {
+            name: torch.from_numpy(np.zeros(1, np.float32) if empty else values).to(device)
+            for name, values in batch.columns.items()
+        }
+        return losses.Tokens(offsets, mask.bool(), proximal, engine, advantages, weights, counts, columns)
 
     def _known(self, batch: MicroBatch, proximal: Proximal | None) -> Any:
         """Looks up the proximal log-probabilities (T) of a micro-batch."""
@@ -449,3 +468,8 @@ def _sequences(batch: MicroBatch) -> Iterator[tuple[tuple[int, bytes], slice]]:
         batch.sequence_keys(), batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True
     ):
         yield key, slice(begin, end)
+
+
+def _function(kind: Any) -> Any:
+    """Returns the function of a method of the user's, and names of built-in kinds as they are."""
+    return guarded(kind) if isinstance(kind, Method) else kind

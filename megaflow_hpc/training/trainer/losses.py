@@ -181,7 +181,7 @@ def policy_loss(
     held = new.detach()
     statistics = _statistics(batch, held, entropies.detach(), truncated)
     if not callable(loss.kind):
-        share, sums = _surrogate(loss, new, batch, totals, limit)
+        share, sums = surrogate(loss, new, batch, totals, limit)
         statistics |= sums
     elif mask.any():
         share, sums = _checked(loss.kind, loss.kind(new, entropies, batch, totals))
@@ -336,8 +336,8 @@ def _zeroed(mask: Tensor, values: Tensor) -> Tensor:
     return torch.where(mask, values, torch.zeros_like(values))
 
 
-def _surrogate(
-    loss: Loss, new: Tensor, batch: Tokens, totals: Totals, limit: float
+def surrogate(
+    loss: Loss, new: Tensor, batch: Tokens, totals: Totals, limit: float = math.inf
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a kind in the module's table, and how many tokens are clipped.
 

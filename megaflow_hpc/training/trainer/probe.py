@@ -8,11 +8,13 @@ its first step.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes
 from megaflow_hpc.training.algorithms import Prompts, advantages
 from megaflow_hpc.training.algorithms.filters import by_method
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, TurnTokens
-from megaflow_hpc.training.methods import call, digests, methods_of, numbers, resolve
+from megaflow_hpc.training.methods import call, digests, guarded, methods_of, numbers, resolve, wrong
 
 
 def check(training: TrainingConfig) -> None:
@@ -76,7 +78,65 @@ def _schedule(method: Method, policy: PolicyTraining) -> None:
     scheduled(method, 1, 10, policy.optimizer.lr, {"effective": 1.0, "loss": 0.0, "entropy": 1.0, "kl": 0.0})
 
 
-OF_POLICY: dict[str, Callable[[Method, PolicyTraining], None]] = {"advantage": _advantage, "optimizer": _schedule}
+def _loss(method: Method, policy: PolicyTraining) -> None:
+    from megaflow_hpc.training.trainer import losses
+
+    _try_loss(losses.Loss(kind=guarded(method), entropy=policy.loss.entropy, importance="token"), method, policy)
+
+
+def _importance(method: Method, policy: PolicyTraining) -> None:
+    from megaflow_hpc.training.trainer import losses
+
+    _try_loss(losses.Loss("dapo", importance=guarded(method), truncate=policy.truncate), method, policy)
+
+
+def _try_loss(loss: Any, method: Method, policy: PolicyTraining) -> None:
+    """Computes a loss and its gradient on two sequences of 5 and 4 tokens."""
+    import torch  # type: ignore[import-not-found]
+
+    from megaflow_hpc.training.trainer import losses
+
+    random = np.random.default_rng(0)
+    values = [torch.from_numpy(-2 * random.random(9).astype(np.float32)) for _ in range(3 + len(policy.columns))]
+    new, proximal, engine = (value.requires_grad_(number == 0) for number, value in enumerate(values[:3]))
+    batch = losses.Tokens(
+        offsets=torch.tensor([0, 5, 9]),
+        mask=torch.tensor([0, 0, 1, 1, 1, 0, 1, 0, 1]).bool(),
+        proximal=proximal,
+        engine=engine,
+        advantages=torch.tensor([1.0] * 5 + [-0.5] * 4),
+        weights=torch.ones(9),
+        rollout_tokens=torch.tensor([3, 2]),
+        columns=dict(zip(policy.columns, values[3:], strict=True)),
+    )
+    share, _ = losses.policy_loss(loss, new, new.detach().abs(), batch, Example())
+    share.backward()
+    numbers(method, float(share.detach()), [()], "the loss")
+    numbers(method, new.grad.numpy(), [(9,)], "the gradient of the loss")
+
+
+class Example:
+    """Counts of the minibatch on which losses are tried."""
+
+    tokens, sequences, samples = 5, 2, 2
+
+
+def _column(method: Method, policy: PolicyTraining) -> None:
+    """A column may need models or a server, so only its arguments are checked."""
+    function = resolve(method)
+    try:
+        inspect.signature(function).bind([], None)
+    except TypeError as error:
+        raise wrong(method, f"cannot be called ({error})", "function(sequences, models, **args)") from None
+
+
+OF_POLICY: dict[str, Callable[[Method, PolicyTraining], None]] = {
+    "advantage": _advantage,
+    "optimizer": _schedule,
+    "loss": _loss,
+    "importance": _importance,
+    "columns": _column,
+}
 """First part of a policy's key → how to try its function."""
 
 

@@ -1,0 +1,116 @@
+"""Methods from papers, written like a user's own: advantages, data steps, a choice of prompts and a learning rate.
+
+The campaign file names them as ``megaflow_hpc.training.recipes:NAME``. docs/how-to/methods.md lists them with their
+keys. Losses, importance weights and columns are in :mod:`megaflow_hpc.training.trainer.recipes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megaflow_hpc.training.algorithms.prompts import TaskStatistics
+from megaflow_hpc.training.algorithms.samples import SampleGroup
+
+
+def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[str, list[float]]:
+    """Advantage of each turn: its return minus the mean return of the group's rollouts at the same turn.
+
+    The return of turn t is the sum over s ≥ t of ``discount``^(s − t) × the reward of turn s. The rollout's reward is
+    added to that of its last turn. A turn that only one rollout reached has advantage 0. The return is that of
+    REINFORCE (Williams 1992; Sutton and Barto 2018, section 13.3); turn-level credit for agents is by Zeng et al. 2025,
+    arXiv 2505.11821.
+    """
+    advantages: dict[str, list[float]] = {}
+    for group in groups:
+        returns: dict[str, list[float]] = {}
+        for sample in group.samples:
+            rewards = list(sample.turn_rewards) or [0.0]
+            rewards[-1] += sample.reward
+            for turn in reversed(range(len(rewards) - 1)):
+                rewards[turn] += discount * rewards[turn + 1]
+            returns[sample.id] = rewards
+        longest = max(map(len, returns.values()))
+        reached = [[own[turn] for own in returns.values() if turn < len(own)] for turn in range(longest)]
+        means = [math.fsum(values) / len(values) for values in reached]
+        advantages |= {id: [value - means[turn] for turn, value in enumerate(own)] for id, own in returns.items()}
+    return advantages
+
+
+def passed(groups: Sequence[SampleGroup], threshold: float = 1.0) -> dict[str, float]:
+    """Advantage 1 for rollouts with at least a reward of ``threshold``, else 0: rejection-sampling fine-tuning.
+
+    With ``loss.kind: megaflow_hpc.training.trainer.recipes:likelihood`` it trains on the passed rollouts as on
+    demonstrations (Yuan et al. 2023, RFT, arXiv 2308.01825; Dong et al. 2023, RAFT, arXiv 2304.06767).
+    """
+    return {s.id: float(s.reward >= threshold) for group in groups for s in group.samples}
+
+
+def pairs(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Advantage 1 for a group's best rollout, −1 for its worst and 0 for the others: a preference pair for DPO.
+
+    Among equal rewards, the first counts. A group with equal rewards gives no pair (Rafailov et al. 2023, DPO, arXiv
+    2305.18290).
+    """
+    advantages = {s.id: 0.0 for group in groups for s in group.samples}
+    for group in groups:
+        best = max(group.samples, key=lambda sample: sample.reward)
+        worst = min(group.samples, key=lambda sample: sample.reward)
+        if best.reward > worst.reward:
+            advantages |= {best.id: 1.0, worst.id: -1.0}
+    return advantages
+
+
+def by_duration(
+    groups: Sequence[SampleGroup], version: int, random: np.random.Generator, cap: float = 4.0
+) -> list[SampleGroup]:
+    """Weights each rollout by its duration / the mean duration of the step, at most ``cap``.
+
+    With a bound on age, or a time limit, short rollouts arrive more often than long ones, in proportion to
+    1 / duration. Weighting by the inverse of the chance to be included removes this bias (Horvitz and Thompson 1952).
+    Rollouts of unknown duration keep weight 1.
+    """
+    known = [sample.agent_s for group in groups for sample in group.samples if sample.agent_s > 0]
+    mean = math.fsum(known) / len(known) if known else 1.0
+
+    def weighted(group: SampleGroup) -> SampleGroup:
+        factors = [min(s.agent_s / mean, cap) if s.agent_s > 0 else 1.0 for s in group.samples]
+        samples = zip(group.samples, factors, strict=True)
+        return group.only(tuple(replace(s, weight=s.weight * factor) for s, factor in samples))
+
+    return [weighted(group) for group in groups]
+
+
+def uncertain(
+    tasks: Sequence[str], count: int, statistics: Mapping[str, TaskStatistics], random: np.random.Generator
+) -> list[str]:
+    """Requests more groups of tasks with uncertain outcome: in proportion to p (1 − p), p the recent pass rate.
+
+    Shares of ``count`` are rounded down; the remaining groups go to the largest remainders, in random order if equal.
+    Tasks without a rollout have p = 1/2. A task with p 0 or 1 counts as 0.01, so that it comes again. p (1 − p) is the
+    variance of a pass, to which the variance of GRPO's gradient is proportional; giving more rollouts to such tasks is
+    the idea of Knapsack RL (Li et al. 2025, arXiv 2509.25849), whose allocation solves a knapsack instead.
+    """
+    rates = np.array([statistics[task].recent if task in statistics else 0.5 for task in tasks])
+    share = np.maximum(rates * (1 - rates), 0.01)
+    share *= count / share.sum()
+    groups = np.floor(share).astype(int)
+    order = random.permutation(len(tasks))
+    rest = order[np.argsort(-(share - groups)[order], kind="stable")][: count - groups.sum()]
+    np.add.at(groups, rest, 1)
+    return [task for task, times in zip(tasks, groups.tolist(), strict=True) for _ in range(times)]
+
+
+def by_effective_size(
+    step: int, steps: int, lr: float, metrics: Mapping[str, float], power: float = 0.5, floor: float = 0.1
+) -> float:
+    """Learning rate × (effective sample size / number of tokens)^``power``, at least ``floor`` of the rate.
+
+    The effective sample size of importance weights w is (Σ w)² / Σ w² (Kong 1992), here of new / engine over the tokens
+    of an update. Old rollouts lower it, and their gradient has a higher variance. The idea is VCPO's (arXiv
+    2602.17616); ``power`` and ``floor`` are settings of this function.
+    """
+    return lr * max(metrics.get("effective", 1.0) ** power, floor)

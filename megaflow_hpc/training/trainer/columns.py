@@ -1,0 +1,286 @@
+"""Columns: further values of each token of a step, which functions of the user's compute before its first update.
+
+Examples are the log-probabilities of a frozen reference, of an average of earlier weights, or of a teacher. A loss
+reads them as ``batch.columns[NAME]``. The columns of a step are stored next to its plan
+(:meth:`~megaflow_hpc.training.plan.TrainingFiles.claim_columns`). A repeated step reads them again, so it does not need
+the earlier weights, nor the teacher.
+
+A function is called on every rank as ``function(sequences, models, **args)`` with the rank's share of the step's
+sequences (:class:`ColumnSequence`). All rollouts of a group are on one rank. It returns one float array (L) for each
+sequence. Values of tokens that were not sampled are ignored. ``models`` (:class:`FrozenModels`) loads earlier weights.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch  # type: ignore[import-not-found]
+from numpy.typing import NDArray
+
+from megaflow_hpc.config.sections import Method
+from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.host.atomic import fsync_tree, make_directory
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.rundir.weight_source import base_of
+from megaflow_hpc.rundir.weights import versions
+from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.methods import call, numbers, wrong
+from megaflow_hpc.training.microbatch import token_advantages
+from megaflow_hpc.training.plan import BySequence, Columns
+from megaflow_hpc.training.step import Step
+from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load
+
+KEPT_AVERAGES = 3
+"""Number of recent averages of the weights to keep. The next one is computed from the newest."""
+
+
+@dataclass(frozen=True)
+class ColumnSequence:
+    """One sequence of L tokens of a step's rollouts."""
+
+    rollout: int
+    """Index of the rollout in the step."""
+    group: int
+    """Index of its group in the step."""
+    sequence: int
+    """Index of the sequence in the rollout."""
+    tokens: NDArray[np.int32]
+    """(L)"""
+    mask: NDArray[np.uint8]
+    """(L), 1 for tokens to train on."""
+    logprobs: NDArray[np.float32]
+    """(L), the engine's log-probabilities; 0 where the mask is 0."""
+    versions: NDArray[np.int32]
+    """(L), ordinals of the versions that sampled the tokens; -1 where the mask is 0."""
+    advantages: NDArray[np.float32]
+    """(L), 0 where the mask is 0."""
+
+
+class FrozenModels:
+    """Earlier weights of a policy, for the functions that compute columns. Every rank must call each method equally
+    often, because ranks share the models.
+
+    Attributes:
+        base: model directory from which training started.
+        newest: ordinal of the weights at the beginning of the step.
+        versions: ordinals of all versions that sampled tokens of the step, on any rank.
+    """
+
+    def __init__(self, flow: Dataflow, policy: PolicyModel, ranks: ProcessGroup, step: Step, sampled: set[int]) -> None:
+        self._flow, self._policy, self._ranks = flow, policy, ranks
+        self.base, self.newest = policy.source, step.plan.version
+        self.versions = tuple(sorted({version for part in ranks.gather(sampled) for version in part}))
+
+    def folder(self, version: int) -> Path:
+        """Returns the model directory of a version by its ordinal; 0 is the base.
+
+        Raises:
+            ConfigError: the version was removed, or consists of an adapter or a delta.
+        """
+        if version == 0:
+            return self.base
+        kept = {v.ordinal: v for v in versions(self._flow.run, self._flow.policy)}
+        if version not in kept:
+            raise ConfigError(
+                f"{self._flow.run}: version {version} of {self._flow.policy} is no longer stored (there are "
+                f"{', '.join(map(str, kept)) or 'none'}); drop older rollouts, by data: [{{staleness: 1}}]"
+            )
+        folder = Path(kept[version].path)
+        if kept[version].adapter or base_of(folder) is not None:
+            raise ConfigError(f"{folder}: columns need whole versions; leave lora and publish_delta out")
+        return folder
+
+    def logprobs(self, folder: Path | None, sequences: Sequence[ColumnSequence]) -> list[NDArray[np.float32]]:
+        """Returns log-probabilities of sampled tokens under a model; 0 for other tokens.
+
+        Args:
+            folder: a model directory; ``None`` for the policy as it is before the step.
+            sequences: sequences of this rank.
+        """
+        settings = self._flow.settings
+        model = self._policy if folder is None else load(folder, settings.dtype).share(self._ranks)
+        model.temperature = self._flow.temperature
+        packed = list(_packed(sequences, settings.microbatch))
+        rounds = max(self._ranks.gather(len(packed)))
+        found: dict[int, NDArray[np.float32]] = {}
+        with torch.no_grad():
+            for row in [*packed, *[[]] * (rounds - len(packed))]:
+                values = model(*self._row([sequences[n] for n in row]))[0].float().cpu().numpy()
+                cuts = np.cumsum([len(sequences[n].tokens) for n in row])[:-1]
+                found |= dict(zip(row, np.split(values, cuts), strict=False))
+        del model
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return [found[number] for number in range(len(sequences))]
+
+    def _row(self, sequences: Sequence[ColumnSequence]) -> tuple[Any, Any, list[int], Any]:
+        """Returns a model's inputs. For no sequence, that is a single token to ignore."""
+        device = self._ranks.device
+        if not sequences:
+            nothing = torch.zeros(1, dtype=torch.int64, device=device)
+            return nothing, nothing, [0, 1], nothing[:0]
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        tokens = np.concatenate([sequence.tokens for sequence in sequences])
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        where = np.concatenate([sequence.mask for sequence in sequences]).nonzero()[0]
+        offsets = [0, *np.cumsum(lengths).tolist()]
+        tensors = (torch.from_numpy(a.astype(np.int64)).to(device) for a in (tokens, positions, where))
+        tokens, positions, where = tensors
+        return tokens, positions, offsets, where
+
+    def average(self, decay: float) -> Path:
+        """Returns a model directory with the exponentially weighted mean of all versions, in float32.
+
+        The mean after version n is ``decay`` × the mean after version n − 1 + (1 − ``decay``) × version n; it begins
+        with the base.
+        """
+        failure = ""
+        if self._ranks.first and self.newest:
+            try:
+                self._write_averages(decay)
+            except MegaflowError as error:
+                failure = str(error)
+        if failure := self._ranks.tell(failure):
+            raise ConfigError(failure)
+        return self._average_folder(decay, self.newest) if self.newest else self.base
+
+    def _average_folder(self, decay: float, version: int) -> Path:
+        return self._flow.files.path / "averages" / f"{decay:g}-{version}"
+
+    def _write_averages(self, decay: float) -> None:
+        """Writes the mean after the newest version, from the last one that is stored."""
+        folder = self._average_folder(decay, self.newest).parent
+        make_directory(folder)
+        for left in folder.glob(".[0-9]*"):
+            remove_tree(left, ignore_errors=True)
+        stored = {int(path.name.rpartition("-")[2]): path for path in folder.glob(f"{decay:g}-[0-9]*")}
+        before = max((version for version in stored if version <= self.newest), default=0)
+        mean = stored.get(before, self.base)
+        for version in range(before + 1, self.newest + 1):
+            staged = folder / f".{version}-{secrets.token_hex(4)}"
+            _average(mean, self.folder(version), decay, staged)
+            mean = self._average_folder(decay, version)
+            staged.rename(mean)
+            stored[version] = mean
+        for version in sorted(stored)[:-KEPT_AVERAGES]:
+            remove_tree(stored[version], ignore_errors=True)
+
+
+def _average(mean: Path, version: Path, decay: float, target: Path) -> None:
+    """Writes ``decay`` × ``mean`` + (1 − ``decay``) × ``version``, one file of the version after the other."""
+    from safetensors import safe_open  # type: ignore[import-not-found]
+    from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
+
+    make_directory(target)
+    homes: dict[str, Path] = {}
+    for path in sorted(mean.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            homes |= dict.fromkeys(file.keys(), path)
+    for path in sorted(version.glob("*.safetensors")):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            with safe_open(homes[name], "pt") as file:
+                tensors[name] = file.get_tensor(name).float().mul(decay).add(tensor.float(), alpha=1 - decay)
+        save_file(tensors, target / path.name, {"format": "pt"})
+    for path in version.glob("*.json"):
+        shutil.copyfile(path, target / path.name)
+    fsync_tree(target)
+
+
+def columns_of(
+    flow: Dataflow, step: Step, methods: dict[str, Method], policy: PolicyModel, ranks: ProcessGroup
+) -> Columns:
+    """Returns name → values of each sequence of each rollout of a step. Computes them unless they are stored.
+
+    Raises:
+        ConfigError: a function failed on some rank, or returned something else than its contract says.
+    """
+    if not methods:
+        return {}
+    if not ranks.tell(flow.files.columns_file(step.number).exists()):
+        mine = list(sequences_of(flow, step))
+        sampled = {int(v) for s in mine for v in np.unique(s.versions[s.mask == 1])}
+        models = FrozenModels(flow, policy, ranks, step, sampled)
+        computed: dict[str, BySequence] = {}
+        for name, method in methods.items():
+            everywhere = ranks.gather(_tried(method, mine, models))
+            if failure := next((part for part in everywhere if isinstance(part, str)), ""):
+                raise ConfigError(failure)
+            computed[name] = {key: value for part in everywhere for key, value in part.items()}
+        if ranks.first:
+            flow.files.claim_columns(step.plan, computed)
+        ranks.barrier()
+    stored = flow.files.columns(step.plan)
+    if stored.keys() != methods.keys():
+        raise ConfigError(
+            f"{flow.files.columns_file(step.number)}: has the columns {', '.join(stored)}, expected "
+            f"{', '.join(methods)}; remove the file, and they are computed again"
+        )
+    return stored
+
+
+def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
+    """Yields this rank's sequences with tokens to train on."""
+    for index, rollout in enumerate(step.plan.rollouts):
+        if not rollout.weight or step.groups[index] % flow.ranks != flow.rank:
+            continue
+        for number, sequence in enumerate(step.sequences(index)):
+            mask = np.frombuffer(sequence.loss_mask, np.uint8)
+            if not mask.any():
+                continue
+            found, inverse = np.unique(np.frombuffer(sequence.weight_versions, np.int32), return_inverse=True)
+            ordinals = np.array([flow.ordinal(v) if v >= 0 else -1 for v in found.tolist()], np.int32)[inverse]
+            advantages = token_advantages(rollout, number, len(mask))
+            yield ColumnSequence(
+                rollout=index,
+                group=step.groups[index],
+                sequence=number,
+                tokens=np.frombuffer(sequence.tokens, np.int32),
+                mask=mask,
+                logprobs=np.where(mask == 1, np.frombuffer(sequence.logprobs, np.float32), np.float32(0)),
+                versions=np.where(mask == 1, ordinals, np.int32(-1)),
+                advantages=np.where(mask == 1, advantages, np.float32(0)),
+            )
+
+
+def _tried(method: Method, sequences: Sequence[ColumnSequence], models: FrozenModels) -> Any:
+    """Returns the values, or the error as text: a rank that stops alone would leave the others waiting."""
+    try:
+        return _call(method, sequences, models)
+    except MegaflowError as error:
+        return str(error)
+
+
+def _call(method: Method, sequences: Sequence[ColumnSequence], models: FrozenModels) -> BySequence:
+    returned = call(method, sequences, models)
+    if not isinstance(returned, list | tuple) or len(returned) != len(sequences):
+        count = f" of {len(returned)}" if isinstance(returned, list | tuple) else ""
+        raise wrong(method, f"returned {type(returned).__name__}{count}", f"a list of {len(sequences)} arrays")
+    found = {}
+    for s, value in zip(sequences, returned, strict=True):
+        array = np.asarray(value)
+        if array.shape == s.mask.shape and array.dtype.kind == "f":
+            array = np.where(s.mask == 1, array, array.dtype.type(0))
+        what = f"the column of sequence {s.sequence} of rollout {s.rollout}"
+        found[s.rollout, s.sequence] = numbers(method, array, [s.mask.shape], what)
+    return found
+
+
+def _packed(sequences: Sequence[ColumnSequence], tokens: int) -> Iterator[list[int]]:
+    """Yields indices of sequences that fit in one forward pass together."""
+    row: list[int] = []
+    room = tokens
+    for number, sequence in enumerate(sequences):
+        if row and len(sequence.tokens) > room:
+            yield row
+            row, room = [], tokens
+        row.append(number)
+        room -= len(sequence.tokens)
+    if row:
+        yield row

@@ -1,0 +1,229 @@
+"""Losses, importance weights and columns from papers, written like a user's own.
+
+The campaign file names them as ``megaflow_hpc.training.trainer.recipes:NAME``. docs/how-to/methods.md lists them with
+their keys. The formulas use p for the policy that is trained, q for the engine's probabilities and A for the advantage.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch  # type: ignore[import-not-found]
+from numpy.typing import NDArray
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.trainer.columns import ColumnSequence, FrozenModels
+from megaflow_hpc.training.trainer.losses import (
+    Loss,
+    Tokens,
+    Totals,
+    importance_weights,
+    mean_over_rollouts,
+    mean_over_tokens,
+    surrogate,
+)
+
+Values = list[NDArray[np.float32]]
+
+# --- losses ---
+
+
+def sapo(
+    new: Any, entropies: Any, batch: Tokens, totals: Totals, positive: float = 1.0, negative: float = 1.05
+) -> tuple[Any, dict[str, Any]]:
+    """Soft gate instead of a clip: −σ(τ (r − 1)) (4 / τ) A, averaged in each rollout, then over rollouts.
+
+    r is the ratio of new to proximal; τ is ``positive`` for A > 0 and ``negative`` otherwise. The gradient at r = 1 is
+    that of r A (Gao et al. 2025, SAPO, arXiv 2511.20347).
+    """
+    ratio = (new - batch.proximal).exp()
+    temperature = torch.where(batch.advantages > 0, positive, negative)
+    gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+    factors = batch.advantages * batch.importance * batch.weights * mean_over_rollouts(batch, totals)
+    return -(gate * factors).sum(), {}
+
+
+def kl_to_reference(
+    new: Any, entropies: Any, batch: Tokens, totals: Totals, beta: float = 0.001, column: str = "reference", **loss: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A built-in loss + ``beta`` × KL(policy, reference), averaged over tokens.
+
+    The KL is estimated as exp(d) − d − 1 with d = log reference − log p (k3: Schulman 2020,
+    joschu.net/blog/kl-approx.html; GRPO, arXiv 2402.03300, equation 4). ``loss`` are fields of :class:`Loss`, such as
+    ``kind``.
+    """
+    share, sums = surrogate(_loss(loss), new, batch, totals)
+    apart = torch.where(batch.mask, batch.columns[column] - new, torch.zeros_like(new))
+    penalty = apart.exp() - apart - 1
+    share = share + beta * (penalty * batch.weights).sum() * mean_over_tokens(totals)
+    return share, {**sums, "reference_kl": penalty.sum()}
+
+
+def decoupled(
+    new: Any, entropies: Any, batch: Tokens, totals: Totals, column: str = "average", **loss: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A built-in loss whose ratios are relative to a column instead of the policy before the step: PPO-EWMA.
+
+    With the column :func:`average`, the objective is that of Hilton et al. 2021, arXiv 2110.00641, section 3: the
+    importance weight is average / engine, and the clipped ratio new / average. ``loss`` are fields of :class:`Loss`.
+    """
+    return _weighted(_loss(loss), new, replace(batch, proximal=batch.columns[column]), totals)
+
+
+def exact_old(
+    new: Any, entropies: Any, batch: Tokens, totals: Totals, column: str = "old", **loss: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A built-in loss whose importance weights are relative to a column instead of the engine's probabilities.
+
+    With the column :func:`old`, they correct for the age of the weights alone, not for the engine's arithmetic
+    (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298). ``loss`` are fields of
+    :class:`Loss`.
+    """
+    return _weighted(_loss(loss), new, replace(batch, engine=batch.columns[column]), totals)
+
+
+def distill(
+    new: Any, entropies: Any, batch: Tokens, totals: Totals, column: str = "teacher"
+) -> tuple[Any, dict[str, Any]]:
+    """On-policy distillation: −r A, averaged over tokens, with A = log teacher − log proximal for each token.
+
+    Its gradient is that of the reverse KL(policy, teacher) at each sampled token. Rewards are not used (Agarwal et al.
+    2024, GKD, arXiv 2306.13649; Lu et al. 2025, On-Policy Distillation, thinkingmachines.ai).
+    """
+    apart = torch.where(batch.mask, batch.columns[column] - batch.proximal, torch.zeros_like(new))
+    ratio = (new - batch.proximal).exp()
+    factors = batch.importance * batch.weights * mean_over_tokens(totals)
+    return -(ratio * apart * factors).sum(), {"teacher_kl": -apart.sum()}
+
+
+def likelihood(new: Any, entropies: Any, batch: Tokens, totals: Totals) -> tuple[Any, dict[str, Any]]:
+    """−A log p, averaged over tokens: with A = 1, the loss of supervised fine-tuning."""
+    return -(new * batch.advantages * batch.weights).sum() * mean_over_tokens(totals), {}
+
+
+def dpo(
+    new: Any, entropies: Any, batch: Tokens, totals: Totals, beta: float = 0.1, column: str = "pairs"
+) -> tuple[Any, dict[str, Any]]:
+    """DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7), for the pairs of the advantage ``pairs``.
+
+    Its gradient is −``beta`` σ(−``beta`` m) (∇ log p(best) − ∇ log p(worst)), where m is how much more the policy
+    prefers the best rollout than the reference does: the column :func:`pairs`. m is that before the step, so the
+    gradient is exact if a step is one update. Divided by the number of rollouts with tokens.
+    """
+    slope = beta * torch.sigmoid(-beta * batch.columns[column]) * batch.advantages * batch.weights
+    paired = (batch.advantages != 0) & batch.mask
+    return -(slope * new).sum() / max(totals.samples, 1), {"margin": (batch.columns[column] * paired).sum()}
+
+
+def _loss(fields: dict[str, Any]) -> Loss:
+    return Loss(**{"kind": "dapo", "clip": (0.2, 0.28), **fields})
+
+
+def _weighted(loss: Loss, new: Any, batch: Tokens, totals: Totals) -> tuple[Any, dict[str, Any]]:
+    """Returns a built-in loss with importance weights of the batch as it is now."""
+    with torch.no_grad():
+        batch = replace(batch, importance=importance_weights(loss, batch)[0])
+    return surrogate(loss, new, batch, totals)
+
+
+# --- importance weights ---
+
+
+def icepop(batch: Tokens, truncate: float, low: float = 0.5) -> Any:
+    """Importance weights w = proximal / engine of tokens with ``low`` ≤ w ≤ ``truncate``, and 0 for the others.
+
+    The paper uses 0.5 and 5 (Ling team 2025, IcePop, arXiv 2510.18855).
+    """
+    weights = (batch.proximal - batch.engine).exp()
+    return torch.where((weights >= low) & (weights <= truncate), weights, torch.zeros_like(weights))
+
+
+def geometric(batch: Tokens, truncate: float) -> Any:
+    """One weight for each sequence: the geometric mean of its tokens' proximal / engine, at most ``truncate``.
+
+    Unlike their product, it does not grow with length. The mean is that of GSPO's ratio (arXiv 2507.18071, equation 7).
+    """
+    lengths = batch.offsets.diff()
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    zeros = torch.zeros(len(lengths), dtype=batch.proximal.dtype, device=lengths.device)
+    logs = torch.where(batch.mask, batch.proximal - batch.engine, torch.zeros_like(batch.proximal))
+    counts = zeros.index_add(0, owner, batch.mask.to(zeros.dtype)).clamp(min=1)
+    return (zeros.index_add(0, owner, logs) / counts).exp()[owner].clamp(max=truncate)
+
+
+# --- columns ---
+
+
+def reference(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
+    """Log-probabilities under the model from which training started."""
+    return models.logprobs(models.base, sequences)
+
+
+def average(sequences: Sequence[ColumnSequence], models: FrozenModels, decay: float = 0.9) -> Values:
+    """Log-probabilities under the exponentially weighted mean of all versions (PPO-EWMA, arXiv 2110.00641)."""
+    return models.logprobs(models.average(decay), sequences)
+
+
+def old(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
+    """Log-probabilities under the version that sampled each token, computed by the trainer."""
+    values = [np.zeros(len(s.tokens), np.float32) for s in sequences]
+    for version in models.versions:
+        for column, s, own in zip(values, sequences, models.logprobs(models.folder(version), sequences), strict=True):
+            column[s.versions == version] = own[s.versions == version]
+    return values
+
+
+def pairs(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
+    """For each token of a pair, how much more the policy prefers its best rollout than the reference does.
+
+    That is log p(best) − log p(worst) − log reference(best) + log reference(worst), summed over tokens.
+    """
+    here, there = models.logprobs(None, sequences), models.logprobs(models.base, sequences)
+    margins: dict[int, float] = {}
+    for s, new, frozen in zip(sequences, here, there, strict=True):
+        gain = float(np.sum(s.advantages * (new.astype(np.float64) - frozen)))
+        margins[s.group] = margins.get(s.group, 0.0) + gain
+    return [np.full(len(s.tokens), margins[s.group], np.float32) for s in sequences]
+
+
+def teacher(
+    sequences: Sequence[ColumnSequence], models: FrozenModels, url: str, model: str, timeout_s: float = 600
+) -> Values:
+    """Log-probabilities under another model, served by vLLM at ``url`` (http://HOST:PORT) as ``model``.
+
+    They are those of the prompt (``prompt_logprobs``), at temperature 1. The teacher must have the policy's tokenizer:
+    both must decode the first sequence's tokens to the same text.
+    """
+    from transformers import AutoTokenizer  # type: ignore[import-not-found]
+
+    def ask(path: str, **fields: Any) -> Any:
+        body = json.dumps({"model": model, **fields}).encode()
+        request = urllib.request.Request(f"{url}{path}", body, {"Content-Type": "application/json"})
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            return json.load(opener.open(request, timeout=timeout_s))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"teacher {url}: {path}: {error}; start it, and resume the training") from None
+
+    def judge(sequence: ColumnSequence) -> NDArray[np.float32]:
+        tokens = sequence.tokens.tolist()
+        answer = ask("/v1/completions", prompt=tokens, max_tokens=1, temperature=0, prompt_logprobs=0)
+        rows: list[Mapping[str, Any] | None] = answer["choices"][0]["prompt_logprobs"]
+        pairs = zip(tokens, rows, strict=True)
+        return np.array([row[str(token)]["logprob"] if row else 0.0 for token, row in pairs], np.float32)
+
+    if sequences:
+        tokens = sequences[0].tokens[:1024].tolist()
+        own = AutoTokenizer.from_pretrained(models.base, local_files_only=True, trust_remote_code=False)
+        if ask("/detokenize", tokens=tokens)["prompt"] != own.decode(tokens):
+            raise ConfigError(
+                f"teacher {url}: {model} has another tokenizer than {models.base}; choose another teacher"
+            )
+    with ThreadPoolExecutor(32) as pool:
+        return list(pool.map(judge, sequences))

@@ -1,0 +1,172 @@
+"""Trains a model on demonstrations before any rollout exists: supervised fine-tuning (SFT).
+
+    python -m megaflow_hpc.training.trainer.warm_start MODEL DEMONSTRATIONS.jsonl OUT --lr 1e-5 --epochs 2
+
+Run it in an environment with torch and transformers, or by torchrun on several GPUs. Each line of DEMONSTRATIONS is a
+conversation, {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}. The loss is the
+mean negative log-likelihood of the tokens in the assistant's messages. OUT is a model directory with the tokenizer of
+MODEL, for `model.path` of a campaign. A model without it seldom earns a reward by chance, and learns nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.texts import printable
+
+WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
+"""Endings of files that hold weights. Others are copied from MODEL."""
+Answer = tuple[list[int], int]
+"""Tokens of a conversation up to an assistant's message, and the number of tokens before that message."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m megaflow_hpc.training.trainer.warm_start",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("demonstrations", type=Path, metavar="DEMONSTRATIONS")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument(
+        "--lr", type=float, default=1e-5, help="learning rate at the start; it falls to 0 (default 1e-5)"
+    )
+    parser.add_argument("--epochs", type=int, default=1, help="passes over the demonstrations (default 1)")
+    parser.add_argument("--batch", type=int, default=32, help="messages in an update (default 32)")
+    parser.add_argument("--microbatch", type=int, default=32768, help="tokens in a forward pass (default 32768)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    arguments = parser.parse_args(argv)
+    try:
+        _train(arguments)
+    except MegaflowError as error:
+        print(printable(f"warm_start: {error}"), file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    if arguments.out.exists():
+        raise ConfigError(f"{arguments.out}: exists already; choose another name")
+    # Import after the check: torch takes seconds to load.
+    import torch  # type: ignore[import-not-found]
+
+    from megaflow_hpc.training.trainer import checkpoint
+    from megaflow_hpc.training.trainer.model import join, load
+    from megaflow_hpc.training.trainer.optimizer import Optimizer
+
+    ranks = join()
+    demonstrations = answers(arguments.model, arguments.demonstrations)
+    torch.manual_seed(0)
+    policy = load(arguments.model, arguments.dtype, recompute=True).share(ranks)
+    optimizer = Optimizer(policy, arguments.lr)
+    batches = [
+        batch for epoch in range(arguments.epochs) for batch in _shuffled(demonstrations, arguments.batch, epoch)
+    ]
+    for number, batch in enumerate(batches):
+        count = sum(len(tokens) - first for tokens, first in batch)
+        rows = list(_rows(batch[ranks.rank :: ranks.count], arguments.microbatch))
+        rows += [[]] * (max(ranks.gather(len(rows))) - len(rows))
+        total = 0.0
+        for row in rows:
+            logprobs = policy(*_inputs(row, ranks.device))[0]
+            loss = -logprobs.sum() / count
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step(arguments.lr * (1 - number / len(batches)))
+        if ranks.first:
+            print(json.dumps({"update": number + 1, "updates": len(batches), "loss": sum(ranks.gather(total))}))
+        else:
+            ranks.gather(total)
+    staged = arguments.out.absolute().with_name(f".{arguments.out.name}.{ranks.tell(os.getpid())}")
+    checkpoint.export(staged, policy, ranks)
+    if ranks.first:
+        for path in arguments.model.iterdir():
+            if path.is_file() and not path.name.endswith(WEIGHTS) and not (staged / path.name).exists():
+                shutil.copyfile(path, staged / path.name)
+        staged.rename(arguments.out)
+    ranks.leave()
+
+
+def answers(model: Path, demonstrations: Path) -> list[Answer]:
+    """Returns the assistant's messages, encoded by the model's chat template.
+
+    Raises:
+        ConfigError: a line is no conversation, or the template changes earlier messages when an answer is added.
+    """
+    from transformers import AutoTokenizer  # type: ignore[import-not-found]
+
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+
+    def encode(messages: Sequence[Any], prompt: bool) -> list[int]:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    found: list[Answer] = []
+    for number, line in enumerate(demonstrations.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            messages = json.loads(line)["messages"]
+            roles = [message["role"] for message in messages]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f'{demonstrations}:{number}: {error!r}; expected {{"messages": [{{"role": …}}]}}'
+            ) from None
+        for index in (i for i, role in enumerate(roles) if role == "assistant"):
+            before, whole = encode(messages[:index], True), encode(messages[: index + 1], False)
+            if whole[: len(before)] != before or len(whole) == len(before) or not before:
+                raise ConfigError(
+                    f"{demonstrations}:{number}: message {index}: the chat template of {model} does not add the answer "
+                    "to its prompt; leave thoughts out of the demonstrations, or use a template that keeps them"
+                )
+            found.append((whole, len(before)))
+    if not found:
+        raise ConfigError(f"{demonstrations}: has no message of an assistant; there is nothing to learn")
+    return found
+
+
+def _shuffled(demonstrations: Sequence[Answer], size: int, epoch: int) -> Iterator[list[Answer]]:
+    order = list(demonstrations)
+    random.Random(epoch).shuffle(order)
+    for first in range(0, len(order), size):
+        yield order[first : first + size]
+
+
+def _rows(batch: Sequence[Answer], most: int) -> Iterator[list[Answer]]:
+    """Yields answers that fit in one forward pass together."""
+    row: list[Answer] = []
+    for answer in batch:
+        if row and sum(len(tokens) for tokens, _ in [*row, answer]) > most:
+            yield row
+            row = []
+        row.append(answer)
+    if row:
+        yield row
+
+
+def _inputs(row: Sequence[Answer], device: Any) -> tuple[Any, Any, list[int], Any]:
+    """Returns a policy's inputs. For an empty row, that is a single token to ignore."""
+    import torch
+
+    tokens = [token for answer, _ in row for token in answer] or [0]
+    positions = [place for answer, _ in row for place in range(len(answer))] or [0]
+    offsets = [0]
+    where: list[int] = []
+    for answer, first in row:
+        where += range(offsets[-1] + first, offsets[-1] + len(answer))
+        offsets.append(offsets[-1] + len(answer))
+    tensors = (torch.tensor(values, dtype=torch.int64, device=device) for values in (tokens, positions, where))
+    tokens_, positions_, where_ = tensors
+    return tokens_, positions_, offsets if row else [0, 1], where_
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,86 @@
+"""Advantages, data steps, prompts and learning rates from papers, on cases computed by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megaflow_hpc.config.data_algorithms import PromptsConfig
+from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
+from megaflow_hpc.training.algorithms import Prompts, advantages, choose
+from megaflow_hpc.training.algorithms.prompts import TaskStatistics
+from megaflow_hpc.training.algorithms.samples import Sample, TurnTokens
+from megaflow_hpc.training.recipes import by_effective_size, pairs, passed, returns_to_go, uncertain
+from megaflow_hpc.training.trainer.probe import check, scheduled
+from tests.support.groups import group, sample
+
+HERE = "megaflow_hpc.training.recipes"
+
+
+def turned(index: int, reward: float, *turns: float) -> Sample:
+    """A sample whose turns have these rewards and one token each."""
+    spans = tuple(TurnTokens(call, 0, 2 * call + 1, 2 * call + 2) for call in range(len(turns)))
+    rewards = {f"turn.{call}": value for call, value in enumerate(turns)}
+    return sample("t/p", index, reward, turns=spans, rewards=rewards, tokens=len(turns))
+
+
+def test_returns_to_go() -> None:
+    both = group([]).only((turned(0, 1.0, 0.5, 0.0, 0.0), turned(1, 0.0, 0.0, 0.25)))
+    # returns: 0.5 + 0.5 · (0 + 0.5 · 1) = 0.75, 0.5, 1; and 0 + 0.5 · 0.25 = 0.125, 0.25
+    expected = {"t/p/0": [0.3125, 0.125, 0.0], "t/p/1": [-0.3125, -0.125]}
+    assert returns_to_go([both], discount=0.5) == expected
+    kind = {"name": f"{HERE}:returns_to_go", "args": {"discount": 0.5}}
+    found = advantages(PolicyTraining.model_validate({"advantage": {"kind": kind}}), [both])
+    assert {id: values.tolist() for id, (values, _) in found.items() if not isinstance(values, float)} == expected
+
+
+def test_passed_rollouts_are_demonstrations() -> None:
+    assert passed([group([1, 0.5, 0])]) == {"t/p/0": 1.0, "t/p/1": 0.0, "t/p/2": 0.0}
+    assert passed([group([1, 0.5])], threshold=0.5) == {"t/p/0": 1.0, "t/p/1": 1.0}
+
+
+def test_pairs_are_of_the_best_and_the_worst() -> None:
+    found = pairs([group([0, 1, 1, 0], "a/p"), group([1, 1], "b/p")])
+    assert found == {"a/p/0": -1.0, "a/p/1": 1.0, "a/p/2": 0.0, "a/p/3": 0.0, "b/p/0": 0.0, "b/p/1": 0.0}
+
+
+def test_long_rollouts_weigh_more() -> None:
+    rows = [sample("t/p", index, 1.0, agent_s=seconds) for index, seconds in enumerate((10.0, 50.0, 0.0, 15.0))]
+    method = {"method": {"name": f"{HERE}:by_duration", "args": {"cap": 1.5}}}
+    config = TrainingConfig.model_validate({"policies": {"default": {}}, "data": [method]})
+    found = choose(config, [group([]).only(tuple(rows))], version=0, want=1)
+    assert [s.weight for s in found.taken[0].samples] == [0.4, 1.5, 1.0, 0.6]  # of a mean of 25 s
+
+
+def test_uncertain_tasks_get_more_groups() -> None:
+    statistics = {task: TaskStatistics(recent=rate, tried=4) for task, rate in (("a", 0.5), ("b", 0.9), ("c", 1.0))}
+    # p (1 - p) = 0.25, 0.09, 0.01, and 0.25 for the new task d: of 12 groups 5, 1.8, 0.2 and 5
+    found = uncertain(["a", "b", "c", "d"], 12, statistics, np.random.default_rng(0))
+    assert {task: found.count(task) for task in "abcd"} == {"a": 5, "b": 2, "c": 0, "d": 5}
+    prompts = Prompts(PromptsConfig.model_validate({"order": f"{HERE}:uncertain"}))
+    state = prompts.learn({}, [group([1, 1], "a/p"), group([1, 0], "b/p")])
+    assert prompts.choose(["a", "b"], 4, state, np.random.default_rng(0))[0] == ["b"] * 4
+
+
+def test_the_learning_rate_follows_the_effective_sample_size() -> None:
+    # weights 1, 1, 4: (1 + 1 + 4)² / (1 + 1 + 16) = 2 of 3 tokens
+    assert by_effective_size(1, 10, 3e-6, {"effective": 2 / 3}, power=1.0) == pytest.approx(2e-6)
+    assert by_effective_size(1, 10, 1.0, {"effective": 0.25}) == 0.5
+    assert by_effective_size(1, 10, 1.0, {"effective": 1e-9}) == 0.1
+    assert by_effective_size(1, 10, 1.0, {}) == 1.0
+
+
+def test_all_are_functions_that_a_campaign_file_may_name() -> None:
+    for kind in ("returns_to_go", "passed", "pairs"):
+        check(TrainingConfig.model_validate({"policies": {"default": {"advantage": {"kind": f"{HERE}:{kind}"}}}}))
+    config = TrainingConfig.model_validate(
+        {
+            "policies": {"default": {"optimizer": {"schedule": f"{HERE}:by_effective_size"}}},
+            "data": [f"{HERE}:by_duration"],
+            "prompts": {"order": f"{HERE}:uncertain"},
+        }
+    )
+    check(config)
+    schedule = config.policies["default"].optimizer.schedule
+    assert not isinstance(schedule, str)
+    assert scheduled(schedule, 1, 10, 1.0, {"effective": 0.64}) == pytest.approx(0.8)
