@@ -127,8 +127,9 @@ class Step:
     def minibatch(self, rollouts: list[int] | None = None) -> Minibatch:
         """Returns a minibatch of the given rollouts; by default, the whole step."""
         chosen = list(range(len(self.plan.rollouts))) if rollouts is None else rollouts
-        flow = self._flow
-        return Minibatch(self.plan.rollouts, chosen, self.groups, self.sequences, flow.ordinal, flow.rank, flow.ranks)
+        flow, copies = self._flow, self._flow.settings.parallel.copies  # successive ranks have the same micro-batches
+        share = flow.rank // copies, max(flow.ranks // copies, 1)
+        return Minibatch(self.plan.rollouts, chosen, self.groups, self.sequences, flow.ordinal, *share)
 
     def sequences(self, rollout: int) -> list[TokenSequence]:
         """Reads the policy's sequences of a rollout, by its index in the plan.
