@@ -105,7 +105,6 @@ class Grid:
 
     Attributes:
         context: process group of the ranks that share a row, or ``None``.
-        place: index of this rank among them.
     """
 
     def __init__(self, layout: Layout, device_type: str) -> None:
@@ -120,11 +119,11 @@ class Grid:
         if layout.expert > 1:
             shape = (layout.replicas, layout.ranks // (layout.replicas * layout.expert), layout.expert)
             self.experts = init_device_mesh(device_type, shape, mesh_dim_names=("replicas", "shards", "expert"))
-        self.context, self.place = None, 0
+        self.context = None
         if layout.context > 1:
             shape = (layout.ranks // layout.copies, layout.context, layout.tensor)
-            mesh = init_device_mesh(device_type, shape, mesh_dim_names=("rows", "context", "tensor"))["context"]
-            self.context, self.place = mesh.get_group(), mesh.get_local_rank()
+            rows = init_device_mesh(device_type, shape, mesh_dim_names=("rows", "context", "tensor"))
+            self.context = rows["context"].get_group()
 
     def shard(self, policy: torch.nn.Module, causal: Any) -> None:
         """Divides the parameters of ``causal``, a part of ``policy``. They may be placeholders.
