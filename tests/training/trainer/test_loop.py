@@ -287,7 +287,8 @@ def main():
         ended = parameters(trainer)
         if ranks.first:
             one = result[f"metrics {name}"]
-            off = max(abs(a[key] - b[key]) for a, b in zip(metrics, one, strict=True) for key in ("entropy", "kl", "updates"))
+            pairs = [(a, b) for a, b in zip(metrics, one, strict=True)]
+            off = max(abs(a[key] - b[key]) for a, b in pairs for key in ("entropy", "kl", "updates"))
             result[f"shared {name}"] = [furthest(ended, ends[name]), off]
     ranks.leave()
     if ranks.first:

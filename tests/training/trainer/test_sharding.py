@@ -126,7 +126,7 @@ def case(result, ranks, name, model, parallel, lora=None):
     if ranks.first:
         one = start(ALONE, model, {}, lora)
         wanted = learn(one, ALONE)
-        result[name] = [abs(loss - wanted[0]) / abs(wanted[0]), distance(gradients, wanted[1]), abs(norm / wanted[2] - 1)]
+        result[name] = [abs(loss / wanted[0] - 1), distance(gradients, wanted[1]), abs(norm / wanted[2] - 1)]
         checkpoint.restore(there / "1", one, ALONE)  # of four ranks, by one
         result[f"{name}: read by one"] = all(torch.equal(now[n], t) for n, t in masters(one).items())
         result[f"{name}: moments"] = float(sum(s["exp_avg"].abs().sum() for s in one.adamw.state.values())) > 0
