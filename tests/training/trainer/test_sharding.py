@@ -134,6 +134,8 @@ def case(result, ranks, name, model, parallel, lora=None):
             result[f"{name}: as the source"] = kinds(model) == kinds(there / "export")
             read = masters(start(ALONE, there / "export", {}))
             result[f"{name}: exported"] = all(torch.equal(now[n], t) for n, t in read.items())
+        else:
+            result["adapter"] = as_peft_reads(there / "export", model, one.policy)
         learn(one, ALONE)
         checkpoint.save(there, 2, one, ALONE)
         now = masters(one)
@@ -144,6 +146,17 @@ def case(result, ranks, name, model, parallel, lora=None):
         result[f"{name}: read by four"] = all(torch.equal(now[n], t) for n, t in back.items())
         if lora is not None:
             result["adapters"] = sorted({n.split(".layers.1.")[1] for n in now if ".layers.1." in n})
+
+
+@torch.no_grad()
+def as_peft_reads(folder, model, policy):
+    """Largest difference of log-probabilities between a policy and its exported adapter."""
+    import peft
+    read = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(model), folder)
+    tokens = torch.arange(12) * 5
+    logits = read(input_ids=tokens[None]).logits[0]
+    wanted = torch.log_softmax(logits[:-1], -1).gather(-1, tokens[1:, None])[:, 0]
+    return float((policy(tokens, torch.arange(12), [0, 12], torch.arange(1, 12))[0][1:] - wanted).abs().max())
 
 
 def reading(result, ranks):
@@ -252,6 +265,7 @@ def test_an_optimizer_in_the_nodes_memory_takes_the_same_steps(found):
 def test_adapters_reach_fused_experts(found):
     assert any("mlp.experts" in name and "lora_A" in name for name in found["adapters"])
     assert any("self_attn.q_proj" in name for name in found["adapters"])
+    assert found["adapter"] <= 1e-5
 
 
 def test_a_layout_that_does_not_fit_the_model_or_the_ranks_is_refused(found):
