@@ -120,7 +120,7 @@ def case(result, ranks, name, model, parallel, lora=None):
     optimizer = start(ranks, model, parallel, lora)
     loss, gradients, norm = learn(optimizer, ranks, copies)
     there = Path(name)
-    checkpoint.save(there, 1, optimizer, ranks)
+    checkpoint.save(there, 1, optimizer, ranks).finish()
     checkpoint.export(there / "export", optimizer.policy, ranks)
     now = masters(optimizer)
     if ranks.first:
@@ -137,7 +137,7 @@ def case(result, ranks, name, model, parallel, lora=None):
         else:
             result["adapter"] = as_peft_reads(there / "export", model, one.policy)
         learn(one, ALONE)
-        checkpoint.save(there, 2, one, ALONE)
+        checkpoint.save(there, 2, one, ALONE).finish()
         now = masters(one)
     ranks.barrier()
     checkpoint.restore(there / "2", optimizer, ranks)  # of one rank, by four
