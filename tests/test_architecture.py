@@ -18,9 +18,9 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 199,
+    "campaign keys": 205,
     "environment variables": 28,
-    "modules": 522,
+    "modules": 524,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 10,
     "thousand tokens of agents": 12,
@@ -40,7 +40,7 @@ BUDGETS = {
     "thousand tokens of rundir": 27,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 37,
-    "thousand tokens of training": 51,
+    "thousand tokens of training": 55,
     "thousand tokens of trajectories": 47,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
@@ -140,7 +140,9 @@ HEAVY = {
         "training/bridges/trl.py",
         "training/dataset.py",
         "training/trainer/loop.py",
+        "training/trainer/attention.py",
         "training/trainer/losses.py",
+        "training/trainer/sharding.py",
         "training/trainer/metrics.py",
         "training/trainer/checkpoint.py",
         "training/trainer/columns.py",

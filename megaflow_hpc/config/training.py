@@ -42,6 +42,9 @@ class OptimizerConfig(Section):
     """Decoupled weight decay. Default: 0."""
     clip_norm: float | None = Field(1.0, gt=0)
     """Maximum gradient norm. Larger gradients are scaled down to it; null: no limit. Default: 1."""
+    offload: bool = False
+    """Keep float32 parameters, moments and gradients in the node's memory, and compute the optimizer step there. Needs
+    16 bytes per parameter there instead of on the GPU, and makes steps slower. Default: false."""
 
     def rate(self, step: int, steps: int) -> float:
         """Returns the learning rate of a step (from 1) out of ``steps``. A function of the user's starts from it."""
@@ -62,6 +65,27 @@ class LoraConfig(Section):
     """Scale of the adapters, before division by the rank. Default: 64."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the modules that get adapters. Default: ``all-linear``."""
+
+
+class ParallelConfig(Section):
+    """How the trainer's ranks, one for each GPU, divide the model and its rows. The default, FSDP over all ranks,
+    suits models whose rows fit one GPU. Replicas × context × tensor must divide the number of ranks."""
+
+    replicas: int = Field(1, ge=1)
+    """Number of groups of ranks that each store the whole model (HSDP). With one for each node, parameters are gathered
+    within nodes only. Default: 1."""
+    context: int = Field(1, ge=1)
+    """Number of ranks that share each row of tokens, for sequences that do not fit one GPU. Default: 1."""
+    tensor: int = Field(1, ge=1)
+    """Number of ranks that share the heads and features of each layer (tensor parallel). Default: 1."""
+    expert: int = Field(1, ge=1)
+    """Number of ranks that store different experts, to which tokens are sent (expert parallel). A multiple of
+    ``tensor``. Default: 1."""
+
+    @property
+    def copies(self) -> int:
+        """Number of successive ranks that compute the same micro-batch."""
+        return self.context * self.tensor
 
 
 class PolicyTraining(Section):
@@ -91,10 +115,19 @@ class PolicyTraining(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of the computation. Parameters and optimizer are always float32. Default: ``bfloat16``."""
     microbatch: int = Field(32768, ge=1)
-    """Maximum number of tokens, prompts included, in one forward pass on one GPU. A longer sequence gets its own
-    pass. If memory runs out, the trainer halves it. Default: 32768."""
+    """Maximum number of tokens, prompts included, in one forward pass on one GPU, or on all GPUs that share a row
+    (``parallel.context``). A longer sequence gets its own pass. If memory runs out, the trainer halves it.
+    Default: 32768."""
     recompute: bool = True
     """Recompute activations in the backward pass. Saves memory but slows down steps. Default: true."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How several GPUs divide the model."""
+
+    @model_validator(mode="after")
+    def _whole_adapters(self) -> PolicyTraining:
+        if self.lora and (self.parallel.tensor > 1 or self.parallel.expert > 1):
+            raise ValueError("parallel: adapters (lora) need tensor and expert 1; FSDP divides the base model")
+        return self
 
     @property
     def engine_importance(self) -> Literal["none", "token", "sequence"] | Method:

@@ -129,11 +129,10 @@ class Step:
     def minibatch(self, rollouts: list[int] | None = None) -> Minibatch:
         """Returns a minibatch of the given rollouts; by default, the whole step."""
         chosen = list(range(len(self.plan.rollouts))) if rollouts is None else rollouts
-        flow = self._flow
+        flow, copies = self._flow, self._flow.settings.parallel.copies  # successive ranks have the same micro-batches
+        share = flow.rank // copies, max(flow.ranks // copies, 1)
         planned = self.plan.rollouts
-        return Minibatch(
-            planned, chosen, self.groups, self.sequences, flow.ordinal, flow.rank, flow.ranks, self.columns
-        )
+        return Minibatch(planned, chosen, self.groups, self.sequences, flow.ordinal, *share, self.columns)
 
     def sequences(self, rollout: int) -> list[TokenSequence]:
         """Reads the policy's sequences of a rollout, by its index in the plan.

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaflow_hpc.training.microbatch import MicroBatch, Minibatch, split
+from megaflow_hpc.training.microbatch import EQUAL_LENGTH, MicroBatch, Minibatch, split
 from megaflow_hpc.training.plan import PlannedRollout, RecordPlace
 from megaflow_hpc.trajectory import TokenSequence
 
@@ -131,6 +131,17 @@ def test_every_sampled_token_is_on_one_rank_and_all_ranks_have_equally_many_pass
     wanted = sorted((i, len(s.tokens)) for i, own in enumerate(sequences) for s in own if sum(s.loss_mask))
     found = [(int(i), int(n)) for b in batches for i, n in zip(b.sample, np.diff(b.offsets), strict=True)]
     assert sorted(found) == wanted
+
+
+def test_ranks_get_rows_of_similar_attention_cost() -> None:
+    """One long sequence costs as much as many short ones of several times its tokens."""
+    lengths = [60_000, 30_000, 30_000, 20_000, 20_000, 20_000, 10_000, 10_000, 10_000, 10_000]
+    sequences = [[sequence(length, 1)] for length in lengths]
+    rows = [next(minibatch(sequences, rank, 4).microbatches(65_536)) for rank in range(4)]
+    costs = [sum(n * (n + EQUAL_LENGTH) for n in np.diff(row.offsets).tolist()) for row in rows]
+    assert sum(len(row.tokens) for row in rows) == sum(lengths)
+    assert costs[0] == 60_000 * (60_000 + EQUAL_LENGTH)  # the longest is alone
+    assert max(costs[1:]) <= 1.2 * min(costs[1:])
 
 
 def test_minibatches_are_of_whole_groups() -> None:

@@ -100,9 +100,10 @@ class TrainingLoop:
         self._turns.take(0)  # loading the model moves parameters to the GPUs
         torch.manual_seed(flow.trained.seed)
         lora = settings.lora.model_dump() if settings.lora else None
-        self.policy = load(base, settings.dtype, lora=lora, recompute=settings.recompute).share(ranks)
+        parallel = settings.parallel.model_dump()
+        self.policy = load(base, settings.dtype, ranks, lora=lora, recompute=settings.recompute, parallel=parallel)
         self.policy.temperature = flow.temperature
-        options = settings.optimizer.model_dump(include={"lr", "weight_decay", "clip_norm"})
+        options = settings.optimizer.model_dump(include={"lr", "weight_decay", "clip_norm", "offload"})
         self.optimizer = Optimizer(self.policy, **options)
         loss = settings.loss
         self.loss = losses.Loss(
@@ -113,6 +114,7 @@ class TrainingLoop:
             truncate=settings.truncate,
             length=loss.length,
         )
+        self._copies = settings.parallel.copies
         self.stopping = self._waiting = False
         self._compared = self._updated = False
         self._saving: checkpoint.Saving | None = None
@@ -372,7 +374,7 @@ class TrainingLoop:
         if self.loss.kind == "m2po":
             held = list(packed)
             here = [self._tokens(batch, self._known(batch, proximal), "cpu") for batch in held]
-            together = [tokens for part in self.ranks.gather(here) for tokens in part]
+            together = [tokens for part in self.ranks.gather(here)[:: self._copies] for tokens in part]
             limit, packed = losses.second_moment_limit(together, losses.SECOND_MOMENT), iter(held)
         tally = WeightedMean()
         while True:
@@ -390,7 +392,7 @@ class TrainingLoop:
                 loss.backward()
             tally.add(batch, tokens, sums)
         with clock("optimizer"):
-            tally = tally.of_all(self.ranks)
+            tally = tally.of_all(self.ranks, self._copies)
             metrics = tally.report()
             if not math.isfinite(mismatch := metrics.get("mismatch", 0.0)):
                 self.optimizer.clear()

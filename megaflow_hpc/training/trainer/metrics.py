@@ -67,11 +67,12 @@ class WeightedMean:
             before = self._versions.get(version, (0.0, 0))
             self._versions[version] = before[0] + apart, before[1] + count
 
-    def of_all(self, ranks: ProcessGroup) -> WeightedMean:
-        """Combines the statistics of all ranks. Every rank must call it, and gets the result."""
+    def of_all(self, ranks: ProcessGroup, copies: int = 1) -> WeightedMean:
+        """Combines the statistics of all ranks, of which ``copies`` successive ones have the same. Every rank must call
+        it, and gets the result."""
         self._sums = {name: value.cpu() for name, value in self._sums.items()}
         mean = WeightedMean()
-        for part in ranks.gather(self):
+        for part in ranks.gather(self)[::copies]:
             mean.join(part)
         return mean
 

@@ -1,16 +1,15 @@
 """The policy in the trainer: log-probabilities and entropies of the tokens of a packed row.
 
-A row holds several sequences without padding, and each attends only to itself. Attention runs over one sequence after
-the other, causally. So no T × T mask is made, and the fused kernels apply. (Transformers' own ``sdpa`` recognises
-packed sequences by their positions too, but makes that mask: 1 GB for 32,768 tokens.) Models that mix tokens in other
-ways (convolutions, state spaces) would leak one sequence into another. :func:`load` compares a packed row with its
-single sequences through the model's own forward, and refuses a model that gives different results.
+A row holds several sequences without padding, and each attends only to itself
+(:mod:`~megaflow_hpc.training.trainer.attention`). Models that mix tokens in other ways (convolutions, state spaces)
+would leak one sequence into another. :func:`load` compares a packed row with its single sequences through the model's
+own forward, and refuses a model that gives different results.
 
 Logits are computed for the judged tokens only, in chunks, and again in the backward pass. So the logits of 150,000
 words × 32,768 tokens are never in memory together.
 
-Several ranks (``torchrun``) share parameters by FSDP2. Gradients are summed over ranks, because losses divide by the
-tokens of all ranks.
+Several ranks (``torchrun``) divide parameters and rows as :mod:`~megaflow_hpc.training.trainer.sharding` describes.
+Gradients are summed over ranks, because losses divide by the tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -29,13 +29,14 @@ import torch.distributed as dist  # type: ignore[import-not-found]
 from torch.utils.checkpoint import checkpoint  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.trainer import attention
+from megaflow_hpc.training.trainer.attention import Packing
+from megaflow_hpc.training.trainer.sharding import Grid, Layout, SumOverRanks, read_sharded
 
 CHUNK_LOGITS = 2**26
 """Number of logits in a chunk: 256 MB in float32. The backward pass needs three or four times as much."""
 COLLECTIVE_TIMEOUT_S = 3600.0
 """Seconds that a rank waits for the others. torch's 10 minutes are less than writing a large version may take."""
-ATTENTION_NAME = "megaflow_packed"
-"""Name under which :func:`_attend` is registered with transformers."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_PACKING_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Maximum mean difference of log-probabilities between packed and single sequences. It is large for bfloat16, which
@@ -48,7 +49,7 @@ class ProcessGroup:
 
     rank: int = 0
     count: int = 1
-    device: Any = None
+    device: Any = torch.device("cpu")  # noqa: RUF009
     background: Any = None
     """torch's group of the same processes for threads, on CPUs. ``None`` for a single process."""
 
@@ -112,15 +113,19 @@ class PolicyModel(torch.nn.Module):
         adapter: the peft model that wraps it, or ``None``.
         stored: dtype of the weights in the model directory and in published versions.
         temperature: sampling temperature, by which logits are divided.
+        ranks: all ranks.
+        context: process group of the ranks that share each row, or ``None``.
     """
 
-    def __init__(self, causal: Any, source: Path) -> None:
+    def __init__(self, causal: Any, source: Path, ranks: ProcessGroup | None = None) -> None:
         super().__init__()
+        self.ranks = ranks or ProcessGroup()
         self.causal = causal
         self.source = source
         self.words = int(causal.get_input_embeddings().weight.shape[0])
         self.stored = causal.dtype
         self.temperature = 1.0
+        self.context: Any = None
         # The tuple hides the adapter from torch, which would otherwise find the parameters of ``causal`` twice.
         self._adapter: tuple[Any, ...] = ()
 
@@ -138,10 +143,23 @@ class PolicyModel(torch.nn.Module):
             where: int64 (N), indices of the tokens to judge. The first token of a sequence cannot be judged.
         """
         lengths = [end - begin for begin, end in pairwise(offsets)]
+        total, begin, mine = len(tokens), 0, where
+        if self.context is not None:  # this rank's part of the row; the last one ends with tokens to ignore
+            size = -(-total // dist.get_world_size(self.context))
+            begin = size * dist.get_rank(self.context)
+            missing = size * dist.get_world_size(self.context) - total
+            lengths += [missing] if missing else []
+            filler = torch.arange(missing, device=tokens.device)
+            inputs, positions = torch.cat([tokens, filler * 0]), torch.cat([positions, filler])
+            inputs, positions = (row[begin : begin + size] for row in (inputs, positions))
+            mine = where[(where > begin) & (where <= begin + size)]
+        else:
+            inputs = tokens
+        packing = Packing.of(lengths, tokens.device, self.context)
         inner = self.causal.base_model
-        out = inner(input_ids=tokens[None], position_ids=positions[None], use_cache=False, sequence_lengths=lengths)
+        out = inner(input_ids=inputs[None], position_ids=positions[None], use_cache=False, packing=packing)
         hidden = out.last_hidden_state[0]
-        picked, wanted = hidden[where - 1], tokens[where]
+        picked, wanted = hidden[mine - 1 - begin], tokens[mine]
         size = max(1, CHUNK_LOGITS // self.words)
         parts = [
             checkpoint(self._judge, h, w, use_reentrant=False, preserve_rng_state=False)
@@ -150,9 +168,11 @@ class PolicyModel(torch.nn.Module):
         # A rank with only masked tokens must still take part in the backward pass.
         nothing = hidden.sum(dtype=torch.float32) * 0.0
         logprobs, entropies = (
-            (torch.zeros(len(tokens), device=tokens.device) + nothing).index_copy(0, where, torch.cat(column))
+            (torch.zeros(total, device=tokens.device) + nothing).index_copy(0, mine, torch.cat(column))
             for column in zip(*parts, strict=True)
         )
+        if self.context is not None:
+            logprobs, entropies = (SumOverRanks.apply(column, self.context) for column in (logprobs, entropies))
         return logprobs, entropies
 
     def _judge(self, hidden: Any, tokens: Any) -> tuple[Any, Any]:
@@ -171,94 +191,70 @@ class PolicyModel(torch.nn.Module):
         """Yields the name and value of each trained parameter, in a fixed order."""
         return ((name, p) for name, p in self.named_parameters() if p.requires_grad)
 
-    def share(self, ranks: ProcessGroup) -> PolicyModel:
-        """Moves the parameters to the device, and shards them if there are several ranks."""
-        if ranks.count == 1:
-            return self.to(ranks.device)
-        from torch.distributed.device_mesh import init_device_mesh  # type: ignore[import-not-found]
-        from torch.distributed.fsdp import (  # type: ignore[import-not-found]
-            FSDPModule,
-            MixedPrecisionPolicy,
-            fully_shard,
-        )
-
-        mesh = init_device_mesh(ranks.device.type, (ranks.count,))
-        how = {
-            "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
-            "reshard_after_forward": True,
-        }
-        layers = set(self.causal._no_split_modules or ())
-        # Layer by layer, so that the device never has to hold the whole model.
-        for module in [m for m in self.modules() if type(m).__name__ in layers]:
-            fully_shard(module, **how)
-        fully_shard(self, **how)
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while reducing
-        return self
+    def judge_alone(self, tokens: Any) -> Any:
+        """Returns the log-probabilities (T - 1) of all tokens of one sequence (T) but the first, by the model's own
+        forward and head."""
+        logits = self.causal(input_ids=tokens[None], use_cache=False).logits[0].float()
+        return torch.log_softmax(logits[:-1], -1).gather(-1, tokens[1:, None])[:, 0]
 
 
 def load(
     path: str | os.PathLike[str],
     dtype: str = "bfloat16",
+    ranks: ProcessGroup | None = None,
     *,
     lora: Mapping[str, Any] | None = None,
     recompute: bool = False,
+    parallel: Mapping[str, int] | None = None,
 ) -> PolicyModel:
-    """Loads a causal language model from a Hugging Face directory, never from the network.
+    """Loads a causal language model from a Hugging Face directory, never from the network, onto the ranks' devices.
+
+    Each rank reads only its own share of the parameters. All ranks must call it.
 
     Args:
         path: the directory.
         dtype: ``float32`` or ``bfloat16`` for computing. The optimizer keeps trained parameters in float32.
+        ranks: all ranks; by default, a single one on the CPU.
         lora: ``rank``, ``alpha`` and ``targets`` (module names, or ``all-linear``), as in the campaign file. Needs
             peft.
         recompute: compute layers again in the backward pass instead of keeping their results.
+        parallel: ``replicas``, ``context``, ``tensor`` and ``expert``, as in the campaign file.
 
     Raises:
-        ConfigError: the directory is not a model, peft is missing, or the model's sequences cannot be packed.
+        ConfigError: the directory is not a model, peft is missing, the model cannot be divided as ``parallel`` says,
+            or its sequences cannot be packed.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM  # type: ignore[import-not-found]
     from transformers.utils.logging import disable_progress_bar  # type: ignore[import-not-found]
 
     disable_progress_bar()
-    source = Path(path)
+    source, ranks = Path(path), ranks or ProcessGroup()
     if not (source / "config.json").is_file():
         raise ConfigError(
             f"{source}: has no config.json; give the directory of a Hugging Face model on this file system"
         )
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
-    try:
-        # If trust_remote_code is unset, transformers asks on the terminal whether to run the model's code.
-        causal = AutoModelForCausalLM.from_pretrained(
-            source, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError) as error:
-        if "trust_remote_code" in str(error):
-            raise ConfigError(
-                f"{source}: its config.json names its own Python code (auto_map), which is not run; train a model "
-                "that transformers has a class for"
-            ) from None
-        raise ConfigError(f"{source}: cannot be loaded as a causal language model: {error}") from None
-    for parameter in causal.parameters():
-        parameter.data = parameter.data.clone()  # copied, because another process may replace the memory-mapped file
+    layout = Layout(ranks.count, **(parallel or {}))
+    policy = _read(source, dtype, ranks, layout)
+    causal = policy.causal
+    causal.requires_grad_(lora is None)  # now, because FSDP decides in the first pass which gradients it adds up
     for module in causal.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the engine samples without dropout
-    policy = PolicyModel(causal, source)
     about = json.loads((source / "config.json").read_text())
     stored = about.get("dtype") or about.get("torch_dtype")
     policy.stored = getattr(torch, str(stored)) if stored in DTYPES or stored == "float16" else DTYPES[dtype]
-    reference = _alone(policy)
-    # torch prefers cuDNN on recent GPUs, but cuDNN builds forward and backward plans for each new sequence length.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    AttentionInterface.register(ATTENTION_NAME, _attend)
-    causal.set_attn_implementation(ATTENTION_NAME)
-    _check_packing(policy, reference)
+    policy.to(ranks.device)
+    alone = _alone(policy, ranks.device)
+    attention.register()
+    causal.set_attn_implementation(attention.ATTENTION_NAME)
+    _check_packing(policy, alone, ranks.device)
     if lora is not None:
         policy._adapter = (_with_lora(causal, lora),)
+        policy.to(ranks.device)
+        for _, parameter in policy.trained():
+            if ranks.count > 1:
+                dist.broadcast(parameter.data, 0)
     if recompute:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
         if lora is not None:
@@ -266,61 +262,68 @@ def load(
     return policy.train()
 
 
-def _attend(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    sequence_lengths: Sequence[int] = (),
-    **others: Any,
-) -> tuple[Any, None]:
-    """Applies attention to each sequence of the row (1, heads, T, size) alone, by transformers' attention interface.
+def _read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> PolicyModel:
+    """Reads this rank's share of the model."""
+    from transformers import AutoModelForCausalLM  # type: ignore[import-not-found]
 
-    The causal kernels need no mask. If the sliding window is narrower than a sequence, that sequence gets a mask.
-    """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # type: ignore[import-not-found]
+    options = {"dtype": DTYPES[dtype], "local_files_only": True}
+    divided: list[PolicyModel] = []
+    grid = Grid(layout, ranks.device.type) if ranks.count > 1 else None
 
-    parts = []
-    lengths = list(sequence_lengths) or [query.shape[2]]
-    for q, k, v in zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True):
-        mask, length = None, q.shape[2]
-        if sliding_window is not None and sliding_window < length:
-            mask = (
-                torch.ones(length, length, dtype=torch.bool, device=q.device)
-                .tril()
-                .triu(1 - sliding_window)[None, None]
-            )
-        parts.append(sdpa_attention_forward(module, q, k, v, mask, 0.0, scaling)[0])
-    return torch.cat(parts, 1), None
+    def shard(causal: Any) -> None:
+        assert grid is not None
+        policy = PolicyModel(causal, source, ranks)
+        policy.context = grid.context
+        grid.shard(policy, causal)
+        divided.append(policy)
+
+    try:
+        # If trust_remote_code is unset, transformers asks on the terminal whether to run the model's code.
+        if grid is None:
+            causal = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, **options)
+        else:
+            causal = read_sharded(source, shard, **options)
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{source}: its config.json names its own Python code (auto_map), which is not run; train a model "
+                "that transformers has a class for"
+            ) from None
+        raise ConfigError(f"{source}: cannot be loaded as a causal language model: {error}") from None
+    _copy(causal)
+    return divided[0] if divided else PolicyModel(causal, source, ranks)
 
 
-def _row(words: int) -> tuple[Any, list[int]]:
+@torch.no_grad()
+def _copy(causal: Any) -> None:
+    """Copies parameters that are mapped to the model's files, because another process may replace a file."""
+    copies: dict[int, Any] = {}
+    for module in causal.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in copies:
+                copies[id(parameter)] = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            setattr(module, name, copies[id(parameter)])
+
+
+def _row(words: int, device: Any) -> tuple[Any, list[int]]:
     """Returns the tokens and offsets of three short sequences that fit any vocabulary."""
     offsets = [0, 5, 6, 14]
-    return torch.arange(1, offsets[-1] + 1) * 7 % words, offsets
+    return torch.arange(1, offsets[-1] + 1, device=device) * 7 % words, offsets
 
 
 @torch.no_grad()
-def _alone(policy: PolicyModel) -> Any:
+def _alone(policy: PolicyModel, device: Any) -> Any:
     """Returns the log-probabilities of :func:`_row`. Each sequence passes alone through the model's own forward and
-    head."""
-    tokens, offsets = _row(policy.words)
+    head. With several ranks, each layer is gathered while it computes, and never the whole model."""
+    tokens, offsets = _row(policy.words, device)
     policy.eval()
-    tensors = []
-    for begin, end in pairwise(offsets):
-        logits = policy.causal(input_ids=tokens[None, begin:end], use_cache=False).logits[0].float()
-        tensors.append(torch.log_softmax(logits[:-1], -1).gather(-1, tokens[begin + 1 : end, None])[:, 0])
-    return torch.cat(tensors)
+    return torch.cat([policy.judge_alone(tokens[begin:end]) for begin, end in pairwise(offsets)])
 
 
 @torch.no_grad()
-def _check_packing(policy: PolicyModel, alone: Any) -> None:
-    tokens, offsets = _row(policy.words)
-    positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(offsets)])
+def _check_packing(policy: PolicyModel, alone: Any, device: Any) -> None:
+    tokens, offsets = _row(policy.words, device)
+    positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(offsets)]).to(device)
     where = (positions > 0).nonzero()[:, 0]
     kind = type(policy.causal).__name__
     try:
@@ -340,12 +343,35 @@ def _with_lora(causal: Any, lora: Mapping[str, Any]) -> Any:
         from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
     except ImportError as error:
         raise ConfigError(f"lora: needs peft in the trainer's environment (pip install peft): {error}") from None
+    every = lora["targets"] == "all-linear"
     config = LoraConfig(
         r=int(lora["rank"]),
         lora_alpha=float(lora["alpha"]),
-        target_modules="all-linear" if lora["targets"] == "all-linear" else list(lora["targets"]),
+        target_modules="all-linear" if every else list(lora["targets"]),
+        # Experts are one parameter of three dimensions, and no linear modules.
+        target_parameters=sorted(name for name, p in causal.named_parameters() if p.ndim == 3) if every else None,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    # Keep the model's dtype, because FSDP needs a uniform one. The optimizer holds float32 copies.
-    return get_peft_model(causal, config, autocast_adapter_dtype=False)
+    with _whole_shapes(causal):
+        # Keep the model's dtype. The optimizer holds float32 copies.
+        return get_peft_model(causal, config, autocast_adapter_dtype=False)
+
+
+@contextmanager
+def _whole_shapes(causal: Any) -> Iterator[None]:
+    """Hides that parameters are divided, because peft would make adapters for this rank's share."""
+    divided = [
+        (module, name, parameter)
+        for module in causal.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if hasattr(parameter, "to_local")
+    ]
+    for module, name, parameter in divided:
+        shape = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        module._parameters[name] = torch.nn.Parameter(shape, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, parameter in divided:
+            module._parameters[name] = parameter

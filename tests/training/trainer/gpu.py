@@ -119,7 +119,7 @@ def speed(folder: Path, tokens: list[int], limit: float) -> list[Figure]:
     """Measure tokens a second and peak memory, with layers kept and recomputed."""
     found = []
     for how, operations in (("layers kept", 6), ("layers recomputed", 8)):
-        optimizer = Optimizer(load(folder, "bfloat16", recompute=operations == 8).share(GPU), 1e-6)
+        optimizer = Optimizer(load(folder, "bfloat16", GPU, recompute=operations == 8), 1e-6)
         count = sum(parameter.numel() for parameter in optimizer.policy.parameters())
         update(optimizer, 0)
         for number in tokens:
@@ -195,21 +195,21 @@ def alone(policy: PolicyModel, taken: Any) -> Any:
 @torch.no_grad()
 def agreement(folder: Path, small: Path) -> list[Figure]:
     """Measure the differences of log-probabilities of the same weights."""
-    rough = load(folder, "bfloat16").share(GPU)
+    rough = load(folder, "bfloat16", GPU)
     taken = row(8192, rough.words, 1)
     where = taken[3]
     packed = rough(*taken)[0][where]
     found = apart("bfloat16, packed and each sequence alone", packed, alone(rough, taken)[where])
     del rough
     torch.cuda.empty_cache()
-    exact = load(folder, "float32").share(GPU)
+    exact = load(folder, "float32", GPU)
     whole = exact(*taken)[0][where]
     found += apart("float32, packed and each sequence alone", whole, alone(exact, taken)[where])
     found += apart("bfloat16 and float32, packed", packed, whole)
     del exact
     torch.cuda.empty_cache()
     taken = row(1024, FEW, 2)
-    there = load(small, "float32").share(GPU)(*taken)[0].cpu()
+    there = load(small, "float32", GPU)(*taken)[0].cpu()
     here = load(small, "float32")(*(t.cpu() if hasattr(t, "cpu") else t for t in taken))[0]
     return found + apart(f"float32, GPU and CPU, {SMALL} layers", there, here)
 
@@ -234,7 +234,7 @@ def resumed(small: Path, folder: Path, dtype: str) -> Figure:
             optimizer.step()
 
     def fresh() -> Optimizer:
-        return Optimizer(load(small, dtype).share(GPU), 1e-4)
+        return Optimizer(load(small, dtype, GPU), 1e-4)
 
     one, other = fresh(), fresh()
     steps(one, range(1))

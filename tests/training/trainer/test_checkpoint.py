@@ -34,7 +34,7 @@ def prepare():
 
 def start(ranks, base, dtype, lora):
     torch.manual_seed(3)  # LoRA starts at random
-    policy = load(base, dtype, lora=lora).share(ranks)
+    policy = load(base, dtype, ranks, lora=lora)
     return Optimizer(policy, 1e-5)
 
 

@@ -52,7 +52,7 @@ def ends(ranks, case, moves):
     """Parameters and moments after some steps; tells whether every move left nothing where it was."""
     torch.manual_seed(3)
     dtype, lora = CASES[case]
-    optimizer = Optimizer(load("tiny", dtype, lora=lora).share(ranks), 1e-3)
+    optimizer = Optimizer(load("tiny", dtype, ranks, lora=lora), 1e-3)
     left = True
     for step in range(STEPS):
         for _ in range(2 * moves):

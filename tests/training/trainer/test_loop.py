@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 from launchers.tiny_model import make
+from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
@@ -274,12 +275,21 @@ def main():
         result["missing"] = error(lambda: train(missing, alone))
         for name in cases:
             fresh(runs[name], f"two-{name}")
+            fresh(runs[name], f"shared-{name}")
     ranks.barrier()
     for name in cases:
         metrics, trainer = train(RunDir(Path(f"two-{name}")), ranks)
         ended = parameters(trainer)
         if ranks.first:
             result[f"two {name}"] = [furthest(ended, ends[name]), len(metrics), metrics[0]["mismatch"]]
+        shared = TrainingConfig.model_validate(training(**cases[name], parallel={"context": 2}))
+        metrics, trainer = train(RunDir(Path(f"shared-{name}")), ranks, training=shared)
+        ended = parameters(trainer)
+        if ranks.first:
+            one = result[f"metrics {name}"]
+            pairs = [(a, b) for a, b in zip(metrics, one, strict=True)]
+            off = max(abs(a[key] - b[key]) for a, b in pairs for key in ("entropy", "kl", "updates"))
+            result[f"shared {name}"] = [furthest(ended, ends[name]), off]
     ranks.leave()
     if ranks.first:
         print(json.dumps(result, default=str))
@@ -364,6 +374,13 @@ def test_two_ranks_train_as_one(found):
         assert apart <= 1e-6, name
         assert steps == 3
         assert mismatch <= 1e-5
+
+
+def test_two_ranks_that_share_every_row_train_as_one(found):
+    for name in ("plain", "several", "m2po"):
+        apart, metrics = found[f"shared {name}"]
+        assert apart <= 1e-6, name
+        assert metrics <= 1e-5, name
 
 
 def test_deltas_are_a_tenth_of_the_bytes_and_what_was_trained(found):

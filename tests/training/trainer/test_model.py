@@ -14,7 +14,7 @@ from pathlib import Path
 import torch, transformers
 from launchers.tiny_model import make
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.training.trainer import model as room
+from megaflow_hpc.training.trainer import attention, model as room
 from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
@@ -62,7 +62,7 @@ def one_by_one(policy):
                 loss = loss + logprob * scale[t] + 0.3 * entropy * positions[t].sin()
                 found[:, t] = torch.stack([logprob, entropy]).detach()
     loss.backward()
-    policy.causal.set_attn_implementation(room.ATTENTION_NAME)
+    policy.causal.set_attn_implementation(attention.ATTENTION_NAME)
     return found, gradients(policy)
 
 
@@ -163,18 +163,18 @@ def shared(ranks):
     found = []
     for lora in (None, LORA):
         torch.manual_seed(5)
-        policy = load("tiny", "float32", lora=lora, recompute=True)
+        policy = load("tiny", "float32", ranks, lora=lora, recompute=True)
         with torch.no_grad():
             for name, parameter in policy.trained():
                 if "lora_B" in name:  # zero at first, with no gradient for A
                     parameter.normal_(0, 0.1)
-        policy = policy.share(ranks)
         optimizer = Optimizer(policy, 1e-3, clip_norm=1.0)
         for seed in (0, 1):
             with torch.no_grad():
                 policy(*row([9, 9]))  # as proximal log-probabilities are computed
             for part in (0, 1) if ranks.count == 1 else (ranks.rank,):
                 weigh(policy, *row(LENGTHS[part::2], seed=10 * seed + part)).backward()
+            optimizer.reduce()
             if seed == 0:
                 first = gradients(policy)
             norm = optimizer.step()

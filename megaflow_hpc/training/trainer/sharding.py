@@ -1,0 +1,290 @@
+"""Divides a model and its rows among ranks.
+
+The ranks form one grid, with the last index fastest::
+
+    replicas × shards × context × tensor
+
+``tensor`` ranks divide each layer's heads and features, by transformers' plan for the model. ``context`` ranks divide
+the tokens of a row (:mod:`~megaflow_hpc.training.trainer.attention`). Both compute the same micro-batch. All ranks but
+those of ``tensor`` and ``replicas`` store a share of each parameter (FSDP2); ``replicas`` store the same shares, so a
+layer is gathered within a node and gradients cross nodes once (HSDP). ``expert`` ranks, which follow each other, store
+different experts of each layer, and tokens travel to them (transformers' token dispatch).
+
+Placeholders on torch's meta device are divided first. Then each rank reads only its own slices of the safetensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch  # type: ignore[import-not-found]
+import torch.distributed as dist  # type: ignore[import-not-found]
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.trainer.attention import key_copies
+
+PARTIAL_NORM = "replicated_with_grad_allreduce"
+"""transformers' style for weights that all ranks hold but apply to their own heads."""
+PACKED = ("packed_colwise", "packed_rowwise")
+"""transformers' styles for several matrices in one. Their shares are not contiguous, so checkpoints cannot be read
+with another layout."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Numbers of ranks along each dimension of the grid.
+
+    Raises:
+        ConfigError: the dimensions do not divide the ranks.
+    """
+
+    ranks: int = 1
+    """Number of all ranks."""
+    replicas: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for names in (("replicas", "context", "tensor"), ("replicas", "expert")):
+            product = 1
+            for name in names:
+                product *= getattr(self, name)
+            if self.ranks % product:
+                asked = " × ".join(f"{name} {getattr(self, name)}" for name in names)
+                raise ConfigError(
+                    f"parallel: {asked} = {product} does not divide the trainer's {self.ranks} ranks (one for each "
+                    "GPU); change it, or slurm.trainer.nodes and gpus"
+                )
+        if self.expert > 1 and self.expert % self.tensor:
+            raise ConfigError(
+                f"parallel.expert: {self.expert} is not a multiple of tensor: {self.tensor}; set it to {self.tensor}"
+            )
+
+    @property
+    def copies(self) -> int:
+        """Number of successive ranks that compute the same rows."""
+        return self.context * self.tensor
+
+    @property
+    def sharded(self) -> int:
+        """Number of ranks among which FSDP divides a parameter."""
+        return self.ranks // (self.replicas * self.tensor)
+
+    def check(self, causal: Any) -> None:
+        """Checks that a model can be divided like this.
+
+        Raises:
+            ConfigError: its heads cannot be divided, or it has no plan for these dimensions.
+        """
+        kind, config = type(causal).__name__, causal.config.get_text_config()
+        heads = int(getattr(config, "num_attention_heads", 0) or 0)
+        key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        if self.tensor > 1 and not any("*" in name for name in causal.tp_plan):  # more than the embedding
+            raise ConfigError(
+                f"parallel.tensor: transformers has no tensor-parallel plan for {kind}; leave tensor out (FSDP "
+                "divides parameters of every model, context divides long rows)"
+            )
+        if self.expert > 1 and not causal.ep_plan:
+            raise ConfigError(f"parallel.expert: transformers has no expert-parallel plan for {kind}; leave expert out")
+        if self.tensor > 1 and (heads % self.tensor or key_heads % self.tensor):
+            raise ConfigError(
+                f"parallel.tensor: {self.tensor} does not divide the {heads} heads and {key_heads} key heads of {kind}"
+            )
+        if self.context > 1 and not key_copies(heads // self.tensor, key_heads // self.tensor, self.context):
+            raise ConfigError(
+                f"parallel.context: the {heads} heads and {key_heads} key heads of {kind} cannot be divided among "
+                f"{self.context} × tensor {self.tensor} ranks"
+            )
+
+
+class Grid:
+    """The process groups of a layout. All ranks must create it.
+
+    Attributes:
+        context: process group of the ranks that share a row, or ``None``.
+    """
+
+    def __init__(self, layout: Layout, device_type: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh  # type: ignore[import-not-found]
+
+        names = ("replicas", "shards", "tensor")
+        self.layout = layout
+        self.dense = init_device_mesh(
+            device_type, (layout.replicas, layout.sharded, layout.tensor), mesh_dim_names=names
+        )
+        self.experts = self.dense
+        if layout.expert > 1:
+            shape = (layout.replicas, layout.ranks // (layout.replicas * layout.expert), layout.expert)
+            self.experts = init_device_mesh(device_type, shape, mesh_dim_names=("replicas", "shards", "expert"))
+        self.context = None
+        if layout.context > 1:
+            shape = (layout.ranks // layout.copies, layout.context, layout.tensor)
+            rows = init_device_mesh(device_type, shape, mesh_dim_names=("rows", "context", "tensor"))
+            self.context = rows["context"].get_group()
+
+    def shard(self, policy: torch.nn.Module, causal: Any) -> None:
+        """Divides the parameters of ``causal``, a part of ``policy``. They may be placeholders.
+
+        Raises:
+            ConfigError: transformers cannot divide this model like this.
+        """
+        self.layout.check(causal)
+        causal.tie_weights()  # FSDP must know which parameters are the same
+        expert_modules = self._split(causal)
+        if self.layout.replicas * self.layout.sharded > 1:
+            self._fully_shard(policy, causal, expert_modules)
+
+    def _split(self, causal: Any) -> list[torch.nn.Module]:
+        """Applies transformers' tensor-parallel and expert-parallel plans. Returns the modules of divided experts."""
+        layout = self.layout
+        if layout.tensor == 1 and layout.expert == 1:
+            return []
+        from transformers.distributed import DistributedConfig  # type: ignore[import-not-found]
+        from transformers.distributed.tensor_parallel import (  # type: ignore[import-not-found]
+            apply_expert_parallelism,
+            apply_tensor_parallelism,
+            replace_layer_number_by_wildcard,
+            resolve_parallel_plans,
+        )
+
+        try:
+            sizes = DistributedConfig(
+                tp_size=layout.tensor, fsdp_size=layout.ranks // layout.tensor, ep_size=layout.expert
+            )
+            plan, expert_plan = resolve_parallel_plans(causal, sizes)
+        except ValueError as error:
+            raise ConfigError(f"parallel: {type(causal).__name__}: {error}") from None
+        modules = {name: module for name, module in causal.named_modules() if name}
+        patterns = {name: replace_layer_number_by_wildcard(name) for name, _ in causal.named_modules()}
+        patterns |= {name: replace_layer_number_by_wildcard(name) for name, _ in causal.named_parameters()}
+        if packed := sorted(n for n, p in patterns.items() if plan.get(p) in PACKED):
+            raise ConfigError(
+                f"parallel.tensor: {packed[0]} of {type(causal).__name__} holds several matrices, which tensor ranks "
+                f"cannot divide; experts can be stored whole: set parallel.expert to a multiple of {layout.tensor}"
+            )
+        if expert_plan and "ep_dispatch_experts" not in expert_plan.values():
+            raise ConfigError(
+                f"parallel.expert: transformers cannot send tokens to the experts of {type(causal).__name__}; leave "
+                "expert out"
+            )
+        ends = causal.get_input_embeddings(), causal.get_output_embeddings()
+        if ends[0].weight is ends[1].weight or len(ends[0].weight) % layout.tensor:  # then every rank computes both
+            plan = {name: style for name, style in plan.items() if modules.get(name) not in ends}
+        norms = {name for name, pattern in patterns.items() if plan.get(pattern) == PARTIAL_NORM}
+        plan = {name: style for name, style in plan.items() if style != PARTIAL_NORM}
+        try:
+            if plan:
+                apply_tensor_parallelism(causal, self.dense["tensor"], plan)
+            if expert_plan:
+                apply_expert_parallelism(causal, self.experts["expert"], self.dense["tensor"], expert_plan)
+        except ValueError as error:
+            raise ConfigError(f"parallel: {type(causal).__name__}: {error}") from None
+        for name in norms & modules.keys():
+            _sum_gradients(modules[name], self.dense["tensor"].get_group())
+        return [m for n, m in modules.items() if expert_plan.get(patterns[n]) == "ep_dispatch_experts"]
+
+    def _fully_shard(self, policy: torch.nn.Module, causal: Any, expert_modules: list[torch.nn.Module]) -> None:
+        from torch.distributed.fsdp import (  # type: ignore[import-not-found]
+            FSDPModule,
+            MixedPrecisionPolicy,
+            fully_shard,
+            register_fsdp_forward_method,
+        )
+
+        names = ("replicas", "shards") if self.layout.replicas > 1 else "shards"
+        how = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32), "reshard_after_forward": True}
+        for module in expert_modules:
+            fully_shard(module, mesh=self.experts[names], **how)
+        layers = set(causal._no_split_modules or ())
+        # Layer by layer, so that the device never has to hold the whole model.
+        for module in [m for m in causal.modules() if type(m).__name__ in layers]:
+            fully_shard(module, mesh=self.dense[names], **how)
+        fully_shard(policy, mesh=self.dense[names], **how)
+        register_fsdp_forward_method(policy, "judge_alone")
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while reducing
+
+
+def read_sharded(source: Any, shard: Callable[[Any], None], **options: Any) -> Any:
+    """Loads a causal language model from a directory, divided by ``shard`` before any weight is read.
+
+    Args:
+        source: the directory.
+        shard: divides the parameters of the model, which are placeholders.
+        options: options of ``from_pretrained``.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig  # type: ignore[import-not-found]
+    from transformers.distributed import DistributedConfig
+
+    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+    @classmethod  # type: ignore[misc]
+    def prepare(cls: Any, config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
+        return config, device_map, None
+
+    @classmethod  # type: ignore[misc]
+    def distribute(cls: Any, model: Any, config: Any, mesh: None) -> Any:
+        shard(model)
+        return model
+
+    # transformers calls these two when it has made the placeholders. Its own know neither replicas nor context.
+    hooks = {"prepare_distribute_model": prepare, "maybe_distribute_model": distribute, "__module__": kind.__module__}
+    hooked: Any = type(kind.__name__, (kind,), hooks)
+    causal = hooked.from_pretrained(
+        source, config=config, distributed_config=DistributedConfig(), trust_remote_code=False, **options
+    )
+    causal.config.distributed_config = None
+    return causal
+
+
+def _sum_gradients(module: torch.nn.Module, group: Any) -> None:
+    """Adds up the gradients of a module's weights over a group, in each backward pass.
+
+    transformers' own hook adds up ``grad`` after the pass. This would count earlier micro-batches several times."""
+    forward = module.forward
+
+    def summing(*args: Any, **options: Any) -> Any:
+        own = dict(module._parameters)
+        module._parameters.update({name: SumGradients.apply(parameter, group) for name, parameter in own.items()})
+        try:
+            return forward(*args, **options)
+        finally:
+            module._parameters.update(own)
+
+    module.forward = summing
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Adds up tensors of all ranks of a group. Every rank must derive the same loss from the sum, so its gradient
+    passes unchanged."""
+
+    @staticmethod
+    def forward(context: Any, part: Any, group: Any) -> Any:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> tuple[Any, None]:
+        return gradient, None
+
+
+class SumGradients(torch.autograd.Function):
+    """Passes a tensor that all ranks of a group hold, and adds up its gradients, of which each rank has a part."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Any, group: Any) -> Any:
+        context.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> tuple[Any, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=context.group)
+        return total, None

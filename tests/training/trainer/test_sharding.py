@@ -1,0 +1,276 @@
+"""Models and rows divided among four ranks, compared with one rank, in the engine's environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.torch_ranks import run_ranks
+
+pytestmark = pytest.mark.slow  # all of them wait for one run of torch on four ranks
+
+SCRIPT = r'''
+import json
+from pathlib import Path
+import torch, transformers
+from safetensors import safe_open
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.distributed.sharding_utils import DtensorShardOperation
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.trainer import checkpoint
+from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
+from megaflow_hpc.training.trainer.optimizer import Optimizer
+
+ROWS = [[7, 33, 1], [2, 60], [24, 9, 5], [31]]
+LORA = {"rank": 4, "alpha": 8, "targets": "all-linear"}
+ALONE = ProcessGroup()
+CASES = {
+    "replicas": ("dense", {"replicas": 2}),
+    "tied": ("tied", {"tensor": 2}),
+    "context 4": ("dense", {"context": 4}),
+    "context 2, tensor 2": ("dense", {"context": 2, "tensor": 2}),
+    "expert 4, context 2": ("moe", {"expert": 4, "context": 2}),
+    "expert 2, replicas 2": ("moe", {"expert": 2, "replicas": 2}),
+    "expert 2, tensor 2": ("moe", {"expert": 2, "tensor": 2}),
+    "lora": ("moe", {"context": 2}, LORA),
+}
+WRONG = {
+    "ranks": ("dense", {"context": 3}),
+    "heads": ("dense", {"tensor": 4}),
+    "no experts": ("dense", {"expert": 2}),
+    "fused experts": ("moe", {"tensor": 2}),
+    "no plan": ("gpt2", {"tensor": 2}),
+}
+
+
+def prepare():
+    common = dict(
+        vocab_size=260, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=96, bos_token_id=1, eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**common)).save_pretrained("dense")
+    Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True)).save_pretrained("tied")
+    moe = Qwen3MoeConfig(**common, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2)
+    Qwen3MoeForCausalLM(moe).save_pretrained("moe")
+    GPT2LMHeadModel(GPT2Config(vocab_size=260, n_embd=32, n_layer=1, n_head=4)).save_pretrained("gpt2")
+
+
+def row(lengths, seed):
+    """Tokens, positions, offsets, and every second token that may be judged."""
+    tokens = torch.randint(0, 260, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    offsets = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    return tokens, positions, offsets, (positions > 0).nonzero()[::2, 0]
+
+
+@torch.no_grad()
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def distance(a, b):
+    """Largest difference, as a share of the largest entry."""
+    assert a.keys() == b.keys()
+    return max(float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1e-30)) for n in a)
+
+
+def start(ranks, name, parallel, lora=None, **options):
+    torch.manual_seed(5)
+    policy = load(name, "float32", ranks, lora=lora, recompute=True, parallel=parallel)
+    generator = torch.Generator().manual_seed(1)
+    for parameter_name, parameter in policy.trained():
+        if "lora_B" in parameter_name:  # zero at first, with no gradient for A
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return Optimizer(policy, 1e-4, **options)
+
+
+def learn(optimizer, ranks, copies=1):
+    """One step. Returns the loss over all rows, the gradients and their norm."""
+    total = 0.0
+    place, count = ranks.rank // copies, ranks.count // copies
+    for seed, lengths in list(enumerate(ROWS))[place::count]:
+        tokens, positions, offsets, where = row(lengths, seed)
+        logprobs, entropies = optimizer.policy(tokens, positions, offsets, where)
+        loss = (logprobs * torch.linspace(0.5, 1.5, len(tokens))).sum() + 0.3 * (entropies * positions.sin()).sum()
+        loss.backward()
+        total += float(loss.detach())
+    total = sum(ranks.gather(total)[::copies])
+    optimizer.reduce()
+    return total, {n: whole(m.grad) for n, m in optimizer.masters.items()}, optimizer.step()
+
+
+def masters(optimizer):
+    return {name: whole(master) for name, master in optimizer.masters.items()}
+
+
+def tensors(folder):
+    found = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}
+    return found
+
+
+def kinds(folder):
+    return {name: [list(t.shape), str(t.dtype)] for name, t in tensors(folder).items()}
+
+
+def case(result, ranks, name, model, parallel, lora=None):
+    copies = parallel.get("context", 1) * parallel.get("tensor", 1)
+    optimizer = start(ranks, model, parallel, lora)
+    loss, gradients, norm = learn(optimizer, ranks, copies)
+    there = Path(name)
+    checkpoint.save(there, 1, optimizer, ranks).finish()
+    checkpoint.export(there / "export", optimizer.policy, ranks)
+    now = masters(optimizer)
+    if ranks.first:
+        one = start(ALONE, model, {}, lora)
+        wanted = learn(one, ALONE)
+        result[name] = [abs(loss / wanted[0] - 1), distance(gradients, wanted[1]), abs(norm / wanted[2] - 1)]
+        checkpoint.restore(there / "1", one, ALONE)  # of four ranks, by one
+        result[f"{name}: read by one"] = all(torch.equal(now[n], t) for n, t in masters(one).items())
+        result[f"{name}: moments"] = float(sum(s["exp_avg"].abs().sum() for s in one.adamw.state.values())) > 0
+        if lora is None:
+            result[f"{name}: as the source"] = kinds(model) == kinds(there / "export")
+            read = masters(start(ALONE, there / "export", {}))
+            result[f"{name}: exported"] = all(torch.equal(now[n], t) for n, t in read.items())
+        else:
+            result["adapter"] = as_peft_reads(there / "export", model, one.policy)
+        learn(one, ALONE)
+        checkpoint.save(there, 2, one, ALONE).finish()
+        now = masters(one)
+    ranks.barrier()
+    checkpoint.restore(there / "2", optimizer, ranks)  # of one rank, by four
+    back = masters(optimizer)
+    if ranks.first:
+        result[f"{name}: read by four"] = all(torch.equal(now[n], t) for n, t in back.items())
+        if lora is not None:
+            result["adapters"] = sorted({n.split(".layers.1.")[1] for n in now if ".layers.1." in n})
+
+
+@torch.no_grad()
+def as_peft_reads(folder, model, policy):
+    """Largest difference of log-probabilities between a policy and its exported adapter."""
+    import peft
+    read = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(model), folder)
+    tokens = torch.arange(12) * 5
+    logits = read(input_ids=tokens[None]).logits[0]
+    wanted = torch.log_softmax(logits[:-1], -1).gather(-1, tokens[1:, None])[:, 0]
+    return float((policy(tokens, torch.arange(12), [0, 12], torch.arange(1, 12))[0][1:] - wanted).abs().max())
+
+
+def reading(result, ranks):
+    """Bytes that the ranks read of a model, as a share of its files, and what each holds."""
+    read, plain = [], DtensorShardOperation.shard_tensor
+
+    def counted(*arguments, **options):
+        found = plain(*arguments, **options)
+        read.append(0 if found is None else found.numel() * found.element_size())
+        return found
+
+    DtensorShardOperation.shard_tensor = counted
+    policy = load("moe", "float32", ranks, parallel={"expert": 2})
+    DtensorShardOperation.shard_tensor = plain
+    held = sum(p.to_local().numel() for p in policy.parameters()) / sum(p.numel() for p in policy.parameters())
+    size = sum(t.numel() * t.element_size() for t in tensors("moe").values())
+    result["read"] = [sum(sum(part) for part in ranks.gather(read)) / size, max(ranks.gather(held))]
+
+
+def away(result, ranks):
+    """Two steps with the optimizer in the node's memory and two without."""
+    ends = []
+    for offload in (False, True):
+        optimizer = start(ranks, "dense", {"replicas": 2}, offload=offload)
+        for _ in range(2):
+            learn(optimizer, ranks)
+        ends.append(masters(optimizer))
+        same = all(torch.equal(whole(p), ends[-1][n]) for n, p in optimizer.policy.trained())
+    result["offload"] = [distance(*ends), same]
+
+
+def main():
+    torch.set_num_threads(1)
+    ranks = join()
+    if ranks.first:
+        prepare()
+    ranks.barrier()
+    result = {}
+    for name, values in CASES.items():
+        case(result, ranks, name, *values)
+    reading(result, ranks)
+    away(result, ranks)
+    for name, (model, parallel) in WRONG.items():
+        try:
+            load(model, "float32", ranks, parallel=parallel)
+        except ConfigError as error:
+            result[f"wrong: {name}"] = str(error)
+    ranks.leave()
+    if ranks.first:
+        print(json.dumps(result))
+
+
+main()
+'''
+
+CASES = (
+    "replicas",
+    "tied",
+    "context 4",
+    "context 2, tensor 2",
+    "expert 4, context 2",
+    "expert 2, replicas 2",
+    "expert 2, tensor 2",
+    "lora",
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_ranks(SCRIPT, tmp_path_factory.mktemp("sharding"), ranks=4, timeout_s=600)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_layout_learns_what_one_rank_does(found, name):
+    loss, gradient, norm = found[name]
+    assert loss <= 1e-6
+    assert gradient <= 1e-6
+    assert norm <= 1e-6
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_checkpoints_are_read_by_any_layout(found, name):
+    assert found[f"{name}: read by one"] is True
+    assert found[f"{name}: read by four"] is True
+    assert found[f"{name}: moments"] is True
+
+
+@pytest.mark.parametrize("name", CASES[:-1])
+def test_exports_have_the_names_and_shapes_of_the_source(found, name):
+    assert found[f"{name}: as the source"] is True
+    assert found[f"{name}: exported"] is True
+
+
+def test_ranks_together_read_a_model_once(found):
+    read, held = found["read"]
+    assert 0.99 <= read <= 1.05
+    assert held <= 0.27  # of four ranks
+
+
+def test_an_optimizer_in_the_nodes_memory_takes_the_same_steps(found):
+    distance, rounded = found["offload"]
+    assert distance <= 1e-6
+    assert rounded is True
+
+
+def test_adapters_reach_fused_experts(found):
+    assert any("mlp.experts" in name and "lora_A" in name for name in found["adapters"])
+    assert any("self_attn.q_proj" in name for name in found["adapters"])
+    assert found["adapter"] <= 1e-5
+
+
+def test_a_layout_that_does_not_fit_the_model_or_the_ranks_is_refused(found):
+    assert "context 3 × tensor 1 = 3 does not divide the trainer's 4 ranks" in found["wrong: ranks"]
+    assert "4 does not divide the 4 heads and 2 key heads" in found["wrong: heads"]
+    assert "no expert-parallel plan for Qwen3ForCausalLM" in found["wrong: no experts"]
+    assert "set parallel.expert to a multiple of 2" in found["wrong: fused experts"]
+    assert "no tensor-parallel plan for GPT2LMHeadModel" in found["wrong: no plan"]
