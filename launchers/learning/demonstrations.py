@@ -33,7 +33,7 @@ from operations import OPERATIONS
 from searches import SEARCHES
 
 FORMAT = 2
-"""Version of the files made. Increase it when a change here, or of the tasks, makes other files of the same settings."""
+"""Version of the files made. Increase it when a change here or of the tasks makes other files of the same settings."""
 ANSWER = 24
 """Maximum number of tokens in an answer; the agent's limit."""
 TRIES = 32

@@ -20,7 +20,7 @@ from typing import Any
 
 import curve
 
-STEPS = {1: 40, 2: 60, 3: 60}
+STEPS = {1: 40, 2: 80, 3: 80}
 """Number of turns → default number of steps."""
 TASKS = {1: "ShellTask", 2: "TwoTurns", 3: "ThreeTurns"}
 """Number of turns → class of the tasks in shell_tasks.py."""
@@ -56,7 +56,7 @@ def number(least: int) -> Callable[[str], int]:
 
 
 def read(words: Sequence[str]) -> argparse.Namespace:
-    """Reads the words of launchers/learn; ``--check`` prints the model and the number of turns, and does nothing else."""
+    """Reads the words of launchers/learn; ``--check`` only prints the model and the number of turns."""
     parser = argparse.ArgumentParser(prog="launchers/learn", add_help=False, epilog="see launchers/learn --help")
     parser.add_argument("--seed", type=number(0), default=0)
     parser.add_argument("--turns", type=int, choices=TASKS, default=1)
