@@ -104,7 +104,11 @@ class FrozenModels:
             sequences: sequences of this rank.
         """
         settings = self._flow.settings
-        model = self._policy if folder is None else load(folder, settings.dtype).share(self._ranks)
+        model = (
+            self._policy
+            if folder is None
+            else load(folder, settings.dtype, self._ranks, parallel=settings.parallel.model_dump())
+        )
         model.temperature = self._flow.temperature
         packed = list(_packed(sequences, settings.microbatch))
         rounds = max(self._ranks.gather(len(packed)))
@@ -226,9 +230,10 @@ def columns_of(
 
 
 def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
-    """Yields this rank's sequences with tokens to train on."""
+    """Yields this rank's sequences with tokens to train on. Ranks that share rows have the same ones."""
+    copies = flow.settings.parallel.copies
     for index, rollout in enumerate(step.plan.rollouts):
-        if not rollout.weight or step.groups[index] % flow.ranks != flow.rank:
+        if not rollout.weight or step.groups[index] % max(flow.ranks // copies, 1) != flow.rank // copies:
             continue
         for number, sequence in enumerate(step.sequences(index)):
             mask = np.frombuffer(sequence.loss_mask, np.uint8)

@@ -67,7 +67,7 @@ def _train(arguments: argparse.Namespace) -> None:
     ranks = join()
     demonstrations = answers(arguments.model, arguments.demonstrations)
     torch.manual_seed(0)
-    policy = load(arguments.model, arguments.dtype, recompute=True).share(ranks)
+    policy = load(arguments.model, arguments.dtype, ranks, recompute=True)
     optimizer = Optimizer(policy, arguments.lr)
     batches = [
         batch for epoch in range(arguments.epochs) for batch in _shuffled(demonstrations, arguments.batch, epoch)
