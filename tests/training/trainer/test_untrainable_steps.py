@@ -57,7 +57,9 @@ def lengthen(tokens):
     def spoil(trajectory):
         if "task-0" in trajectory.id and trajectory.sample_index == 1:
             (one,) = trajectory.sequences
-            for column, value in ((one.tokens, 1), (one.logprobs, -5.0), (one.loss_mask, 1), (one.weight_versions, 0)):
+            version = max(one.weight_versions)
+            columns = (one.tokens, 1), (one.logprobs, -5.0), (one.loss_mask, 1), (one.weight_versions, version)
+            for column, value in columns:
                 column.extend([value] * tokens)
     return spoil
 
