@@ -117,7 +117,7 @@ class Minibatch:
 
         Args:
             tokens: maximum number of tokens in a micro-batch. A longer sequence gets one of its own.
-            skip_zero: leave out rollouts whose advantage is 0. The minibatch's counts still include them.
+            skip_zero: leave out sequences whose advantages are all 0. The minibatch's counts still include them.
         """
         bins = self._bins(tokens, skip_zero)
         rounds = -(-len(bins) // self._ranks)
@@ -130,9 +130,9 @@ class Minibatch:
         parts = [
             SequencePart(index, number, length)
             for index in self.rollouts
-            if self._planned[index].weight and (_has_advantage(self._planned[index]) or not skip_zero)
+            if self._planned[index].weight
             for number, length in enumerate(self._planned[index].lengths)
-            if self._planned[index].sampled[number]
+            if self._planned[index].sampled[number] and (not skip_zero or _has_advantage(self._planned[index], number))
         ]
         parts.sort(key=lambda part: (-part.length, part.rollout, part.sequence))
         return _balanced(parts, tokens, self._ranks)
@@ -171,9 +171,11 @@ class Minibatch:
         )
 
 
-def _has_advantage(rollout: PlannedRollout) -> bool:
-    """Returns whether any token of a rollout has an advantage. Those of sequences or turns may add up to 0."""
-    return any(rollout.advantages) if rollout.advantages else bool(rollout.advantage)
+def _has_advantage(rollout: PlannedRollout, sequence: int) -> bool:
+    """Returns whether some token of a sequence has an advantage other than 0."""
+    if rollout.turns:
+        return any(a for turn, a in zip(rollout.turns, rollout.advantages, strict=True) if turn[0] == sequence)
+    return bool(rollout.advantages[sequence] if rollout.advantages else rollout.advantage)
 
 
 def token_advantages(rollout: PlannedRollout, sequence: int, length: int) -> NDArray[np.float32]:

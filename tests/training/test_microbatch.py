@@ -164,3 +164,14 @@ def test_columns_and_advantages_follow_their_tokens() -> None:
     rollout.turns = []
     (batch,) = found.microbatches(8)
     assert batch.advantages.tolist() == [0, 0, 0, 2, 2, 0, 0, 3]
+
+
+def test_a_sequence_is_left_out_if_none_of_its_own_turns_has_an_advantage() -> None:
+    sequences = [[sequence(6, 4), sequence(5, 2)], [sequence(4, 1), sequence(3, 2)]]
+    rollouts = [planned(n, own, 0.5) for n, own in enumerate(sequences)]
+    rollouts[0].turns, rollouts[0].advantages = [(0, 2, 3), (0, 4, 6), (1, 3, 5)], [0.0, 1.0, 0.0]
+    rollouts[1].advantages = [0.0, -1.0]
+    found = Minibatch(rollouts, range(2), [0, 0], sequences.__getitem__, lambda v: v)
+    (batch,) = found.microbatches(20, skip_zero=True)
+    assert (batch.sample.tolist(), np.diff(batch.offsets).tolist()) == ([0, 1], [6, 3])
+    assert batch.advantages.tolist() == [0, 0, 0, 0, 1, 1, 0, -1, -1]

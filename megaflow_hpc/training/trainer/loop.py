@@ -408,7 +408,7 @@ class TrainingLoop:
         """Returns the learning rate of an update with these metrics."""
         optimizer, steps = self.flow.settings.optimizer, self.flow.config.steps
         rate = optimizer.rate(step, steps)
-        if isinstance(optimizer.schedule, Method):
+        if isinstance(optimizer.schedule, Method) and metrics:  # without any advantage, there are none
             rate = probe.scheduled(optimizer.schedule, step, steps, rate, metrics)
         return rate
 

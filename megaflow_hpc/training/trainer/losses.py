@@ -102,6 +102,7 @@ LossFunction = Callable[[Tensor, Tensor, Tokens, Totals], tuple[Tensor, Mapping[
 - ``totals``: counts of the whole minibatch, to divide by. A function must not divide by counts of its micro-batch,
   because the micro-batches of all ranks are added up. :func:`mean_over_tokens` and :func:`mean_over_rollouts` return
   such factors.
+
 It returns the sum of its micro-batch's losses, a finite floating-point scalar with a gradient to ``new``, and sums
 over tokens by name. The function applies ``batch.importance`` and ``batch.weights`` itself. ``metrics.jsonl`` has each
 sum divided by the number of tokens, as ``loss/NAME``. Every call must return the same names.
