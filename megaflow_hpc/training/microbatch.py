@@ -173,12 +173,9 @@ class Minibatch:
 
 def _has_advantage(rollout: PlannedRollout, sequence: int) -> bool:
     """Returns whether some token of a sequence has an advantage other than 0."""
-    if not rollout.advantages:
-        return rollout.advantage != 0
-    if not rollout.turns:
-        return rollout.advantages[sequence] != 0
-    turns = zip(rollout.turns, rollout.advantages, strict=True)
-    return any(number == sequence and advantage != 0 for (number, _, _), advantage in turns)
+    if rollout.turns:
+        return any(a for turn, a in zip(rollout.turns, rollout.advantages, strict=True) if turn[0] == sequence)
+    return bool(rollout.advantages[sequence] if rollout.advantages else rollout.advantage)
 
 
 def token_advantages(rollout: PlannedRollout, sequence: int, length: int) -> NDArray[np.float32]:
