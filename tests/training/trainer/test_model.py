@@ -111,10 +111,7 @@ def optimizers(result):
     before = {n: m.detach().clone() for n, m in ours.masters.items()}
     weigh(policy, *row()).backward()
     next(iter(ours.masters.values())).grad[0] = float("nan")
-    try:
-        ours.step()
-    except ConfigError as error:
-        result["nan"] = str(error)
+    result["nan"] = str(ours.step())
     result["unmoved"] = all(torch.equal(before[n], m) for n, m in ours.masters.items())
     result["forgotten"] = all(m.grad is None for m in ours.masters.values())
 
@@ -249,7 +246,7 @@ def test_the_optimizer_is_adamw_with_a_clipped_norm(found):
 
 
 def test_a_gradient_that_is_no_number_moves_nothing(found):
-    assert "no step was taken" in found["nan"]
+    assert found["nan"] == "nan"
     assert found["unmoved"] is True
     assert found["forgotten"] is True
 

@@ -201,7 +201,7 @@ def main():
     for name, scene in {
         "long": Scene("long", lengthen(100)),
         "infinite": Scene("infinite", infinite),
-        "memory": Scene("memory", lengthen(150), limit=100, microbatch=128),
+        "memory": Scene("memory", lengthen(150), limit=60, microbatch=128),
         "updated": Scene("updated", lengthen(150), limit=100, loss={"kind": "grpo", "epochs": 2, "minibatch": 1}),
     }.items():
         result[name] = scene.report(scene.end())
@@ -251,7 +251,7 @@ def test_rows_that_do_not_fit_into_memory_are_halved_and_a_rollout_that_does_not
     result = found["memory"]
     halved = [amendment for amendment in result["amendments"] if amendment[3]]
     left_out = [amendment[2] for amendment in result["amendments"] if amendment[2]]
-    assert [amendment[3] <= 100 for amendment in halved] == [True]
+    assert [amendment[3] <= 60 for amendment in halved] == [True]
     assert all(len(names) == 1 and names[0].startswith("task-0") and names[0].endswith("/1") for names in left_out)
     assert sum(result["left_out"]) == len(left_out) >= 1
     assert all("memory" in amendment[5] and amendment[4] == "trainer" for amendment in result["amendments"])
