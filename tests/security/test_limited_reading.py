@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -143,7 +144,7 @@ def test_a_run_of_another_user_that_takes_much_memory_ends_with_a_message(run: R
 
 
 def _use_memory() -> int:
-    return len(bytearray(512 * MB)) and 0
+    return len(bytearray(resource.getrlimit(resource.RLIMIT_DATA)[0])) and 0
 
 
 def _use_cpu() -> int:

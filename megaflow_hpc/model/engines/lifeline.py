@@ -87,6 +87,7 @@ def main(command: Sequence[str], end_on: Sequence[int] = SIGNALS) -> int:
             ended = True
         if wake_read in ready:
             os.read(wake_read, 4096)
+    shared |= _mapped()  # the signal may have come before the first poll
     assert child.stdin is not None
     child.stdin.close()
     if child.poll() is None:

@@ -24,6 +24,20 @@ time.sleep(600)
 """
 
 
+EARLY = """\
+import os, signal, subprocess, sys
+from megaflow_hpc.model.engines import lifeline
+class Popen(subprocess.Popen):
+    def __init__(self, command, **options):
+        super().__init__(command, stdout=subprocess.PIPE, **options)
+        self.stdout.readline()  # the engine has mapped its files
+        os.kill(os.getpid(), signal.SIGTERM)
+subprocess.Popen = Popen
+os._exit(lifeline.main(sys.argv[1:]))
+"""
+"""A lifeline that is signalled before it has polled."""
+
+
 def naps(pid: int) -> int:
     """Number of times a process has gone to sleep. One more means that it has handled what woke it."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -64,3 +78,14 @@ def test_shared_memory_of_a_killed_engine_is_given_back(how: str, tmp_path: Path
         lifeline.wait()
         for name in (*names, stranger):
             name.unlink(missing_ok=True)
+
+
+def test_shared_memory_is_given_back_if_the_signal_comes_before_the_first_poll() -> None:
+    name = Path(f"/dev/shm/psm_{uuid.uuid4().hex[:12]}")
+    command = [sys.executable, "-c", EARLY, sys.executable, "-c", ENGINE, str(name)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.PIPE, timeout=60, check=False)
+        assert done.returncode == 128 + signal.SIGTERM
+        assert not name.exists()
+    finally:
+        name.unlink(missing_ok=True)
