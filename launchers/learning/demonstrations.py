@@ -74,7 +74,7 @@ class Teaching:
 
 TEACHING: Mapping[tuple[str, int], Teaching] = {
     ("tiny", 1): Teaching(batches=200, rate=1e-3, right=0.85, spoiled=0.9),
-    ("tiny", 2): Teaching(batches=150, rate=1e-3, right=0.85, spoiled=0.8),
+    ("tiny", 2): Teaching(batches=150, rate=1e-3, right=0.85, spoiled=0.87),
     ("tiny", 3): Teaching(batches=200, rate=1e-3, right=0.9, spoiled=0.7),
     **{
         ("smollm2", turns): Teaching(
