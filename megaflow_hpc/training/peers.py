@@ -32,7 +32,7 @@ class Peer:
 
     @property
     def committed(self) -> int:
-        """Number of the last step that is committed; 0 if there is none. Raises OSError."""
+        """Number of the last committed step, or 0. Raises OSError."""
         return max(self._files.numbers(Commit), default=0)
 
     @property

@@ -408,7 +408,7 @@ class TrainingLoop:
         """Returns the learning rate of an update with these metrics."""
         optimizer, steps = self.flow.settings.optimizer, self.flow.config.steps
         rate = optimizer.rate(step, steps)
-        if isinstance(optimizer.schedule, Method) and metrics:  # without any advantage, there are none
+        if isinstance(optimizer.schedule, Method) and metrics:  # none if no rollout has an advantage
             rate = probe.scheduled(optimizer.schedule, step, steps, rate, metrics)
         return rate
 
