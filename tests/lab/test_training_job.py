@@ -62,10 +62,10 @@ def test_a_killed_trainer_is_requeued_and_its_campaign_ends_with_the_training(ca
     assert len(summary["pods"]) == 1, "the pod waited on its node for the trainer to come back"
     files = TrainingFiles(run.dir, "default")
     assert files.numbers(StepPlan) == files.numbers(Commit) == [1, 2, 3]
+    until(lambda: not run.live_jobs(0), "every job has left")
     shown = json.loads(cli("status", run.path, "--json").stdout)["training"]["default"]
     assert (shown["step"], shown["steps"], shown["reward"], shown["trainer"]["state"]) == (3, 3, 1.0, "done")
     assert shown["trainer"]["job_id"] == trainer
-    until(lambda: not run.live_jobs(0), "every job has left")
     until(
         lambda: {state.state for state in accounting.finished_jobs([trainer]).values()} == {"COMPLETED"},
         "the trainer has ended well, as accounting knows",
