@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +34,7 @@ import tiny_model
 from operations import OPERATIONS
 from searches import SEARCHES
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files made. Increase it when a change here or of the tasks makes other files of the same settings."""
 ANSWER = 24
 """Maximum number of tokens in an answer; the agent's limit."""
@@ -58,27 +60,25 @@ class Teaching:
 
     batches: int
     rate: float
-    """Learning rate of AdamW without weight decay, after :attr:`warm_up` batches."""
+    """Learning rate at the start."""
     right: float
     """Share of demonstrations that do what was asked, before slips are added. The others do something else."""
     spoiled: float
     """Share of commands with a slip, of the last turn; a third of it in earlier turns."""
     batch: int = 64
-    warm_up: int = 20
-    clip: float = 1.0
-    """Maximum norm of the gradient."""
+    microbatch: int = 8192
     dtype: str = "float32"
     threads: int = 1
     """Threads of torch. A tiny model gains nothing by more."""
 
 
 TEACHING: Mapping[tuple[str, int], Teaching] = {
-    ("tiny", 1): Teaching(batches=200, rate=1e-3, right=0.85, spoiled=0.9),
-    ("tiny", 2): Teaching(batches=150, rate=1e-3, right=0.85, spoiled=0.87),
-    ("tiny", 3): Teaching(batches=200, rate=1e-3, right=0.9, spoiled=0.7),
+    ("tiny", 1): Teaching(batches=200, rate=2e-3, right=0.85, spoiled=0.9),
+    ("tiny", 2): Teaching(batches=150, rate=2e-3, right=0.85, spoiled=0.85),
+    ("tiny", 3): Teaching(batches=200, rate=2e-3, right=0.9, spoiled=0.87),
     **{
         ("smollm2", turns): Teaching(
-            batches=60, rate=5e-5, right=0.9, spoiled=0.75, batch=16, warm_up=10, dtype="bfloat16", threads=2
+            batches=60, rate=5e-5, right=0.9, spoiled=0.75, batch=16, microbatch=2048, dtype="bfloat16", threads=2
         )
         for turns in (2, 3)
     },
@@ -135,17 +135,16 @@ def make(
         report: dict[str, Any] = json.loads((out / REPORT).read_text())
         return report
     out.parent.mkdir(parents=True, exist_ok=True)
-    base = out.parent / model
     if model != "tiny":
-        packaged_model.make(model, base)
+        packaged_model.make(model, out.parent / model)
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        staged = work / out.name
+        base, staged = work / "base", work / out.name
         if model == "tiny":
-            tiny_model.make(staged, seed=seed, context=512)
+            tiny_model.make(base, seed=seed, context=512)
         else:
-            shutil.copytree(base, staged)
-        report = {"settings": settings, **_teach(staged, Lesson(turns), teaching, seed)}
+            base = out.parent / model
+        report = {"settings": settings, **_teach(base, staged, Lesson(turns), teaching, seed)}
         (staged / REPORT).write_text(json.dumps(report, indent=1) + "\n")
         (staged / tiny_model.MARK).write_text(json.dumps(settings))
         if out.exists():
@@ -156,7 +155,39 @@ def make(
     return report
 
 
-def _teach(folder: Path, lesson: Lesson, teaching: Teaching, seed: int) -> dict[str, Any]:
+def _teach(base: Path, out: Path, lesson: Lesson, teaching: Teaching, seed: int) -> dict[str, Any]:
+    """Trains the model at ``base`` on demonstrations, writes it to ``out``, and returns its report."""
+    chance = random.Random(seed)
+    answers = teaching.batches * teaching.batch
+    path = out.with_name("demonstrations.jsonl")
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(math.ceil(answers / lesson.turns)):
+            file.write(json.dumps({"messages": _messages(*lesson.demonstration(teaching, chance))}) + "\n")
+    options = {"lr": teaching.rate, "batch": teaching.batch, "microbatch": teaching.microbatch, "dtype": teaching.dtype}
+    command = [sys.executable, "-m", "megaflow_hpc.training.trainer.warm_start", base, path, out]
+    command += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    root = str(Path(__file__).parents[2])
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(teaching.threads),
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+    }
+    began = time.monotonic()
+    subprocess.run(command, env=environment, check=True)
+    taught_s = time.monotonic() - began
+    return {"seconds": round(taught_s, 1), "rows": answers, "success": _success(out, lesson, teaching, seed)}
+
+
+def _messages(instruction: str, turns: Demonstration) -> list[dict[str, str]]:
+    """Returns a conversation that ends with the last command."""
+    messages = [{"role": "user", "content": instruction}]
+    for command, output in turns:
+        messages += [{"role": "assistant", "content": command}, {"role": "user", "content": output}]
+    return messages[:-1]
+
+
+def _success(folder: Path, lesson: Lesson, teaching: Teaching, seed: int) -> dict[str, float]:
+    """Returns the rate at which each task is solved by its solution, and their mean."""
     import torch  # type: ignore[import-not-found]
     from transformers import AutoModelForCausalLM, AutoTokenizer  # type: ignore[import-not-found]
 
@@ -166,70 +197,18 @@ def _teach(folder: Path, lesson: Lesson, teaching: Teaching, seed: int) -> dict[
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     dtype = getattr(torch, teaching.dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=teaching.rate, weight_decay=0.0)
-    began, losses = time.monotonic(), []
-    for number in range(teaching.batches):
-        rows: list[tuple[list[int], list[int]]] = []
-        while len(rows) < teaching.batch:
-            rows += _rows(tokenizer, *lesson.demonstration(teaching, chance))
-        longest = max(len(prompt) + len(answer) for prompt, answer in rows)
-        ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
-        labels = torch.full((len(rows), longest), -100)
-        for index, (prompt, answer) in enumerate(rows):
-            length = len(prompt) + len(answer)
-            ids[index, :length] = torch.tensor(prompt + answer)
-            labels[index, len(prompt) : length] = ids[index, len(prompt) : length]
-        # Padding is on the right, so no labelled token attends to it.
-        loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), teaching.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = teaching.rate * min(1.0, (number + 1) / teaching.warm_up)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if number % 50 == 49 or number + 1 == teaching.batches:
-            seconds = time.monotonic() - began
-            print(f"batch {number + 1} of {teaching.batches}, loss {losses[-1]:.3f}, {seconds:.0f} s", flush=True)
-    taught_s = time.monotonic() - began
-    success = {name: _success(model, tokenizer, lesson, name, chance) for name in lesson.names()}
-    model.save_pretrained(folder, safe_serialization=True)
-    return {
-        "seconds": round(taught_s, 1),
-        "rows": teaching.batches * teaching.batch,
-        "loss": round(sum(losses[-10:]) / len(losses[-10:]), 3),
-        "success": {"mean": sum(success.values()) / len(success), **success},
-    }
+    rates = {name: _rate(model, tokenizer, lesson, name, chance) for name in lesson.names()}
+    return {"mean": sum(rates.values()) / len(rates), **rates}
 
 
-def _prompt(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return ids
-
-
-def _prompts(tokenizer: Any, instruction: str, turns: Demonstration) -> list[tuple[list[int], str]]:
-    """Returns the prompt of each turn, and the command that is expected."""
-    messages, prompts = [{"role": "user", "content": instruction}], []
-    for command, output in turns:
-        prompts.append((_prompt(tokenizer, messages), command))
-        messages += [{"role": "assistant", "content": command}, {"role": "user", "content": output}]
-    return prompts
-
-
-def _rows(tokenizer: Any, instruction: str, turns: Demonstration) -> list[tuple[list[int], list[int]]]:
-    """Returns the prompt and the answer of each turn, as tokens."""
-    return [
-        (prompt, [*tokenizer(command, add_special_tokens=False).input_ids, tokenizer.eos_token_id])
-        for prompt, command in _prompts(tokenizer, instruction, turns)
-    ]
-
-
-def _success(model: Any, tokenizer: Any, lesson: Lesson, name: str, chance: random.Random) -> float:
+def _rate(model: Any, tokenizer: Any, lesson: Lesson, name: str, chance: random.Random) -> float:
     """Returns the rate at which a task is solved by its solution: the product of the rates of its turns."""
+    messages = _messages(lesson.instruction(name), lesson.solution(name, chance))
     rate = 1.0
-    for prompt, command in _prompts(tokenizer, lesson.instruction(name), lesson.solution(name, chance)):
-        rate *= _answers(model, tokenizer, prompt).count(command) / TRIES
+    for turn in range(1, len(messages), 2):
+        text = tokenizer.apply_chat_template(messages[:turn], tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text, add_special_tokens=False).input_ids
+        rate *= _answers(model, tokenizer, prompt).count(messages[turn]["content"]) / TRIES
     return rate
 
 

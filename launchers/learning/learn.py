@@ -21,12 +21,13 @@ from typing import Any
 import curve
 
 STEPS = {1: 40, 2: 80, 3: 80}
-"""Number of turns → default number of steps."""
+"""Number of turns → default number of steps of the tiny model."""
 TASKS = {1: "ShellTask", 2: "TwoTurns", 3: "ThreeTurns"}
 """Number of turns → class of the tasks in shell_tasks.py."""
 CONTEXT = {"tiny": 256, "smollm2": 512}
 """Model → maximum length of a conversation in tokens."""
 LARGER: Mapping[str, Any] = {
+    "steps": 40,
     "samples": 6,
     "batch": 8,
     "optimizer": {"lr": 2.0e-5, "warmup": 5},
@@ -69,7 +70,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     asked = parser.parse_args(words)
     if asked.model != "tiny" and asked.turns == 1:
         parser.error(f"--model {asked.model} has no task of one turn; use --turns 2 or --turns 3")
-    asked.steps = asked.steps or STEPS[asked.turns]
+    asked.steps = asked.steps or (STEPS[asked.turns] if asked.model == "tiny" else LARGER["steps"])
     return asked
 
 

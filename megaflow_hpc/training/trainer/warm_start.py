@@ -25,8 +25,8 @@ from megaflow_hpc.texts import printable
 
 WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 """Endings of files that hold weights. Others are copied from MODEL."""
-Answer = tuple[list[int], int]
-"""Tokens of a conversation up to an assistant's message, and the number of tokens before that message."""
+Example = tuple[list[int], list[int]]
+"""Tokens of a conversation, and the positions of those that the assistant wrote."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         "--lr", type=float, default=1e-5, help="learning rate at the start; it falls to 0 (default 1e-5)"
     )
     parser.add_argument("--epochs", type=int, default=1, help="passes over the demonstrations (default 1)")
-    parser.add_argument("--batch", type=int, default=32, help="messages in an update (default 32)")
+    parser.add_argument("--batch", type=int, default=32, help="conversations in an update (default 32)")
     parser.add_argument("--microbatch", type=int, default=32768, help="tokens in a forward pass (default 32768)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     arguments = parser.parse_args(argv)
@@ -65,7 +65,7 @@ def _train(arguments: argparse.Namespace) -> None:
     from megaflow_hpc.training.trainer.optimizer import Optimizer
 
     ranks = join()
-    demonstrations = answers(arguments.model, arguments.demonstrations)
+    demonstrations = examples(arguments.model, arguments.demonstrations)
     torch.manual_seed(0)
     policy = load(arguments.model, arguments.dtype, ranks, recompute=True)
     optimizer = Optimizer(policy, arguments.lr)
@@ -73,20 +73,19 @@ def _train(arguments: argparse.Namespace) -> None:
         batch for epoch in range(arguments.epochs) for batch in _shuffled(demonstrations, arguments.batch, epoch)
     ]
     for number, batch in enumerate(batches):
-        count = sum(len(tokens) - first for tokens, first in batch)
+        count = sum(len(written) for _, written in batch)
         rows = list(_rows(batch[ranks.rank :: ranks.count], arguments.microbatch))
         rows += [[]] * (max(ranks.gather(len(rows))) - len(rows))
         total = 0.0
         for row in rows:
             logprobs = policy(*_inputs(row, ranks.device))[0]
-            loss = -logprobs.sum() / count
-            loss.backward()
-            total += float(loss.detach())
+            nll = -logprobs.sum() / count
+            nll.backward()
+            total += float(nll.detach())
         optimizer.step(arguments.lr * (1 - number / len(batches)))
+        loss = sum(ranks.gather(total))
         if ranks.first:
-            print(json.dumps({"update": number + 1, "updates": len(batches), "loss": sum(ranks.gather(total))}))
-        else:
-            ranks.gather(total)
+            print(json.dumps({"update": number + 1, "updates": len(batches), "loss": loss}), flush=True)
     staged = arguments.out.absolute().with_name(f".{arguments.out.name}.{ranks.tell(os.getpid())}")
     checkpoint.export(staged, policy, ranks)
     if ranks.first:
@@ -97,11 +96,13 @@ def _train(arguments: argparse.Namespace) -> None:
     ranks.leave()
 
 
-def answers(model: Path, demonstrations: Path) -> list[Answer]:
-    """Returns the assistant's messages, encoded by the model's chat template.
+def examples(model: Path, demonstrations: Path) -> list[Example]:
+    """Returns the conversations, encoded by the model's chat template.
+
+    If the template changes earlier messages when a further one is added, each later answer is an example of its own.
 
     Raises:
-        ConfigError: a line is no conversation, or the template changes earlier messages when an answer is added.
+        ConfigError: a line is no conversation, or the template does not add an answer to its prompt.
     """
     from transformers import AutoTokenizer  # type: ignore[import-not-found]
 
@@ -111,7 +112,7 @@ def answers(model: Path, demonstrations: Path) -> list[Answer]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    found: list[Answer] = []
+    found: list[Example] = []
     for number, line in enumerate(demonstrations.read_text(encoding="utf-8").splitlines(), 1):
         try:
             messages = json.loads(line)["messages"]
@@ -120,6 +121,7 @@ def answers(model: Path, demonstrations: Path) -> list[Answer]:
             raise ConfigError(
                 f'{demonstrations}:{number}: {error!r}; expected {{"messages": [{{"role": …}}]}}'
             ) from None
+        tokens: list[int] = []
         for index in (i for i, role in enumerate(roles) if role == "assistant"):
             before, whole = encode(messages[:index], True), encode(messages[: index + 1], False)
             if whole[: len(before)] != before or len(whole) == len(before) or not before:
@@ -127,42 +129,46 @@ def answers(model: Path, demonstrations: Path) -> list[Answer]:
                     f"{demonstrations}:{number}: message {index}: the chat template of {model} does not add the answer "
                     "to its prompt; leave thoughts out of the demonstrations, or use a template that keeps them"
                 )
-            found.append((whole, len(before)))
+            written = list(range(len(before), len(whole)))
+            if tokens and before[: len(tokens)] == tokens:
+                written = found.pop()[1] + written
+            tokens = whole
+            found.append((whole, written))
     if not found:
         raise ConfigError(f"{demonstrations}: has no message of an assistant; there is nothing to learn")
     return found
 
 
-def _shuffled(demonstrations: Sequence[Answer], size: int, epoch: int) -> Iterator[list[Answer]]:
+def _shuffled(demonstrations: Sequence[Example], size: int, epoch: int) -> Iterator[list[Example]]:
     order = list(demonstrations)
     random.Random(epoch).shuffle(order)
     for first in range(0, len(order), size):
         yield order[first : first + size]
 
 
-def _rows(batch: Sequence[Answer], most: int) -> Iterator[list[Answer]]:
-    """Yields answers that fit in one forward pass together."""
-    row: list[Answer] = []
-    for answer in batch:
-        if row and sum(len(tokens) for tokens, _ in [*row, answer]) > most:
+def _rows(batch: Sequence[Example], most: int) -> Iterator[list[Example]]:
+    """Yields conversations that fit in one forward pass together."""
+    row: list[Example] = []
+    for example in batch:
+        if row and sum(len(tokens) for tokens, _ in [*row, example]) > most:
             yield row
             row = []
-        row.append(answer)
+        row.append(example)
     if row:
         yield row
 
 
-def _inputs(row: Sequence[Answer], device: Any) -> tuple[Any, Any, list[int], Any]:
+def _inputs(row: Sequence[Example], device: Any) -> tuple[Any, Any, list[int], Any]:
     """Returns a policy's inputs. For an empty row, that is a single token to ignore."""
     import torch
 
-    tokens = [token for answer, _ in row for token in answer] or [0]
-    positions = [place for answer, _ in row for place in range(len(answer))] or [0]
+    tokens = [token for example, _ in row for token in example] or [0]
+    positions = [place for example, _ in row for place in range(len(example))] or [0]
     offsets = [0]
     where: list[int] = []
-    for answer, first in row:
-        where += range(offsets[-1] + first, offsets[-1] + len(answer))
-        offsets.append(offsets[-1] + len(answer))
+    for example, written in row:
+        where += [offsets[-1] + place for place in written]
+        offsets.append(offsets[-1] + len(example))
     tensors = (torch.tensor(values, dtype=torch.int64, device=device) for values in (tokens, positions, where))
     tokens_, positions_, where_ = tensors
     return tokens_, positions_, offsets if row else [0, 1], where_

@@ -19,18 +19,25 @@ import json
 from pathlib import Path
 from launchers.tiny_model import make
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.training.trainer.warm_start import answers
+from megaflow_hpc.training.trainer.warm_start import examples
 
+FORGETFUL = %r
 make(Path("tiny"), layers=1)
-found = answers(Path("tiny"), Path("demonstrations.jsonl"))
+found = examples(Path("tiny"), Path("demonstrations.jsonl"))
+(Path("tiny") / "chat_template.jinja").write_text(FORGETFUL)
+apart = examples(Path("tiny"), Path("demonstrations.jsonl"))[:2]
 errors = []
 for name in ("empty", "bad"):
     try:
-        answers(Path("tiny"), Path(f"{name}.jsonl"))
+        examples(Path("tiny"), Path(f"{name}.jsonl"))
     except ConfigError as error:
         errors.append(str(error))
-print(json.dumps([[len(tokens) > first > 0 for tokens, first in found], [tokens for tokens, _ in found], errors]))
+print(json.dumps([found, apart, errors]))
 """
+FORGETFUL = """{% for message in messages %}\
+{% if message.role == 'user' or loop.last %}{{ message.role }}: {{ message.content }};{% endif %}\
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+"""A chat template that leaves earlier answers out."""
 
 
 def warm_start(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -45,9 +52,11 @@ def test_a_model_learns_demonstrations(tmp_path: Path) -> None:
     (tmp_path / "demonstrations.jsonl").write_text(f"{line}\n" * 4)
     (tmp_path / "empty.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
-    are_answers, tokens, (empty, bad) = run_ranks(MAKE, tmp_path)
-    assert are_answers == [True] * 8, "each message of the assistant is one"
-    assert tokens[1][: len(tokens[0])] == tokens[0], "the second extends the first"
+    found, apart, (empty, bad) = run_ranks(MAKE % FORGETFUL, tmp_path)
+    assert found == [found[0]] * 4, "an example for each conversation"
+    tokens, written = found[0]
+    assert bytes(tokens[place] for place in written if tokens[place] < 256) == b"3\n4\n", "the assistant's alone"
+    assert len(apart) == 2, "the second answer's prompt does not contain the first"
     assert "empty.jsonl: has no message of an assistant" in empty
     assert "bad.jsonl:1: KeyError('messages'); expected" in bad
     done = warm_start(
@@ -56,7 +65,7 @@ def test_a_model_learns_demonstrations(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     losses = [json.loads(line)["loss"] for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(losses) == 8
+    assert len(losses) == 4
     assert losses[-1] < losses[0] / 2
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
