@@ -168,7 +168,7 @@ class Buffer:
         """Rereads the groups that an earlier plan trained on for the first time, without damaged records."""
         by_group: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
         for rollout in plan.rollouts:
-            read = None if rollout.replayed else self._read(rollout.place)
+            read = None if rollout.replayed else self.read(rollout.place)
             if read is not None:
                 by_group.setdefault(rollout.group, {})[rollout.id] = read
         groups = []
@@ -254,7 +254,7 @@ class Buffer:
             )
         return len(lost)
 
-    def _read(self, place: RecordPlace) -> tuple[Sample, Arrived] | None:
+    def read(self, place: RecordPlace) -> tuple[Sample, Arrived] | None:
         """Reads a rollout, or returns ``None`` if its record is damaged."""
         try:
             return read_sample(self._sequences, place, self._ordinal)
@@ -263,7 +263,7 @@ class Buffer:
             return None
 
     def _add(self, place: RecordPlace) -> bool:
-        read = self._read(place)
+        read = self.read(place)
         if read is None or read[0].id not in self._group_of:
             return False
         sample, arrived = read

@@ -153,15 +153,20 @@ def resolve(method: Method) -> functools.partial[Any]:
     return functools.partial(function, **method.args)
 
 
-def call(method: Method, *values: Any) -> Any:
-    """Calls a function with positional arguments, followed by its ``args``.
+def takes(method: Method, parameter: str) -> bool:
+    """Returns whether a function has a parameter of this name. Raises the errors of :func:`resolve`."""
+    return parameter in inspect.signature(resolve(method).func).parameters
+
+
+def call(method: Method, *values: Any, **named: Any) -> Any:
+    """Calls a function with positional arguments, followed by named ones and its ``args``.
 
     Raises:
         ConfigError: it cannot be imported, or raised an exception.
     """
     function = resolve(method)
     try:
-        return function(*values)
+        return function(*values, **named)
     except MegaflowError:
         raise
     except Exception as error:

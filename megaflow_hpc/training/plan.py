@@ -125,6 +125,11 @@ class StepPlan(msgspec.Struct, kw_only=True):
         return [self.version - rollout.oldest if rollout.oldest >= 0 else 0 for rollout in self.rollouts]
 
     @property
+    def rewards(self) -> list[float]:
+        """Rewards of the rollouts that are new in this step."""
+        return [rollout.reward for rollout in self.rollouts if rollout.reward is not None and not rollout.replayed]
+
+    @property
     def groups(self) -> set[str]:
         """Ids of the groups that the step settles, whether it trains on them or drops them."""
         dropped = {name if name.count("/") == 1 else name.rpartition("/")[0] for name in self.drops}

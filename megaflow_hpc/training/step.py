@@ -146,7 +146,7 @@ class Step:
     def statistics(self) -> dict[str, float]:
         """Returns statistics of the step's rollouts: rewards, tokens, staleness and drops."""
         plan = self.plan
-        rewards = [rollout.reward for rollout in plan.rollouts if rollout.reward is not None]
+        rewards = plan.rewards
         stale = plan.staleness
         causes = Counter(plan.drops.values())
         return {

@@ -97,6 +97,10 @@ def negative(groups, version, random):
     return [replace(g, samples=tuple(replace(s, weight=-1.0) for s in g.samples)) for g in groups]
 
 
+def borrow(groups, version, random, earlier, task="t"):
+    return [group.only((*group.samples, *earlier[task])) for group in groups]
+
+
 def hardest(tasks, count, statistics, random):
     rate = {task: row.passed / row.tried for task, row in statistics.items()}
     return [min(tasks, key=lambda task: (rate.get(task, 0.5), task))] * count
@@ -208,6 +212,20 @@ def test_a_step_of_data_drops_rollouts_and_changes_weights_and_penalties() -> No
 def test_an_invalid_step_of_data_is_refused(name: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         chosen(f"own_methods:{name}", [group([1, 0])])
+
+
+def test_a_step_of_data_may_add_rollouts_of_earlier_steps_to_groups_of_their_task() -> None:
+    past = {"t": [sample("t@1/p", 0, 1.0)], "u": [sample("u@1/p", 0, 1.0)]}
+    config = TrainingConfig.model_validate({"policies": {"default": {}}, "data": ["own_methods:borrow"]})
+    found = choose(config, [group([0, 0])], version=0, want=9, earlier=past)
+    assert [(s.id, s.group) for s in found.taken[0].samples] == [("t/p/0", "t/p"), ("t/p/1", "t/p"), ("t@1/p/0", "t/p")]
+    assert found.drops == {}
+    with pytest.raises(ConfigError, match="returned t@1/p/0 in group t@2/p, expected each sample once"):
+        choose(config, [group([0, 0]), group([0, 0], "t@2/p")], version=0, want=9, earlier=past)
+    step = {"method": {"name": "own_methods:borrow", "args": {"task": "u"}}}
+    other = TrainingConfig.model_validate({"policies": {"default": {}}, "data": [step]})
+    with pytest.raises(ConfigError, match="returned u@1/p/0 in group t/p, expected each sample once, in its own group"):
+        choose(other, [group([0, 0])], version=0, want=9, earlier=past)
 
 
 def test_a_choice_of_prompts_may_request_a_task_several_times() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -67,6 +67,10 @@ class Sample:
     def turn_rewards(self) -> tuple[float, ...]:
         """Reward of each of :attr:`turns`; 0 without one. Agents and verifiers name them ``turn.N``."""
         return tuple(self.rewards.get(f"{TURN_REWARD}{turn.call}", 0.0) for turn in self.turns)
+
+
+Earlier = Mapping[str, Sequence[Sample]]
+"""Task → passed samples of earlier steps, newest last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,9 @@ def failed(training: TrainingConfig) -> dict[str, tuple[str, bool]]:
 def _try(key: str, method: Method, training: TrainingConfig) -> None:
     resolve(method)
     if key.startswith("training.data."):
-        by_method(example_groups(), method, 1, np.random.default_rng(0), {})
+        groups = example_groups()
+        earlier = {"a": [replace(groups[0].samples[0], id="a@1/default/0", group="a@1/default")]}
+        by_method(groups, method, 1, np.random.default_rng(0), {}, earlier)
     elif key == "training.prompts.order":
         prompts = Prompts(training.prompts)
         groups = example_groups()
