@@ -98,6 +98,9 @@ class PolicyTraining(Section):
     """The loss that the optimizer minimises."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards are converted to advantages."""
+    score: Method | None = None
+    """Function ``module:function`` that rewards stored rollouts, sequences or turns before their step is planned, such
+    as a judge. Default: none."""
     importance: Literal["none", "token", "sequence"] | Method | None = None
     """Importance weights, which correct for the difference between the engine's and the trainer's probabilities: one
     for each ``token``, one for each ``sequence`` (the product over its tokens), or ``none`` (truncated importance

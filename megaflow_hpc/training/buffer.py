@@ -14,28 +14,32 @@ import logging
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from megaflow_hpc.config.sections import Method
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger, read_block
 from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.ledger.names import FIRST_HANDED_OFF
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, TurnTokens
+from megaflow_hpc.training.algorithms.rewards import scored, scores
+from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, StoredRollout, TurnTokens
 from megaflow_hpc.training.microbatch import Ordinal
 from megaflow_hpc.training.plan import RecordPlace, Settled, StepPlan
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
 from megaflow_hpc.trajectories.reading.follow import MAX_CACHE_AGE_S, Follower
 from megaflow_hpc.trajectory import TokenSequence, Trajectory
-from megaflow_hpc.types import Rollout
+from megaflow_hpc.types import VERIFIED, Rollout
 
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_TOKENS = 16 << 20
 """Maximum number of tokens to cache, at 13 bytes each."""
+MAX_SCORED_AT_ONCE = 64
+"""Maximum number of rollouts to pass to a scorer at once, because their whole records are in memory then."""
 LOST_AFTER_S = MAX_CACHE_AGE_S
 """Seconds after which a record that is missing in a done block counts as lost. Caches may hide it until then."""
 LOST = "unreadable record"
@@ -75,6 +79,7 @@ class Buffer:
         ordinal: converts a campaign-wide weight version to the policy's own count.
         settled: the settled groups and the cursor of an earlier plan.
         held_out: tasks to ignore.
+        score: function that rewards the rollouts that have arrived, before their groups are complete.
     """
 
     def __init__(
@@ -85,8 +90,11 @@ class Buffer:
         ordinal: Ordinal,
         settled: Settled,
         held_out: frozenset[str] = frozenset(),
+        score: Method | None = None,
     ) -> None:
-        self._held_out = held_out
+        self._held_out, self._score = held_out, score
+        self._unscored: list[tuple[Sample, Arrived]] = []
+        """Rollouts that were read and wait for the scorer."""
         self._run, self._sequences, self._owners, self._ordinal = run, sequences, owners, ordinal
         self._follower = Follower(run, cursor=settled.cursor or None)
         self._unread: deque[RecordEntry] = deque()
@@ -114,6 +122,7 @@ class Buffer:
 
         Raises:
             OSError: the run directory cannot be read now; the next call continues.
+            ConfigError: the scorer raised an exception or returned something else than its contract says.
         """
         done = self._done_blocks()  # listed first, so that the poll covers all of their records
         self._unread.extend(self._follower.entries())
@@ -125,6 +134,7 @@ class Buffer:
             if entry.id in self._group_of:  # otherwise it is another policy's, or its group is settled
                 added += self._add(RecordPlace(entry.journal, entry.start, entry.epoch))
             self._unread.popleft()
+        self._score_arrivals()
         return added + self._give_up_lost(done)
 
     @property
@@ -168,7 +178,7 @@ class Buffer:
         """Rereads the groups that an earlier plan trained on for the first time, without damaged records."""
         by_group: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
         for rollout in plan.rollouts:
-            read = None if rollout.replayed else self.read(rollout.place)
+            read = None if rollout.replayed else self.read(rollout.place, rollout.scores)
             if read is not None:
                 by_group.setdefault(rollout.group, {})[rollout.id] = read
         groups = []
@@ -254,8 +264,16 @@ class Buffer:
             )
         return len(lost)
 
-    def read(self, place: RecordPlace) -> tuple[Sample, Arrived] | None:
-        """Reads a rollout, or returns ``None`` if its record is damaged."""
+    def read(self, place: RecordPlace, scores: Mapping[str, float]) -> tuple[Sample, Arrived] | None:
+        """Reads a rollout that an earlier plan settled, or returns ``None`` if its record is damaged.
+
+        Args:
+            scores: its rewards from a scorer; empty without one.
+        """
+        read = self._read(place)
+        return read and (scored(read[0], scores) if scores else read[0], read[1])
+
+    def _read(self, place: RecordPlace) -> tuple[Sample, Arrived] | None:
         try:
             return read_sample(self._sequences, place, self._ordinal)
         except DamagedRecord as error:
@@ -263,13 +281,33 @@ class Buffer:
             return None
 
     def _add(self, place: RecordPlace) -> bool:
-        read = self.read(place)
+        read = self._read(place)
         if read is None or read[0].id not in self._group_of:
             return False
-        sample, arrived = read
+        if self._score and read[0].status in VERIFIED and read[0].tokens:
+            self._unscored.append(read)
+        else:
+            self._take(*read)
+        return True
+
+    def _take(self, sample: Sample, arrived: Arrived) -> None:
         self.arrived[sample.id] = arrived
         self._groups[self._group_of[sample.id]].samples[sample.id] = sample
-        return True
+
+    def _score_arrivals(self) -> None:
+        """Calls the scorer for the rollouts that wait for it."""
+        while self._unscored and self._score:
+            waiting, stored = self._unscored[:MAX_SCORED_AT_ONCE], []
+            for sample, arrived in waiting:
+                try:
+                    stored.append(StoredRollout(sample, self._sequences.read(arrived.place)[0]))
+                except DamagedRecord as error:
+                    logger.warning("%s; skipped", error)
+            found = scores(self._score, stored) if stored else {}
+            del self._unscored[: len(waiting)]
+            for sample, arrived in waiting:
+                if sample.id in found:
+                    self._take(scored(sample, found[sample.id]), arrived)
 
 
 def _lacking(group: _Collected) -> list[tuple[int, Rollout]]:

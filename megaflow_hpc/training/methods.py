@@ -50,6 +50,7 @@ def methods_of(training: TrainingConfig) -> dict[str, Method]:
 def _of_policy(policy: PolicyTraining) -> dict[str, Any]:
     return {
         "advantage.kind": policy.advantage.kind,
+        "score": policy.score,
         "loss.kind": policy.loss.kind,
         "importance": policy.importance,
         **{f"columns.{name}": method for name, method in policy.columns.items()},
@@ -107,6 +108,11 @@ def digests(methods: Iterable[Method]) -> dict[str, str]:
         for module in sorted(modules)
         if module.partition(".")[0] != OURS
     }
+
+
+def identity(method: Method) -> str:
+    """Returns a function's name and the SHA-256 digest of its source file. This package's own have only a name."""
+    return " ".join([method.name, *digests([method]).values()])
 
 
 def source(module: str) -> Path:

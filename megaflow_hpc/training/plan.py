@@ -68,7 +68,9 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     group: str
     place: RecordPlace
     reward: float | None = None
-    """Reward; ``None`` if the rollout was not verified."""
+    """The verifier's reward; ``None`` if the rollout was not verified."""
+    scores: dict[str, float] = {}
+    """Rewards from a scorer, by name; ``score`` is the one of the whole rollout, which counts instead of ``reward``."""
     advantage: float = 0.0
     """Advantage of each sampled token; the mean over them if :attr:`advantages` is set."""
     advantages: list[float] = []
@@ -118,6 +120,8 @@ class StepPlan(msgspec.Struct, kw_only=True):
     """State of the data algorithms after this step."""
     trainer: int = 0
     """Start number of the trainer that made the plan."""
+    scorer: str = ""
+    """Function that scored the rollouts, and the SHA-256 digest of its file."""
 
     @property
     def staleness(self) -> list[int]:

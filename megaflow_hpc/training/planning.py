@@ -17,7 +17,7 @@ from megaflow_hpc.training.algorithms.advantage import Values
 from megaflow_hpc.training.algorithms.choice import REPLAYED_STEPS, Choice
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 from megaflow_hpc.training.buffer import Arrived, Buffer, Sequences
-from megaflow_hpc.training.methods import takes
+from megaflow_hpc.training.methods import identity, takes
 from megaflow_hpc.training.microbatch import Ordinal
 from megaflow_hpc.training.peers import Peer
 from megaflow_hpc.training.plan import PlannedRollout, RecordPlace, Settled, StepPlan, TrainingFiles
@@ -56,6 +56,8 @@ class Planner:
         """Number of groups missing when the last plan could not be made."""
         replays = any(step.replay for step in config.data)
         self._replayable = REPLAYED_STEPS * config.batch if replays else 0
+        score = policy.settings.score
+        self._scorer = identity(score) if score else ""
         self._keeps_successes = any(step.method and takes(step.method, "earlier") for step in config.data)
         self._read: dict[RecordPlace, tuple[Sample, Arrived] | None] = {}
         """Kept successes that were read. ``None`` for a damaged record."""
@@ -143,6 +145,7 @@ class Planner:
             settled=self.buffer.settled,
             state=self.learned,
             trainer=trainer,
+            scorer=self._scorer,
         )
 
     def _seed(self, step: int) -> list[int]:
@@ -151,20 +154,20 @@ class Planner:
     def _earlier(self, groups: Iterable[SampleGroup]) -> dict[str, list[Sample]]:
         """Reads the kept successes of the groups' tasks. Damaged records are left out."""
         tasks = {group.task for group in groups}
-        places = {
-            task: [RecordPlace(*place) for place in places]
-            for task, places in self.learned.get("successes", {}).items()
+        kept = {
+            task: [(RecordPlace(*place), scores) for place, scores in of_task]
+            for task, of_task in self.learned.get("successes", {}).items()
             if self._keeps_successes and task in tasks
         }
         before, self._read = self._read, {}
-        for place in (place for of_task in places.values() for place in of_task):
-            self._read[place] = before[place] if place in before else self.buffer.read(place)
-        return {task: [read[0] for p in of_task if (read := self._read[p])] for task, of_task in places.items()}
+        for place, scores in (success for of_task in kept.values() for success in of_task):
+            self._read[place] = before[place] if place in before else self.buffer.read(place, scores)
+        return {task: [read[0] for p, _ in of_task if (read := self._read[p])] for task, of_task in kept.items()}
 
     def _with_successes(
         self, kept: Mapping[str, list[Any]], settled: Iterable[SampleGroup], drops: Collection[str]
     ) -> dict[str, list[Any]]:
-        """Returns task → places of the newest rollouts that passed, those of settled groups included."""
+        """Returns task → (place, scores) of the newest rollouts that passed, those of settled groups included."""
         successes = dict(kept)
         passed = [
             sample
@@ -173,8 +176,8 @@ class Planner:
             if sample.tokens and sample.id not in drops and sample.reward >= self._policy.pass_threshold
         ]
         for sample in sorted(passed, key=lambda sample: (sample.time_ns, sample.id)):
-            place = list(msgspec.structs.astuple(self.buffer.arrived[sample.id].place))
-            successes[sample.task] = [*successes.get(sample.task, ()), place][-KEPT_SUCCESSES:]
+            success = [list(msgspec.structs.astuple(self.buffer.arrived[sample.id].place)), dict(sample.scores)]
+            successes[sample.task] = [*successes.get(sample.task, ()), success][-KEPT_SUCCESSES:]
         return successes
 
     def _choose(
@@ -209,6 +212,7 @@ class Planner:
 
 def _planned(sample: Sample, arrived: Arrived, valued: tuple[Values, float], replayed: bool) -> PlannedRollout:
     value, weight = valued
+    verified = sample.verdict if sample.scores else sample.reward
     advantages: list[float] = [] if isinstance(value, float) else value.tolist()
     by_turn = bool(advantages) and len(advantages) == len(sample.turns)
     spans = [turn.end - turn.start for turn in sample.turns] if by_turn else arrived.sampled
@@ -218,7 +222,8 @@ def _planned(sample: Sample, arrived: Arrived, valued: tuple[Values, float], rep
         task=sample.task,
         group=sample.group,
         place=arrived.place,
-        reward=None if sample.reward != sample.reward else sample.reward,
+        reward=None if verified != verified else verified,
+        scores=dict(sample.scores),
         advantage=advantage,
         advantages=advantages,
         turns=[(turn.sequence, turn.start, turn.end) for turn in sample.turns] if by_turn else [],
@@ -375,7 +380,8 @@ class Planning:
         settled, learned = (before.settled, before.state) if before else (Settled(), {})
         policy = self._policy
         owners = frozenset(owner.policy for owner in self._owners) or policy.owners
-        buffer = Buffer(self._run, self._sequences, owners, self._ordinal, settled, policy.held_out)
+        score = policy.settings.score
+        buffer = Buffer(self._run, self._sequences, owners, self._ordinal, settled, policy.held_out, score)
         plans = (self._files.read(StepPlan, number) for number in range(step - 1, 0, -1))
         earlier = (plan for plan in plans if plan is not None)
         return Planner(self._config, policy, buffer, learned, earlier, self._bound)

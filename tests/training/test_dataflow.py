@@ -515,6 +515,7 @@ def _check_borrowed(files: TrainingFiles, steps: int) -> int:
     for number in range(1, steps + 1):
         plan = files.read(StepPlan, number)
         assert plan is not None
+        assert all(rollout.scores == {"score": rollout.reward} for rollout in plan.rollouts)
         past = {task: list(ids) for task, ids in newest.items()}
         for name in dict.fromkeys(rollout.group for rollout in plan.rollouts):
             own = [r for r in plan.rollouts if r.group == name and not r.replayed]
@@ -530,8 +531,9 @@ def _check_borrowed(files: TrainingFiles, steps: int) -> int:
 
 
 @pytest.mark.slow
-def test_killed_at_random_instants_it_borrows_the_newest_successes(tmp_path: Path) -> None:
+def test_killed_at_random_instants_it_scores_all_and_borrows_the_newest_successes(tmp_path: Path) -> None:
     training = {"staleness": 1, "batch": 2, "steps": 12, "data": ["megaflow_hpc.training.recipes:past_successes"]}
+    training |= {"policies": {"default": {"score": "tests.support.hash_trainer:repeated"}}}
     run = training_run(tmp_path / "run", training, tasks=3, samples=2)
     pods = pods_of(run, lambda r: float(r.sample_index == 1 and zlib.crc32(r.group_id.encode()) % 2))
     draw, results = random.Random(2), FORK.Queue()
