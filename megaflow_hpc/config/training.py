@@ -128,8 +128,8 @@ class PolicyTraining(Section):
 
     @model_validator(mode="after")
     def _whole_adapters(self) -> PolicyTraining:
-        if self.lora and (self.parallel.tensor > 1 or self.parallel.expert > 1):
-            raise ValueError("parallel: adapters (lora) need tensor and expert 1; FSDP divides the base model")
+        if self.lora and self.parallel.expert > 1:
+            raise ValueError("parallel.expert: adapters (lora) need expert: 1; FSDP divides the experts' weights")
         return self
 
     @property
