@@ -98,6 +98,9 @@ class PolicyTraining(Section):
     """The loss that the optimizer minimises."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards are converted to advantages."""
+    score: Method | None = None
+    """Function ``module:function`` that rewards stored rollouts, sequences or turns before their step is planned, such
+    as a judge. Default: none."""
     importance: Literal["none", "token", "sequence"] | Method | None = None
     """Importance weights, which correct for the difference between the engine's and the trainer's probabilities: one
     for each ``token``, one for each ``sequence`` (the product over its tokens), or ``none`` (truncated importance
@@ -125,8 +128,8 @@ class PolicyTraining(Section):
 
     @model_validator(mode="after")
     def _whole_adapters(self) -> PolicyTraining:
-        if self.lora and (self.parallel.tensor > 1 or self.parallel.expert > 1):
-            raise ValueError("parallel: adapters (lora) need tensor and expert 1; FSDP divides the base model")
+        if self.lora and self.parallel.expert > 1:
+            raise ValueError("parallel.expert: adapters (lora) need expert: 1; FSDP divides the experts' weights")
         return self
 
     @property

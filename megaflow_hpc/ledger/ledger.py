@@ -272,6 +272,13 @@ class Ledger:
         """Lists the claimed blocks, and the blocks that are done except for handed-off rollouts."""
         return LedgerView(names.latest(self._names(names.CLAIMS)), set(names.done_blocks(self._names(names.DONE))))
 
+    def done(self) -> set[int]:
+        """Returns the blocks whose rollouts are all durable, those included that were handed off."""
+        done = names.done_blocks(self._names(names.DONE))
+        handed_off = [n for n in names.block_numbers(self._names(names.TASKS)) if n >= names.FIRST_HANDED_OFF]
+        all_back = all(block in done for block in handed_off)
+        return {block for block, given in done.items() if all_back or not given}
+
     def seals(self) -> dict[tuple[int, int], tuple[str, int]]:
         """Returns (block, epoch) → (its ``<pod>.<start>``, valid bytes of its journal), for superseded epochs.
 

@@ -3,30 +3,47 @@
 The ledger's blocks list the rollouts of each group; the journals hold the finished ones. The buffer only reads both, so
 a later process rebuilds it from a plan's ``settled``, and reads only the few waiting rollouts again. A group is
 *complete* once each of its rollouts has ended, even if it failed.
+
+A damaged record is skipped. Pods mark a block as done once the records of all its rollouts are durable. So if a rollout
+of such a block still has no readable record after a while, the record is lost, and the rollout counts as failed.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from megaflow_hpc.ledger import read_block
+from megaflow_hpc.config.sections import Method
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger import Ledger, read_block
 from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.ledger.names import FIRST_HANDED_OFF
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, TurnTokens
+from megaflow_hpc.training.algorithms.rewards import scored, scores
+from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, StoredRollout, TurnTokens
 from megaflow_hpc.training.microbatch import Ordinal
 from megaflow_hpc.training.plan import RecordPlace, Settled, StepPlan
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
-from megaflow_hpc.trajectories.reading.follow import Follower
+from megaflow_hpc.trajectories.reading.follow import MAX_CACHE_AGE_S, Follower
 from megaflow_hpc.trajectory import TokenSequence, Trajectory
-from megaflow_hpc.types import Rollout
+from megaflow_hpc.types import VERIFIED, Rollout
+
+logger = logging.getLogger(__name__)
 
 MAX_CACHED_TOKENS = 16 << 20
 """Maximum number of tokens to cache, at 13 bytes each."""
+MAX_SCORED_AT_ONCE = 64
+"""Maximum number of rollouts to pass to a scorer at once, because their whole records are in memory then."""
+LOST_AFTER_S = MAX_CACHE_AGE_S
+"""Seconds after which a record that is missing in a done block counts as lost. Caches may hide it until then."""
+LOST = "unreadable record"
+"""Error kind of a rollout whose record is lost."""
 
 
 @dataclass
@@ -36,7 +53,8 @@ class _Collected:
     task: str
     block: int
     round: int
-    expected: set[str] = field(default_factory=set)
+    expected: dict[str, tuple[int, Rollout]] = field(default_factory=dict)
+    """Rollout id → its block, and the rollout."""
     samples: dict[str, Sample] = field(default_factory=dict)
 
 
@@ -61,6 +79,7 @@ class Buffer:
         ordinal: converts a campaign-wide weight version to the policy's own count.
         settled: the settled groups and the cursor of an earlier plan.
         held_out: tasks to ignore.
+        score: function that rewards the rollouts that have arrived, before their groups are complete.
     """
 
     def __init__(
@@ -71,8 +90,11 @@ class Buffer:
         ordinal: Ordinal,
         settled: Settled,
         held_out: frozenset[str] = frozenset(),
+        score: Method | None = None,
     ) -> None:
-        self._held_out = held_out
+        self._held_out, self._score = held_out, score
+        self._unscored: list[tuple[Sample, Arrived]] = []
+        """Rollouts that were read and wait for the scorer."""
         self._run, self._sequences, self._owners, self._ordinal = run, sequences, owners, ordinal
         self._follower = Follower(run, cursor=settled.cursor or None)
         self._unread: deque[RecordEntry] = deque()
@@ -86,6 +108,11 @@ class Buffer:
         """Block number → all groups of the policy in it."""
         self._first_block, self._settled = settled.first_block, set(settled.groups)
         self.arrived: dict[str, Arrived] = {}
+        self._done: set[int] = set()
+        """Blocks that were done at the last look."""
+        self._looked_at = -math.inf
+        self._missing: dict[str, float] = {}
+        """Rollout of a done block without a record → monotonic time when this was first seen."""
         self._look_for_blocks()
         for place in settled.waiting:
             self._add(place)
@@ -95,7 +122,9 @@ class Buffer:
 
         Raises:
             OSError: the run directory cannot be read now; the next call continues.
+            ConfigError: the scorer raised an exception or returned something else than its contract says.
         """
+        done = self._done_blocks()  # listed first, so that the poll covers all of their records
         self._unread.extend(self._follower.entries())
         if self._unread:
             self._look_for_blocks()
@@ -105,7 +134,8 @@ class Buffer:
             if entry.id in self._group_of:  # otherwise it is another policy's, or its group is settled
                 added += self._add(RecordPlace(entry.journal, entry.start, entry.epoch))
             self._unread.popleft()
-        return added
+        self._score_arrivals()
+        return added + self._give_up_lost(done)
 
     @property
     def journals(self) -> int:
@@ -145,11 +175,11 @@ class Buffer:
             self._first_block += 1
 
     def read_groups(self, plan: StepPlan) -> list[tuple[SampleGroup, dict[str, Arrived]]]:
-        """Rereads the groups that an earlier plan trained on for the first time."""
+        """Rereads the groups that an earlier plan trained on for the first time, without damaged records."""
         by_group: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
         for rollout in plan.rollouts:
-            if not rollout.replayed:
-                read = read_sample(self._sequences, rollout.place, self._ordinal)
+            read = None if rollout.replayed else self.read(rollout.place, rollout.scores)
+            if read is not None:
                 by_group.setdefault(rollout.group, {})[rollout.id] = read
         groups = []
         for name, own in by_group.items():
@@ -161,7 +191,12 @@ class Buffer:
     @property
     def settled(self) -> Settled:
         """State from which a later buffer can be rebuilt."""
-        waiting = [self.arrived[rollout].place for group in self._groups.values() for rollout in group.samples]
+        waiting = [
+            self.arrived[rollout].place
+            for group in self._groups.values()
+            for rollout in group.samples
+            if rollout in self.arrived  # otherwise its record is lost
+        ]
         cursor = self._follower.cursor
         # A failure in a settled group is final, so a later success of that rollout is ignored.
         cursor["failed"] = [rollout for rollout in cursor["failed"] if rollout in self._group_of]
@@ -181,9 +216,8 @@ class Buffer:
             for rollout in ours:
                 name = rollout.group_id
                 if name not in self._settled:
-                    self._groups.setdefault(name, _Collected(rollout.task_id, number, rollout.round)).expected.add(
-                        rollout.id
-                    )
+                    group = self._groups.setdefault(name, _Collected(rollout.task_id, number, rollout.round))
+                    group.expected[rollout.id] = number, rollout
                     self._group_of[rollout.id] = name
             self._named[number] = frozenset(rollout.group_id for rollout in ours)
             self._blocks[number] = {
@@ -193,13 +227,96 @@ class Buffer:
     def _is_ours(self, rollout: Rollout) -> bool:
         return rollout.task_id not in self._held_out and (self._owners is None or rollout.policy in self._owners)
 
+    def _done_blocks(self) -> set[int]:
+        """Returns the blocks that are done. Looks again only after a while, and only if a rollout is missing."""
+        now = time.monotonic()
+        if now - self._looked_at >= LOST_AFTER_S / 4 and any(map(_lacking, self._groups.values())):
+            self._done, self._looked_at = Ledger(self._run).done(), now
+        return self._done
+
+    def _give_up_lost(self, done: set[int]) -> int:
+        """Counts rollouts as failed whose records are lost. Returns their number."""
+        now, before = time.monotonic(), self._missing
+        missing = [
+            (rollout, name, group)
+            for name, group in self._groups.items()
+            for block, rollout in _lacking(group)
+            if block in done
+        ]
+        self._missing = {rollout.id: before.get(rollout.id, now) for rollout, *_ in missing}
+        lost = [found for found in missing if now - self._missing[found[0].id] >= LOST_AFTER_S]
+        for rollout, name, group in lost:
+            logger.warning("%s: rollout %s has no readable record; it counts as failed", self._run, rollout.id)
+            group.samples[rollout.id] = Sample(
+                id=rollout.id,
+                task=rollout.task_id,
+                group=name,
+                index=rollout.sample_index,
+                status="failed",
+                error_kind=LOST,
+                reward=math.nan,
+                rewards={},
+                oldest=-1,
+                newest=-1,
+                tokens=0,
+                longest=0,
+                time_ns=0,
+            )
+        return len(lost)
+
+    def read(self, place: RecordPlace, scores: Mapping[str, float]) -> tuple[Sample, Arrived] | None:
+        """Reads a rollout that an earlier plan settled, or returns ``None`` if its record is damaged.
+
+        Args:
+            scores: its rewards from a scorer; empty without one.
+        """
+        read = self._read(place)
+        return read and (scored(read[0], scores) if scores else read[0], read[1])
+
+    def _read(self, place: RecordPlace) -> tuple[Sample, Arrived] | None:
+        try:
+            return read_sample(self._sequences, place, self._ordinal)
+        except DamagedRecord as error:
+            logger.warning("%s; skipped", error)
+            return None
+
     def _add(self, place: RecordPlace) -> bool:
-        sample, arrived = read_sample(self._sequences, place, self._ordinal)
-        if sample.id not in self._group_of:
+        read = self._read(place)
+        if read is None or read[0].id not in self._group_of:
             return False
+        if self._score and read[0].status in VERIFIED and read[0].tokens:
+            self._unscored.append(read)
+        else:
+            self._take(*read)
+        return True
+
+    def _take(self, sample: Sample, arrived: Arrived) -> None:
         self.arrived[sample.id] = arrived
         self._groups[self._group_of[sample.id]].samples[sample.id] = sample
-        return True
+
+    def _score_arrivals(self) -> None:
+        """Calls the scorer for the rollouts that wait for it."""
+        while self._unscored and self._score:
+            waiting, stored = self._unscored[:MAX_SCORED_AT_ONCE], []
+            for sample, arrived in waiting:
+                try:
+                    stored.append(StoredRollout(sample, self._sequences.read(arrived.place)[0]))
+                except DamagedRecord as error:
+                    logger.warning("%s; skipped", error)
+            found = scores(self._score, stored) if stored else {}
+            del self._unscored[: len(waiting)]
+            for sample, arrived in waiting:
+                if sample.id in found:
+                    self._take(scored(sample, found[sample.id]), arrived)
+
+
+def _lacking(group: _Collected) -> list[tuple[int, Rollout]]:
+    """Returns the rollouts of a group that have not arrived, each with its block."""
+    return [expected for id, expected in group.expected.items() if id not in group.samples]
+
+
+class DamagedRecord(ConfigError):
+    """A rollout's record is damaged. The run directory itself can be read."""
 
 
 class Sequences:
@@ -219,11 +336,7 @@ class Sequences:
         """Number of cached tokens."""
 
     def at(self, place: RecordPlace) -> list[TokenSequence]:
-        """Returns the sequences of a planned rollout.
-
-        Raises:
-            ConfigError: its record is missing.
-        """
+        """Returns the sequences of a planned rollout. Raises the errors of :meth:`read`."""
         if place not in self._kept:
             self.read(place)
         return self._kept[place]
@@ -232,9 +345,15 @@ class Sequences:
         """Reads a rollout. Returns it with the policy's sequences, which may be cut off.
 
         Raises:
-            ConfigError: its record is missing.
+            DamagedRecord: its record is damaged.
+            ConfigError: the file system cannot read its journal.
         """
-        trajectory = self._journals.load(RecordEntry("", "", place.epoch, 0, 0, place.journal, place.start, 0))
+        try:
+            trajectory = self._journals.load(RecordEntry("", "", place.epoch, 0, 0, place.journal, place.start, 0))
+        except ConfigError as error:
+            if isinstance(error.__cause__, OSError):  # the file system may recover, so the record is not given up
+                raise
+            raise DamagedRecord(str(error)) from None
         sequences = [s.first(self._longest) for s in trajectory.sequences if s.policy == self.policy]
         self._tokens -= _tokens(self._kept.pop(place, []))
         self._kept[place] = sequences
@@ -249,11 +368,8 @@ def _tokens(sequences: Iterable[TokenSequence]) -> int:
 
 
 def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -> tuple[Sample, Arrived]:
-    """Reads what data algorithms and packing need to know about a rollout.
-
-    Raises:
-        ConfigError: its record is missing.
-    """
+    """Reads what data algorithms and packing need to know about a rollout. Raises the errors of
+    :meth:`Sequences.read`."""
     trajectory, sequences = sequences_of.read(place)
     sampled = tuple(int(np.count_nonzero(np.frombuffer(s.loss_mask, np.uint8))) for s in sequences)
     versions: set[int] = set()
@@ -280,7 +396,7 @@ def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -
         newest=max(ordinals, default=-1),
         tokens=sum(sampled),
         longest=max((len(s.tokens) for s in trajectory.sequences if s.policy == sequences_of.policy), default=0),
-        time_ns=int(trajectory.finished_at * 1e9),
+        time_ns=int(trajectory.finished_at * 1e9) if math.isfinite(trajectory.finished_at) else 0,
         sequences=len(sequences),
         turns=_turns(trajectory, sequences),
         agent_s=trajectory.agent_s or 0.0,

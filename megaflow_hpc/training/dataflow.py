@@ -43,7 +43,7 @@ from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.training import Commit, Trainer
 from megaflow_hpc.rundir.weights import ordinals
 from megaflow_hpc.training import methods
-from megaflow_hpc.training.buffer import Sequences
+from megaflow_hpc.training.buffer import DamagedRecord, Sequences
 from megaflow_hpc.training.evaluation import request_evaluation
 from megaflow_hpc.training.plan import PlannedRollout, StepPlan, TrainingFiles, amended
 from megaflow_hpc.training.planning import NO_TASK_LEFT, Planning
@@ -332,9 +332,7 @@ class Dataflow:
         """
         try:
             return self._sequences.at(rollout.place)
-        except ConfigError as error:
-            if isinstance(error.__cause__, OSError):  # the file system may recover, so the record is not given up
-                raise
+        except DamagedRecord as error:
             raise UnreadableRollout(rollout.id, error) from None
 
     # --- plans ---

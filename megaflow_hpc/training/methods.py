@@ -50,6 +50,7 @@ def methods_of(training: TrainingConfig) -> dict[str, Method]:
 def _of_policy(policy: PolicyTraining) -> dict[str, Any]:
     return {
         "advantage.kind": policy.advantage.kind,
+        "score": policy.score,
         "loss.kind": policy.loss.kind,
         "importance": policy.importance,
         **{f"columns.{name}": method for name, method in policy.columns.items()},
@@ -109,6 +110,11 @@ def digests(methods: Iterable[Method]) -> dict[str, str]:
     }
 
 
+def identity(method: Method) -> str:
+    """Returns a function's name and the SHA-256 digest of its source file. This package's own have only a name."""
+    return " ".join([method.name, *digests([method]).values()])
+
+
 def source(module: str) -> Path:
     """Returns the source file of a module. Does not run it, but runs the packages that contain it.
 
@@ -153,15 +159,20 @@ def resolve(method: Method) -> functools.partial[Any]:
     return functools.partial(function, **method.args)
 
 
-def call(method: Method, *values: Any) -> Any:
-    """Calls a function with positional arguments, followed by its ``args``.
+def takes(method: Method, parameter: str) -> bool:
+    """Returns whether a function has a parameter of this name. Raises the errors of :func:`resolve`."""
+    return parameter in inspect.signature(resolve(method).func).parameters
+
+
+def call(method: Method, *values: Any, **named: Any) -> Any:
+    """Calls a function with positional arguments, followed by named ones and its ``args``.
 
     Raises:
         ConfigError: it cannot be imported, or raised an exception.
     """
     function = resolve(method)
     try:
-        return function(*values)
+        return function(*values, **named)
     except MegaflowError:
         raise
     except Exception as error:

@@ -68,7 +68,9 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     group: str
     place: RecordPlace
     reward: float | None = None
-    """Reward; ``None`` if the rollout was not verified."""
+    """The verifier's reward; ``None`` if the rollout was not verified."""
+    scores: dict[str, float] = {}
+    """Rewards from a scorer, by name; ``score`` is the one of the whole rollout, which counts instead of ``reward``."""
     advantage: float = 0.0
     """Advantage of each sampled token; the mean over them if :attr:`advantages` is set."""
     advantages: list[float] = []
@@ -118,11 +120,18 @@ class StepPlan(msgspec.Struct, kw_only=True):
     """State of the data algorithms after this step."""
     trainer: int = 0
     """Start number of the trainer that made the plan."""
+    scorer: str = ""
+    """Function that scored the rollouts, and the SHA-256 digest of its file."""
 
     @property
     def staleness(self) -> list[int]:
         """For each rollout, the number of versions published since its oldest token was sampled."""
         return [self.version - rollout.oldest if rollout.oldest >= 0 else 0 for rollout in self.rollouts]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of the rollouts that are new in this step."""
+        return [rollout.reward for rollout in self.rollouts if rollout.reward is not None and not rollout.replayed]
 
     @property
     def groups(self) -> set[str]:

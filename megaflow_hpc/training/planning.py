@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from megaflow_hpc.config.training import TrainingConfig
@@ -16,13 +17,16 @@ from megaflow_hpc.training.algorithms.advantage import Values
 from megaflow_hpc.training.algorithms.choice import REPLAYED_STEPS, Choice
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 from megaflow_hpc.training.buffer import Arrived, Buffer, Sequences
+from megaflow_hpc.training.methods import identity, takes
 from megaflow_hpc.training.microbatch import Ordinal
 from megaflow_hpc.training.peers import Peer
-from megaflow_hpc.training.plan import PlannedRollout, Settled, StepPlan, TrainingFiles
+from megaflow_hpc.training.plan import PlannedRollout, RecordPlace, Settled, StepPlan, TrainingFiles
 from megaflow_hpc.training.policy import TrainedPolicy
 from megaflow_hpc.training.readiness import Readiness
 from megaflow_hpc.training.staleness import FIRST_REFILL_ROUND, StalenessControl
 
+KEPT_SUCCESSES = 2
+"""Number of passed rollouts of earlier steps to keep for each task, if a function of ``data`` asks for them."""
 NO_TASK_LEFT = "no task is left to request (training.prompts)"
 
 
@@ -52,6 +56,11 @@ class Planner:
         """Number of groups missing when the last plan could not be made."""
         replays = any(step.replay for step in config.data)
         self._replayable = REPLAYED_STEPS * config.batch if replays else 0
+        score = policy.settings.score
+        self._scorer = identity(score) if score else ""
+        self._keeps_successes = any(step.method and takes(step.method, "earlier") for step in config.data)
+        self._read: dict[RecordPlace, tuple[Sample, Arrived] | None] = {}
+        """Kept successes that were read. ``None`` for a damaged record."""
         self._used: deque[tuple[SampleGroup, dict[str, Arrived]]] = deque(maxlen=self._replayable)
         """Groups that may be replayed, newest last."""
         for plan in earlier if self._replayable else ():
@@ -90,35 +99,42 @@ class Planner:
         if not complete or not want or (self.lacks > 0 and not last):
             return None
         settles = max(want, least)
-        choice = self._choose(step, version, complete, settles, due)
+        earlier = self._earlier(complete)
+        choice = self._choose(step, version, complete, settles, due, earlier)
         if replace:
             while len(choice.taken) < want and settles < len(complete):
                 settles += want - len(choice.taken)
-                choice = self._choose(step, version, complete, settles, due)
+                choice = self._choose(step, version, complete, settles, due, earlier)
             if len(choice.taken) < want and not (last or short):
                 self.lacks = want - len(choice.taken)
                 return None
         arrived = dict(self.buffer.arrived)
-        for _, earlier in self._used:
-            arrived.update(earlier)
-        again = {group.id for group in choice.replayed}
+        for _, used in self._used:
+            arrived.update(used)
+        kept = {read[0].id: read[1] for read in self._read.values() if read}
+        arrived |= kept
+        again = {sample.id for group in choice.replayed for sample in group.samples} | kept.keys()
         groups = [*choice.taken, *choice.replayed]
         valued = advantages(self._policy.settings, groups)
         rollouts = [
-            _planned(sample, arrived[sample.id], valued[sample.id], group.id in again)
+            _planned(sample, arrived[sample.id], valued[sample.id], sample.id in again)
             for group in groups
             for sample in group.samples
             if sample.id in valued and sample.tokens
         ]
         left = {group.id for group in choice.left}
         settled = [group for group in complete if group.id not in left]
+        successes = self.learned.get("successes", {})
         self.learned = {
             "data": choice.state,
             "prompts": self._prompts.learn(self.learned.get("prompts", {}), settled),
         }
+        if self._keeps_successes:
+            self.learned["successes"] = self._with_successes(successes, settled, choice.drops)
         if self._replayable:
             for group in choice.taken:
-                self._used.append((group, {sample.id: arrived[sample.id] for sample in group.samples}))
+                own = group.only(tuple(sample for sample in group.samples if sample.id not in kept))
+                self._used.append((own, {sample.id: arrived[sample.id] for sample in own.samples}))
         self.buffer.settle(group.id for group in settled)
         return StepPlan(
             step=step,
@@ -129,13 +145,49 @@ class Planner:
             settled=self.buffer.settled,
             state=self.learned,
             trainer=trainer,
+            scorer=self._scorer,
         )
 
     def _seed(self, step: int) -> list[int]:
         return [self._policy.seed, 2, step]
 
+    def _earlier(self, groups: Iterable[SampleGroup]) -> dict[str, list[Sample]]:
+        """Reads the kept successes of the groups' tasks. Damaged records are left out."""
+        tasks = {group.task for group in groups}
+        kept = {
+            task: [(RecordPlace(*place), scores) for place, scores in of_task]
+            for task, of_task in self.learned.get("successes", {}).items()
+            if self._keeps_successes and task in tasks
+        }
+        before, self._read = self._read, {}
+        for place, scores in (success for of_task in kept.values() for success in of_task):
+            self._read[place] = before[place] if place in before else self.buffer.read(place, scores)
+        return {task: [read[0] for p, _ in of_task if (read := self._read[p])] for task, of_task in kept.items()}
+
+    def _with_successes(
+        self, kept: Mapping[str, list[Any]], settled: Iterable[SampleGroup], drops: Collection[str]
+    ) -> dict[str, list[Any]]:
+        """Returns task → (place, scores) of the newest rollouts that passed, those of settled groups included."""
+        successes = dict(kept)
+        passed = [
+            sample
+            for group in settled
+            for sample in group.samples
+            if sample.tokens and sample.id not in drops and sample.reward >= self._policy.pass_threshold
+        ]
+        for sample in sorted(passed, key=lambda sample: (sample.time_ns, sample.id)):
+            success = [list(msgspec.structs.astuple(self.buffer.arrived[sample.id].place)), dict(sample.scores)]
+            successes[sample.task] = [*successes.get(sample.task, ()), success][-KEPT_SUCCESSES:]
+        return successes
+
     def _choose(
-        self, step: int, version: int, complete: list[SampleGroup], settles: int, due: Collection[str]
+        self,
+        step: int,
+        version: int,
+        complete: list[SampleGroup],
+        settles: int,
+        due: Collection[str],
+        earlier: dict[str, list[Sample]],
     ) -> Choice:
         return choose(
             self._config,
@@ -149,6 +201,7 @@ class Planner:
             pass_threshold=self._policy.pass_threshold,
             bound=self._bound,
             due=due,
+            earlier=earlier,
         )
 
     def has_stale(self, version: int) -> bool:
@@ -159,6 +212,7 @@ class Planner:
 
 def _planned(sample: Sample, arrived: Arrived, valued: tuple[Values, float], replayed: bool) -> PlannedRollout:
     value, weight = valued
+    verified = sample.verdict if sample.scores else sample.reward
     advantages: list[float] = [] if isinstance(value, float) else value.tolist()
     by_turn = bool(advantages) and len(advantages) == len(sample.turns)
     spans = [turn.end - turn.start for turn in sample.turns] if by_turn else arrived.sampled
@@ -168,7 +222,8 @@ def _planned(sample: Sample, arrived: Arrived, valued: tuple[Values, float], rep
         task=sample.task,
         group=sample.group,
         place=arrived.place,
-        reward=None if sample.reward != sample.reward else sample.reward,
+        reward=None if verified != verified else verified,
+        scores=dict(sample.scores),
         advantage=advantage,
         advantages=advantages,
         turns=[(turn.sequence, turn.start, turn.end) for turn in sample.turns] if by_turn else [],
@@ -325,7 +380,8 @@ class Planning:
         settled, learned = (before.settled, before.state) if before else (Settled(), {})
         policy = self._policy
         owners = frozenset(owner.policy for owner in self._owners) or policy.owners
-        buffer = Buffer(self._run, self._sequences, owners, self._ordinal, settled, policy.held_out)
+        score = policy.settings.score
+        buffer = Buffer(self._run, self._sequences, owners, self._ordinal, settled, policy.held_out, score)
         plans = (self._files.read(StepPlan, number) for number in range(step - 1, 0, -1))
         earlier = (plan for plan in plans if plan is not None)
         return Planner(self._config, policy, buffer, learned, earlier, self._bound)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from megaflow_hpc.training.algorithms.prompts import TaskStatistics
-from megaflow_hpc.training.algorithms.samples import SampleGroup
+from megaflow_hpc.training.algorithms.samples import Earlier, SampleGroup
 
 
 def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[str, list[float]]:
@@ -82,6 +82,38 @@ def by_duration(
         return group.only(tuple(replace(s, weight=s.weight * factor) for s, factor in samples))
 
     return [weighted(group) for group in groups]
+
+
+def past_successes(
+    groups: Sequence[SampleGroup],
+    version: int,
+    random: np.random.Generator,
+    earlier: Earlier,
+    threshold: float = 1.0,
+    age: int | None = None,
+) -> list[SampleGroup]:
+    """Adds a past success to each group in which no rollout has a reward of at least ``threshold``.
+
+    Without it, such a group has equal rewards, and nothing is learned from the tasks that are solved most rarely. The
+    newest success of the same task is added that is at most ``age`` versions old (by default, of any age) and not in
+    another group. Other policies sampled it, so it needs ``importance``: ``token`` or ``sequence``, which compare its
+    recorded log-probabilities with those of the policy before the step. Learning from one's own past successes is the
+    idea of Oh et al. 2018, Self-Imitation Learning, arXiv 1806.05635; of RLEP (Zhang et al. 2025, arXiv 2507.07451) for
+    language models.
+    """
+    added: set[str] = set()
+    changed = []
+    for group in groups:
+        past = [
+            sample
+            for sample in earlier.get(group.task, ())
+            if sample.reward >= threshold and sample.id not in added and (age is None or version - sample.oldest <= age)
+        ]
+        if past and all(sample.reward < threshold for sample in group.samples):
+            added.add(past[-1].id)
+            group = group.only((*group.samples, past[-1]))
+        changed.append(group)
+    return changed
 
 
 def uncertain(

@@ -19,6 +19,7 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weights import Version, current, publish
+from megaflow_hpc.training.algorithms.samples import SCORE
 from megaflow_hpc.training.microbatch import Minibatch, split
 from megaflow_hpc.training.plan import Columns, PlannedRollout, StepPlan, TrainingFiles
 from megaflow_hpc.trajectory import TokenSequence
@@ -146,11 +147,15 @@ class Step:
     def statistics(self) -> dict[str, float]:
         """Returns statistics of the step's rollouts: rewards, tokens, staleness and drops."""
         plan = self.plan
-        rewards = [rollout.reward for rollout in plan.rollouts if rollout.reward is not None]
+        rewards = plan.rewards
         stale = plan.staleness
         causes = Counter(plan.drops.values())
+        scores = [
+            rollout.scores[SCORE] for rollout in plan.rollouts if SCORE in rollout.scores and not rollout.replayed
+        ]
         return {
             "reward": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+            **({"score": math.fsum(scores) / len(scores)} if scores else {}),
             "rollouts": len(plan.rollouts),
             "groups": len(set(self.groups)),
             "tokens": self.tokens,

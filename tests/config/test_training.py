@@ -102,7 +102,7 @@ def test_gspo_has_no_importance_weights_unless_the_file_asks_for_them() -> None:
         ("policies: {default: {loss: {kind: median}}}", "median is an advantage; write advantage: {kind: median}"),
         ("policies: {default: {advantage: {kind: gspo}}}", "gspo is a loss; write loss: {kind: gspo}"),
         ("policies: {default: {loss: {minibatch: {tasks: 4}}}}", "expected a whole number"),
-        ("policies: {default: {lora: {}, parallel: {tensor: 2}}}", "adapters (lora) need tensor and expert 1"),
+        ("policies: {default: {lora: {}, parallel: {expert: 2}}}", "adapters (lora) need expert: 1"),
         ("policies: {default: {parallel: {context: 0}}}", "parallel.context 0: expected a whole number of at least 1"),
         ("policies: {default: {loss: {minibatch: 64}}}", "64 tasks are more than batch: 16"),
         ("policies: {default: {loss: {clip: [0, 0.2]}}}", "both positive, such as [0.2, 0.28]"),

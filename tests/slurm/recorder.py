@@ -5,8 +5,9 @@
     python -m tests.slurm.recorder [SCENE...]      with a lab (launchers/lab)
 
 Runs the test of each scene of :data:`SCENES` in a process of its own, and writes ``recorded/SCENE.txt``: each different
-answer to each of the product's queries, in order. Answers about the site that equal those of the scene ``finished`` are
-left out, and so are jobs of earlier tests, which ``squeue`` lists for some minutes. A line
+answer to each of the product's queries, in order. A scene ends once the test's jobs have ended. Answers about the site
+that equal those of the scene ``finished`` are left out. So are answers that fixtures got before the test asked the
+same about the site, and jobs of earlier tests, which ``squeue`` lists for some minutes. A line
 ``$ WORDS`` is a call, ``! STATUS`` its exit status unless 0, ``? LINE`` a line of standard error, and every other line
 a line of output. Names of users, paths and clusters are neutral.
 
@@ -23,10 +24,13 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.places import ROOT
 
@@ -93,6 +97,17 @@ ASKED = re.compile(
 """The product's own queries, and not what tests ask besides."""
 SITE = re.compile(r"sinfo|scontrol show config|scontrol -a -o show partition|sacctmgr|srun")
 """Queries about the site and not about jobs."""
+OF_DOCTOR = re.compile(rf"{SITE.pattern}|sacct -n -X -S")
+"""Queries by which ``doctor`` examines the site."""
+JOBS = re.compile(r"squeue --local -h --me -t all")
+"""The product's query for its jobs."""
+ENDED = re.compile(r"COMPLETED|CANCELLED|FAILED|TIMEOUT|NODE_FAIL|PREEMPTED|DEADLINE|BOOT_FAIL|OUT_OF_MEMORY")
+OPTIONS = {"SLURM_TIME_FORMAT": "%s"}
+"""Environment of the product's queries."""
+END_S = 180.0
+"""Seconds within which the jobs of a test must end."""
+RAW = "MEGAFLOW_RECORDED_CALLS"
+"""Environment variable with the file of the calls, set while a scene is recorded."""
 CONFIGURATION = re.compile(
     r"AccountingStorage(Enforce|Host|Port|Type)|ClusterName|MaxArraySize|JobDefaults|SelectType|SLURM_VERSION"
 )
@@ -171,8 +186,10 @@ def neutral(text: str) -> str:
 def keep(scene: str, raw: Path) -> None:
     """Writes a scene from the calls that were recorded while its test ran."""
     found = [json.loads(line) for line in raw.read_text().splitlines()]
-    sent = "".join(one["out"] for one in found if one["words"][0] == "sbatch")
-    first = min(map(int, re.findall(r"\d+", sent)), default=0)
+    begin = next((number for number, one in enumerate(found) if one["words"] == BEGIN), 0)
+    again = {words for one in found[begin:] if OF_DOCTOR.match(words := shlex.join(one["words"]))}
+    found = [one for n, one in enumerate(found) if n > begin or shlex.join(one["words"]) not in again]
+    first = min(_submitted(found), default=0)
     clusters: dict[str, str] = {}
 
     def named(match: re.Match[str]) -> str:
@@ -197,6 +214,35 @@ def keep(scene: str, raw: Path) -> None:
     (RECORDED / f"{scene}.txt").write_text(f"{version}tests/lab/{SCENES[scene]}\n\n{text}\n")
 
 
+BEGIN = ["begin"]
+"""Stands in the file of calls where the test begins, after its fixtures."""
+
+
+def _submitted(calls: Sequence[Any]) -> list[int]:
+    sent = "".join(call["out"] for call in calls if call["words"][0] == "sbatch")
+    return list(map(int, re.findall(r"Submitted batch job (\d+)", sent)))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, None]:
+    """Marks where a recorded test begins. After it has passed, asks for its jobs until all have ended."""
+    raw = Path(os.environ[RAW])
+    with raw.open("a") as file:
+        file.write(json.dumps({"words": BEGIN, "status": 0, "out": "", "err": ""}) + "\n")
+    if (yield).excinfo is not None:
+        return
+    calls = [json.loads(line) for line in raw.read_text().splitlines()]
+    asked = [call["words"] for call in calls if JOBS.match(shlex.join(call["words"]))]
+    jobs, deadline = set(_submitted(calls)), time.monotonic() + END_S
+    while asked and jobs:
+        done = subprocess.run(asked[-1], capture_output=True, text=True, check=True, env={**os.environ, **OPTIONS})
+        lines = done.stdout.splitlines()
+        if not any(int(line.partition("|")[0].partition("_")[0]) in jobs and not ENDED.search(line) for line in lines):
+            return
+        assert time.monotonic() < deadline, f"jobs did not end: {lines}"
+        time.sleep(0.5)
+
+
 def record(scene: str) -> bool:
     """Records a scene. Returns whether its test passed; if not, nothing is written."""
     with tempfile.TemporaryDirectory() as folder:
@@ -206,8 +252,8 @@ def record(scene: str) -> bool:
             wrapper = Path(folder, name)
             wrapper.write_text(WRAPPER.format(python=sys.executable, folder=folder, file=str(raw)))
             wrapper.chmod(0o755)
-        environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-        test = [sys.executable, "-m", "pytest", "-q", f"tests/lab/{SCENES[scene]}"]
+        environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", RAW: str(raw)}
+        test = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, f"tests/lab/{SCENES[scene]}"]
         if subprocess.run(test, env=environment, cwd=ROOT, check=False).returncode:
             return False
         keep(scene, raw)

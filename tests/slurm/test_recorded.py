@@ -120,7 +120,7 @@ STATES = {
     "held-servers": ("a0! a1! b0 c / -", {"a0": "COMPLETED", "a1": "CANCELLED", "b0": "COMPLETED"}),
     "cancelled-element": ("a0 a1 b c0 c1 d / b d", {"a0": "CANCELLED", "a1": "COMPLETED"}),
     "killed-pod": ("a0 b / -", {"a0": "CANCELLED"}),
-    "requeued": ("a0 a1 b / a1 b", {"a0": "COMPLETED"}),
+    "requeued": ("a0 a1 b / b / -", {"a0": "COMPLETED", "a1": "COMPLETED", "b": "COMPLETED"}),
     "heterogeneous": ("a b / -", {"a": "COMPLETED", "b": "COMPLETED"}),
     "requeued-trainer": ("a0 b c0 d / -", {"b": "COMPLETED"}),
     "longer-than-allowed": ("a0 a1 b / -", {"a0": "CANCELLED", "a1": "CANCELLED", "b": "CANCELLED"}),
@@ -241,10 +241,7 @@ def test_a_partition_that_another_cluster_lacks(play: Play) -> None:
     ("scene", "complaints"),
     [
         ("doctor", []),
-        (
-            "no-accounting",
-            ["accounting warn slurmdbd at 127.0.0.1:6819 does not answer", "srun --mpi FAIL srun offers neither pmi2"],
-        ),
+        ("no-accounting", ["accounting warn slurmdbd at 127.0.0.1:6819 does not answer"]),
         (
             "drained",
             [
@@ -259,7 +256,6 @@ def test_a_partition_that_another_cluster_lacks(play: Play) -> None:
 )
 def test_doctor(scene: str, complaints: list[str], play: Play) -> None:
     play(scene)
-    list(doctor._slurm())  # each scene begins with the site as it was before
     found = [*doctor._slurm(), *(finding for finding in doctor._mpi() if finding.check == "srun --mpi")]
     bad = [f"{one.check} {one.level} {one.found}" for one in found if one.level != "ok"]
     assert {line.split()[0] for line in bad} == {line.split()[0] for line in complaints}, bad

@@ -6,10 +6,12 @@ import hashlib
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.training.algorithms.samples import StoredRollout
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.plan import StepPlan
 from megaflow_hpc.training.step import Step
@@ -45,6 +47,11 @@ def step_through(flow: Dataflow, step: Step, parameters: str, checkpoint: bool =
     step.publish(weights, move=True)
     step.commit(folder if checkpoint else None, metrics={"seconds": pause_s})
     return parameters
+
+
+def repeated(rollouts: Sequence[StoredRollout]) -> dict[str, float | None]:
+    """Score rollouts by their verifiers' rewards."""
+    return {sample.id: trajectory.reward for sample, trajectory in rollouts}
 
 
 def train(run: Path, every: int = 1, pause_s: float = 0.0, policy: str | None = None) -> str:

@@ -24,6 +24,9 @@ from megaflow_hpc.trajectory import TokenSequence, Trajectory
 from megaflow_hpc.types import Rollout, Task
 
 VOCABULARY = 259
+DAMAGES = ("marker", "payload", "zeros", "status", "odd bytes")
+"""Damages of a record: of its frame, a block of the disk that was not written, a heading that cannot be read, and a
+column with another number of bytes than its dtype allows."""
 
 
 def training_run(
@@ -195,11 +198,29 @@ class Pods:
         self._journal.commit()
         return len(todo[:most])
 
-    def store(self, block: int, trajectory: Trajectory, epoch: int = 0) -> None:
-        """Append one trajectory."""
+    def store(self, block: int, trajectory: Trajectory, epoch: int = 0, damage: str = "") -> None:
+        """Append one trajectory, perhaps with one of :data:`DAMAGES`."""
         self._done.add(trajectory.id)
-        record = {"kind": "trajectory", "block": block, "epoch": epoch, "trajectory": trajectory.to_record()}
-        self._journal.append(record)
+        data = trajectory.to_record()
+        if damage == "status":
+            data["status"] = 7
+        if damage == "odd bytes":
+            data["sequences"][0]["tokens"] = b"abc"
+        start = self._journal.length
+        self._journal.append({"kind": "trajectory", "block": block, "epoch": epoch, "trajectory": data})
+        begun = start - self._journal._written
+        frame = memoryview(self._journal._buffer)[begun:]
+        if damage == "zeros":
+            frame[:] = bytes(len(frame))
+        if damage in ("marker", "payload"):
+            frame[{"marker": 1, "payload": len(frame) // 2}[damage]] ^= 0xFF
+        frame.release()
+
+    def finish_blocks(self) -> None:
+        """Mark the blocks as done whose rollouts are all stored."""
+        for block in read_blocks(self._run):
+            if {rollout.id for rollout in block.rollouts} <= self._done:
+                (self._run.ledger / "done" / f"{block.number:06d}.0.0").touch()
 
     def close(self) -> None:
         """Close the journal."""

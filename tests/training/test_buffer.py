@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.training.buffer import Buffer, Sequences
-from megaflow_hpc.training.plan import Settled
+from megaflow_hpc.training import buffer as module
+from megaflow_hpc.training.buffer import LOST, Buffer, Sequences
+from megaflow_hpc.training.plan import PlannedRollout, Settled, StepPlan
 from megaflow_hpc.trajectory import TokenSequence
 from megaflow_hpc.types import Rollout
-from tests.support.training import Pods, rollouts, sampled, training_run
+from tests.support.training import DAMAGES, Pods, rollouts, sampled, training_run
 
 MINE = frozenset({"default"})
 
@@ -123,3 +125,69 @@ def test_only_the_policys_own_rollouts_and_tokens_are_seen(run: RunDir) -> None:
     place = seen.arrived["a/default/0"].place
     assert [s.policy for s in Sequences(run, "default").at(place)] == ["default"]
     assert Sequences(run, "judge").at(place)[0].tokens.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_record_fails_its_rollout_once_its_block_is_done(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    write_blocks(run, rollouts(["a", "b"], 3), size=3)
+    pods, seen = Pods(run, lambda r: 1.0), buffer(run)
+    pods.store(0, sampled(Rollout("a", "default", 1, "nop"), 1.0), damage=damage)
+    pods.work()
+    monkeypatch.setattr(module, "LOST_AFTER_S", 0.0)
+    inconsistent = damage == "odd bytes"  # then the heading and the reward are still readable
+    assert seen.poll() == (6 if inconsistent else 5)
+    assert names(seen) == (["a/default"] if inconsistent else []) + ["b/default"]
+    pods.finish_blocks()
+    assert seen.poll() == (0 if inconsistent else 1)
+    samples = seen.complete()[0].samples
+    assert [s.tokens > 0 for s in samples] == [True, False, True]
+    assert inconsistent or (samples[1].status, samples[1].error_kind) == ("failed", LOST)
+    again = buffer(run, seen.settled)
+    again.poll()
+    assert again.complete() == seen.complete()
+    assert len(seen.settled.waiting) == (6 if inconsistent else 5)
+
+
+def test_records_that_are_damaged_while_they_wait_cost_only_their_rollouts(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_blocks(run, rollouts(["a", "b"], 3), size=6)
+    pods, seen = Pods(run, lambda r: 1.0), buffer(run)
+    pods.work()
+    seen.poll()
+    places = [seen.arrived[f"{task}/default/1"].place for task in "ab"]
+    planned = [
+        PlannedRollout(id=id, task="b", group="b/default", place=arrived.place, lengths=[1], sampled=[1])
+        for id, arrived in seen.arrived.items()
+        if id.startswith("b/")
+    ]
+    with open(run.journal / places[0].journal, "r+b") as file:
+        for place in places:
+            file.seek(place.start + 60)
+            file.write(b"\xff")
+    later = buffer(run, seen.settled)
+    assert later.poll() == 0
+    assert names(later) == []
+    (replayed,) = later.read_groups(StepPlan(step=1, version=0, seed=[1], rollouts=planned))
+    assert [sample.index for sample in replayed[0].samples] == [0, 2]
+    pods.finish_blocks()
+    assert later.poll() == 0, "a record may be hidden by a cache for a while"
+    monkeypatch.setattr(module, "LOST_AFTER_S", 0.0)
+    assert later.poll() == 2
+    assert [[s.error_kind for s in group.samples] for group in later.complete()] == [["", LOST, ""]] * 2
+
+
+def test_a_rollout_in_a_block_that_was_handed_off_is_not_lost_yet(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = write_blocks(run, rollouts(["a"], 3), size=3)
+    pods, seen = Pods(run, lambda r: 1.0), buffer(run)
+    monkeypatch.setattr(module, "LOST_AFTER_S", 0.0)
+    pods.work(most=2)
+    shutil.copy(run.block(block), run.block(1_000_000))
+    (run.ledger / "done" / f"{block:06d}.0.1").touch()
+    assert seen.poll() == 2
+    assert names(seen) == []
+    (run.ledger / "done" / "1000000.0.0").touch()
+    assert seen.poll() == 1
+    assert names(seen) == ["a/default"]

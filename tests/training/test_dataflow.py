@@ -9,9 +9,11 @@ import os
 import random
 import signal
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megaflow_hpc.config.training import TrainingConfig
@@ -504,6 +506,84 @@ def test_killed_at_random_instants_it_loses_no_group_and_takes_none_twice(tmp_pa
     child.join()
     _check_all(run, steps, parameters)
     assert len(TrainingFiles(run, "default").numbers(Commit)) == steps
+
+
+def _check_borrowed(files: TrainingFiles, steps: int) -> int:
+    """Check that groups without a success hold the newest earlier success of their task. Returns their number."""
+    newest: dict[str, list[str]] = {}
+    borrowed = 0
+    for number in range(1, steps + 1):
+        plan = files.read(StepPlan, number)
+        assert plan is not None
+        assert all(rollout.scores == {"score": rollout.reward} for rollout in plan.rollouts)
+        past = {task: list(ids) for task, ids in newest.items()}
+        for name in dict.fromkeys(rollout.group for rollout in plan.rollouts):
+            own = [r for r in plan.rollouts if r.group == name and not r.replayed]
+            lacks = all(rollout.reward == 0 for rollout in own)
+            again = [rollout.id for rollout in plan.rollouts if rollout.group == name and rollout.replayed]
+            assert again == ([past[own[0].task].pop()] if lacks and past.get(own[0].task) else [])
+            borrowed += len(again)
+        for rollout in plan.rollouts:
+            if rollout.reward == 1 and not rollout.replayed:
+                newest.setdefault(rollout.task, []).append(rollout.id)
+                newest[rollout.task] = newest[rollout.task][-2:]
+    return borrowed
+
+
+@pytest.mark.slow
+def test_killed_at_random_instants_it_scores_all_and_borrows_the_newest_successes(tmp_path: Path) -> None:
+    training = {"staleness": 1, "batch": 2, "steps": 12, "data": ["megaflow_hpc.training.recipes:past_successes"]}
+    training |= {"policies": {"default": {"score": "tests.support.hash_trainer:repeated"}}}
+    run = training_run(tmp_path / "run", training, tasks=3, samples=2)
+    pods = pods_of(run, lambda r: float(r.sample_index == 1 and zlib.crc32(r.group_id.encode()) % 2))
+    draw, results = random.Random(2), FORK.Queue()
+    for life in range(9):
+        child = FORK.Process(target=_trainer, args=(run.path, 2, 0.02, results))
+        child.start()
+        until = time.monotonic() + (draw.uniform(0.0, 0.3) if life < 8 else 60)
+        while time.monotonic() < until and child.is_alive():
+            pods.work()
+            time.sleep(0.01)
+        if not child.is_alive():
+            break
+        child.kill()
+        child.join()
+    parameters = results.get(timeout=10)
+    child.join()
+    _check_all(run, 12, parameters)
+    assert _check_borrowed(TrainingFiles(run, "default"), 12) >= 3
+
+
+def test_past_successes_are_added_off_policy_and_the_same_after_a_restart(tmp_path: Path) -> None:
+    training = {"staleness": 0, "batch": 1, "steps": 4, "data": ["megaflow_hpc.training.recipes:past_successes"]}
+    run = training_run(tmp_path / "run", training, tasks=1, samples=3)
+    solved = {"task-0/default/1", "task-0@1/default/2"}
+    pods = pods_of(run, lambda r: float(r.id in solved))
+    flow, plans, parameters = watched(run, pods), [], START
+    for step in flow.steps():
+        plans.append(step.plan)
+        if step.number == 3:
+            (batch,) = next(step.minibatches()).microbatches(4096)
+            (row,) = [n for n, r in enumerate(batch.sample.tolist()) if step.plan.rollouts[r].replayed]
+            own = slice(batch.offsets[row], batch.offsets[row + 1])
+            (recorded,) = step.sequences(3)
+            assert batch.logprobs[own][batch.mask[own] == 1].tolist() == [x for x in recorded.logprobs if x == x]
+            assert set(batch.versions[own].tolist()) == {-1, 1}
+            break
+        parameters = step_through(flow, step, parameters)
+    third = plans[2]
+    assert [(r.id, r.group, r.advantage) for r in third.rollouts] == [
+        *((f"task-0@2/default/{index}", "task-0@2/default", -0.25) for index in range(3)),
+        ("task-0@1/default/2", "task-0@2/default", 0.75),
+    ]
+    assert [r.replayed for r in third.rollouts] == [False, False, False, True]
+    assert (third.rewards, third.groups) == ([0.0] * 3, {"task-0@2/default"})
+    flow.leave()
+    (flow.files.path / "steps" / "000003.json").unlink()  # as if the trainer had been killed before it claimed the plan
+    again = Dataflow(run)
+    step = next(iter(again.steps()))
+    assert msgspec.structs.replace(step.plan, trainer=1) == third
+    again.leave()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import shutil
 import sys
@@ -18,11 +19,13 @@ from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
+from megaflow_hpc.training.algorithms.rewards import scored, scores
 from megaflow_hpc.training.algorithms.samples import Sample, TurnTokens
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.methods import digests, methods_of, resolve
+from megaflow_hpc.training.plan import StepPlan
 from megaflow_hpc.training.step import Step
-from megaflow_hpc.training.trainer.probe import check, example_groups
+from megaflow_hpc.training.trainer.probe import _stored, check, example_groups
 from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
 from tests.support.groups import group, sample
 from tests.support.training import Pods, training_run
@@ -95,6 +98,38 @@ def twice(groups, version, random):
 
 def negative(groups, version, random):
     return [replace(g, samples=tuple(replace(s, weight=-1.0) for s in g.samples)) for g in groups]
+
+
+def borrow(groups, version, random, earlier, task="t"):
+    return [group.only((*group.samples, *earlier[task])) for group in groups]
+
+
+def judge(rollouts, scale=0.01):
+    return {s.id: scale * sum(len(q.tokens) for q in t.sequences) for s, t in rollouts}
+
+
+def judge_turns(rollouts):
+    return {s.id: [10.0 * turn.call for turn in s.turns] for s, _ in rollouts}
+
+
+def judge_sequences(rollouts):
+    return {s.id: [0.5 + number for number in range(s.sequences)] for s, _ in rollouts}
+
+
+def undecided(rollouts):
+    return {s.id: None if s.index == 1 else float(s.index) for s, _ in rollouts}
+
+
+def nan_scores(rollouts):
+    return {s.id: float("nan") for s, _ in rollouts}
+
+
+def long_scores(rollouts):
+    return {s.id: [0.0] * 9 for s, _ in rollouts}
+
+
+def no_scores(rollouts):
+    return {}
 
 
 def hardest(tasks, count, statistics, random):
@@ -210,6 +245,99 @@ def test_an_invalid_step_of_data_is_refused(name: str, error: str) -> None:
         chosen(f"own_methods:{name}", [group([1, 0])])
 
 
+def test_a_step_of_data_may_add_rollouts_of_earlier_steps_to_groups_of_their_task() -> None:
+    past = {"t": [sample("t@1/p", 0, 1.0)], "u": [sample("u@1/p", 0, 1.0)]}
+    config = TrainingConfig.model_validate({"policies": {"default": {}}, "data": ["own_methods:borrow"]})
+    found = choose(config, [group([0, 0])], version=0, want=9, earlier=past)
+    assert [(s.id, s.group) for s in found.taken[0].samples] == [("t/p/0", "t/p"), ("t/p/1", "t/p"), ("t@1/p/0", "t/p")]
+    assert found.drops == {}
+    with pytest.raises(ConfigError, match="returned t@1/p/0 in group t@2/p, expected each sample once"):
+        choose(config, [group([0, 0]), group([0, 0], "t@2/p")], version=0, want=9, earlier=past)
+    step = {"method": {"name": "own_methods:borrow", "args": {"task": "u"}}}
+    other = TrainingConfig.model_validate({"policies": {"default": {}}, "data": [step]})
+    with pytest.raises(ConfigError, match="returned u@1/p/0 in group t/p, expected each sample once, in its own group"):
+        choose(other, [group([0, 0])], version=0, want=9, earlier=past)
+
+
+def test_a_scorer_rewards_rollouts_sequences_or_turns() -> None:
+    stored = [_stored(sample) for sample in example_groups()[0].samples]  # of 1, 2 and 2 sequences, 1, 3 and 3 turns
+
+    def found(name: str) -> list[Any]:
+        of_each = scores(Method(name=f"own_methods:{name}"), stored)
+        return [scored(sample, of_each[sample.id]) for sample, _ in stored]
+
+    judged = found("judge")
+    assert [(s.reward, s.verdict, s.rewards["score"]) for s in judged] == [
+        (pytest.approx(0.12), 1.0, pytest.approx(0.12)),
+        (pytest.approx(0.24), 0.0, pytest.approx(0.24)),
+        (pytest.approx(0.24), 0.5, pytest.approx(0.24)),
+    ]
+    assert [s.turn_rewards for s in found("judge_turns")] == [(0.0,), (0.0, 10.0, 20.0), (0.0, 10.0, 20.0)]
+    assert [s.reward for s in found("judge_turns")] == [1.0, 0.0, 0.5]
+    assert [s.sequence_rewards for s in found("judge_sequences")][1:] == [(0.5, 1.5), (0.5, 1.5)]
+    assert [math.isnan(s.reward) for s in found("undecided")] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("nan_scores", "the score of task-0/default/0 contains nan, expected finite numbers; no step was taken"),
+        ("long_scores", r"the score of task-0/default/0 has shape \(9,\)"),
+        ("no_scores", "lacks rollout 'task-0/default/0', expected one entry for each"),
+        ("broken", "raised ZeroDivisionError.* at .*own_methods.py:[0-9]+; no step was taken"),
+    ],
+)
+def test_an_invalid_scorer_takes_no_step_and_loses_none(tmp_path: Path, name: str, error: str) -> None:
+    training = {"policies": {"default": {"score": f"own_methods:{name}"}}, "batch": 1, "steps": 1}
+    run = training_run(tmp_path / "run", training, tasks=1, samples=2)
+    flow = Dataflow(run)
+    flow.start()
+    assert flow.try_plan(1) is None
+    Pods(run, lambda r: float(r.sample_index)).work()
+    with pytest.raises(ConfigError, match=f"own_methods:{name}: {error}"):
+        flow.try_plan(1)
+    assert flow.files.numbers(StepPlan) == []
+    good = PolicyTraining.model_validate({"score": "own_methods:judge"})
+    again = Dataflow(run, training=TrainingConfig(policies={"default": good}, batch=1, steps=1))
+    again.start()
+    plan = again.try_plan(1)
+    assert plan is not None
+    assert len(plan.rollouts) == 2
+
+
+def test_scores_are_planned_beside_the_verifiers_rewards(tmp_path: Path, own: Path) -> None:
+    run = training_run(
+        tmp_path / "run",
+        {"policies": {"default": {"score": "own_methods:undecided"}}, "batch": 1, "data": [{"replay": 0.5}]},
+        tasks=1,
+        samples=4,
+    )
+    flow = Dataflow(run)
+    flow.start()
+    assert flow.try_plan(1) is None
+    pods = Pods(run, lambda r: 0.25)
+    pods.work()
+    plan = flow.try_plan(1)
+    assert plan is not None
+    # scores 0, 2 and 3 of three rollouts, with mean 5/3
+    assert [(r.reward, r.scores) for r in plan.rollouts] == [(0.25, {"score": score}) for score in (0.0, 2.0, 3.0)]
+    assert [r.advantage for r in plan.rollouts] == pytest.approx([-5 / 3, 1 / 3, 4 / 3])
+    assert plan.drops == {"task-0/default/1": "no reward"}
+    assert plan.scorer == f"own_methods:undecided {hashlib.sha256(own.read_bytes()).hexdigest()}"
+    statistics = Step(flow, plan).statistics()
+    assert (statistics["reward"], statistics["score"]) == (0.25, pytest.approx(5 / 3))
+    Step(flow, plan).commit()
+    pods.work()
+    again = Dataflow(run)  # replays the first step's group, with the scores of its plan
+    again.start()
+    second = again.try_plan(2)
+    assert second is not None
+    assert [(r.replayed, r.scores) for r in second.rollouts][3:] == [(True, r.scores) for r in plan.rollouts]
+    own.write_text(MODULE + "\n")
+    with pytest.raises(ConfigError, match="was changed after the training began"):
+        Dataflow(run)
+
+
 def test_a_choice_of_prompts_may_request_a_task_several_times() -> None:
     prompts = Prompts(PromptsConfig.model_validate({"order": "own_methods:hardest", "filter_solved": 0.05}))
     state = prompts.learn({}, [group([1, 1], "a/p"), group([1, 0], "b/p"), group([0, 0], "c/p")])
@@ -228,6 +356,10 @@ def test_every_function_is_tried_on_an_example() -> None:
     good = {"policies": {"default": {"advantage": {"kind": "own_methods:by_turn"}}}, "data": ["own_methods:lighter"]}
     check(TrainingConfig.model_validate({**good, "prompts": {"order": "own_methods:hardest"}}))
     check(training(optimizer={"schedule": "own_methods:halved"}))
+    for name in ("judge", "judge_turns", "judge_sequences", "undecided"):
+        check(training(score=f"own_methods:{name}"))
+    with pytest.raises(Mistakes, match="own_methods:nan_scores: the score of a/default/0 contains nan"):
+        check(training(score="own_methods:nan_scores"))
     bad = {**good, "data": ["own_methods:twice"], "prompts": {"order": "own_methods:strangers"}}
     with pytest.raises(Mistakes) as error:
         check(TrainingConfig.model_validate(bad))

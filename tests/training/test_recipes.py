@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -62,6 +64,25 @@ def test_uncertain_tasks_get_more_groups() -> None:
     assert prompts.choose(["a", "b"], 4, state, np.random.default_rng(0))[0] == ["b"] * 4
 
 
+def test_a_group_without_a_success_gets_a_past_one() -> None:
+    old, new = (sample("t@1/p", 3, 1.0, oldest=1), sample("t@2/p", 0, 1.0, oldest=4))
+    groups = [group([0, 0, 0], "t@5/p"), group([0, 1], "t@6/p"), group([0, 0.5, 0.5], "t@7/p"), group([0, 0], "u@5/p")]
+
+    def found(**args: Any) -> Any:
+        method = {"method": {"name": f"{HERE}:past_successes", "args": args}}
+        config = TrainingConfig.model_validate({"policies": {"default": {}}, "data": [method]})
+        return choose(config, groups, version=6, want=9, earlier={"t": [old, new]})
+
+    assert found().drops == {}
+    taken = {g.id: g for g in found().taken}
+    added = {name: [s.id for s in g.samples][-1] for name, g in taken.items()}
+    assert added == {"t@5/p": "t@2/p/0", "t@6/p": "t@6/p/1", "t@7/p": "t@1/p/3", "u@5/p": "u@5/p/1"}
+    # rewards 0, 0, 0 and 1 with mean 1/4; 0, 1/2, 1/2 and 1 with mean 1/2
+    values = advantages(PolicyTraining(), [taken["t@5/p"], taken["t@7/p"]])
+    assert [value for value, _ in values.values()] == [-0.25, -0.25, -0.25, 0.75, -0.5, 0.0, 0.0, 0.5]
+    assert {g.id: len(g.samples) for g in found(age=2).taken} == {"t@5/p": 4, "t@6/p": 2, "t@7/p": 3, "u@5/p": 2}
+
+
 def test_the_learning_rate_follows_the_effective_sample_size() -> None:
     # weights 1, 1, 4: (1 + 1 + 4)² / (1 + 1 + 16) = 2 of 3 tokens
     assert by_effective_size(1, 10, 3e-6, {"effective": 2 / 3}, power=1.0) == pytest.approx(2e-6)
@@ -76,7 +97,7 @@ def test_all_are_functions_that_a_campaign_file_may_name() -> None:
     config = TrainingConfig.model_validate(
         {
             "policies": {"default": {"optimizer": {"schedule": f"{HERE}:by_effective_size"}}},
-            "data": [f"{HERE}:by_duration"],
+            "data": [f"{HERE}:by_duration", f"{HERE}:past_successes"],
             "prompts": {"order": f"{HERE}:uncertain"},
         }
     )

@@ -16,7 +16,7 @@ import numpy as np
 from megaflow_hpc.config.objective import AdvantageConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.training.algorithms import filters, rewards
-from megaflow_hpc.training.algorithms.samples import SampleGroup
+from megaflow_hpc.training.algorithms.samples import Earlier, SampleGroup
 
 REPLAYED_STEPS = 2
 """Number of recent full steps whose groups may be replayed."""
@@ -51,6 +51,7 @@ def choose(
     pass_threshold: float = 1.0,
     bound: int | None = None,
     due: Collection[str] = (),
+    earlier: Earlier | None = None,
 ) -> Choice:
     """Chooses the groups that one step trains on.
 
@@ -67,6 +68,7 @@ def choose(
         pass_threshold: minimum reward of a passed rollout.
         bound: maximum age of a token, in weight versions; older rollouts are dropped. Replayed groups are exempt.
         due: ids of the groups to settle before others, whatever their age.
+        earlier: passed samples of earlier steps, for functions that add them to groups.
 
     Raises:
         ConfigError: a reward is infinite, no rollout has a reward of a given name, or a function returned something
@@ -89,7 +91,7 @@ def choose(
         elif step.shuffle is not None:
             taken = rewards.shuffled(taken, random)
         elif step.method is not None:
-            taken = filters.by_method(taken, step.method, version, random, drops)
+            taken = filters.by_method(taken, step.method, version, random, drops, earlier)
         elif step.over_length is not None and step.over_length.how == "drop":
             taken = filters.short(taken, step.over_length.longest, drops)
         elif step.zero_variance is not None:
@@ -106,6 +108,8 @@ def choose(
                 candidates = filters.by_method(candidates, step.method, version, random, {})
         if staleness is not None:
             candidates = filters.fresh(candidates, staleness, version, {})
+        added = {sample.id for group in taken for sample in group.samples}  # a rollout may be in a step only once
+        candidates = [group for group in candidates if added.isdisjoint(sample.id for sample in group.samples)]
         again = replay(candidates, len(taken), share)
         replayed_ids = {group.id for group in replayed}
         times = {group: count for group, count in times.items() if group in replayed_ids}

@@ -8,7 +8,7 @@ always            drops samples that failed, were cancelled, have no reward or n
 ``over_length``   drops samples with a sequence of more than ``longest`` tokens, prompts included
 ``staleness``     drops samples whose oldest token is more than the given versions behind: AstraFlow,
                   ``rollout_buffer.py``, ``_pop_one``
-``method``        drops samples that the user's function leaves out
+``method``        drops samples that the user's function leaves out, and adds those of earlier steps that it adds
 ================  ==================================================================================================
 
 A dropped group is recorded under its own id, and a sample dropped from a group under the sample's id.
@@ -27,8 +27,8 @@ from megaflow_hpc.config.objective import AdvantageConfig
 from megaflow_hpc.config.sections import Method
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms.rewards import columns, reward
-from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
-from megaflow_hpc.training.methods import call, numbers, wrong
+from megaflow_hpc.training.algorithms.samples import Earlier, Sample, SampleGroup
+from megaflow_hpc.training.methods import call, numbers, takes, wrong
 
 ALONE = "fewer than two samples"
 ZERO_VARIANCE = "zero variance"
@@ -115,33 +115,47 @@ def fresh(groups: Iterable[SampleGroup], most: int, version: int, drops: Drops) 
 
 
 def by_method(
-    groups: Sequence[SampleGroup], method: Method, version: int, random: np.random.Generator, drops: Drops
+    groups: Sequence[SampleGroup],
+    method: Method,
+    version: int,
+    random: np.random.Generator,
+    drops: Drops,
+    earlier: Earlier | None = None,
 ) -> list[SampleGroup]:
     """Calls a function of the user's on the groups.
 
     It is called as ``function(groups, version, random, **args)`` with the ordinal of the newest weights and a seeded
     generator. It returns the groups to keep, in any order. It may leave out samples and groups, and change
-    the rewards, penalties and weights of samples (``dataclasses.replace``).
+    the rewards, penalties and weights of samples (``dataclasses.replace``). A function with a parameter ``earlier``
+    also gets the passed samples of earlier steps by that name, and may add each of them to one group of its task.
 
     Raises:
         ConfigError: the function returned something else.
     """
-    returned = call(method, list(groups), version, random)
+    past = earlier or {}
+    named = {"earlier": past} if takes(method, "earlier") else {}
+    returned = call(method, list(groups), version, random, **named)
     if not isinstance(returned, list | tuple) or not all(isinstance(group, SampleGroup) for group in returned):
         raise wrong(method, f"returned {type(returned).__name__}", "a list of SampleGroup")
-    before = {sample.id: (group.id, sample) for group in groups for sample in group.samples}
+    before = {(group.id, sample.id): sample for group in groups for sample in group.samples}
+    own = {sample.id for group in groups for sample in group.samples}
+    for group in groups if named else ():
+        before |= {(group.id, s.id): replace(s, group=group.id) for s in past.get(group.task, ()) if s.id not in own}
     kept: dict[str, Sample] = {}
     for group in returned:
         for sample in group.samples:
-            owner, old = before.get(sample.id, ("", None))
-            if old is None or owner != group.id or sample.id in kept:
+            old = before.get((group.id, sample.id))
+            if old is None or sample.id in kept:
                 raise wrong(method, f"returned {sample.id} in group {group.id}", "each sample once, in its own group")
             values = [sample.reward, sample.penalty, sample.weight, *sample.rewards.values()]
             numbers(method, values, [(len(values),)], f"reward, penalty or weight of {sample.id}")
             numbers(method, sample.weight, [()], f"the weight of {sample.id}", least=0.0)
             new = {name: getattr(sample, name) for name in ("reward", "rewards", "penalty", "weight")}
             kept[sample.id] = replace(old, **new)
-    changed = [group.only(tuple(kept.get(s.id, s) for s in group.samples)) for group in groups]
+    changed = []
+    for group in groups:
+        added = [s for s in kept.values() if s.group == group.id and s.id not in own]
+        changed.append(group.only((*(kept.get(s.id, s) for s in group.samples), *added)))
     return _samples(changed, lambda sample: "" if sample.id in kept else method.name, drops)
 
 

@@ -17,7 +17,7 @@ apart                compares a column for each named reward, and one of weight 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,8 +25,11 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.config.data_algorithms import DataStep
 from megaflow_hpc.config.objective import AdvantageConfig
+from megaflow_hpc.config.sections import Method
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
+from megaflow_hpc.training.algorithms.samples import SCORE, SEQUENCE_REWARD, Sample, SampleGroup, StoredRollout
+from megaflow_hpc.training.methods import call, mapping, numbers
+from megaflow_hpc.types import TURN_REWARD
 
 
 def plain(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
@@ -93,6 +96,50 @@ def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray
     if config.normalise == "together":
         return (named @ weights + added)[:, None], np.ones(1)
     return np.column_stack([named, added]), np.append(weights, 1.0)
+
+
+def scores(method: Method, rollouts: Sequence[StoredRollout]) -> dict[str, dict[str, float] | None]:
+    """Calls a user's function for the rewards of stored rollouts.
+
+    It is called as ``function(rollouts, **args)``. It returns, by sample id, one number, or one for each of the
+    sample's sequences or turns, or ``None`` for a rollout that it cannot score.
+
+    Returns:
+        Sample id → name → reward: ``score``, or ``sequence.N`` for each sequence, or ``turn.N`` for each model call.
+
+    Raises:
+        ConfigError: the function raised an exception or returned something else.
+    """
+    returned = mapping(method, call(method, list(rollouts)), {r.sample.id for r in rollouts}, "rollout")
+    named: dict[str, dict[str, float] | None] = {}
+    for sample, _ in rollouts:
+        value = returned[sample.id]
+        if value is None:
+            named[sample.id] = None
+            continue
+        shapes = [(), (sample.sequences,), (len(sample.turns),)]
+        array = numbers(method, value, shapes, f"the score of {sample.id}")
+        if array.shape == ():
+            names = [SCORE]
+        elif len(array) == len(sample.turns):
+            names = [f"{TURN_REWARD}{turn.call}" for turn in sample.turns]
+        else:
+            names = [f"{SEQUENCE_REWARD}{number}" for number in range(sample.sequences)]
+        named[sample.id] = dict(zip(names, array.reshape(-1).tolist(), strict=True))
+    return named
+
+
+def scored(sample: Sample, own: Mapping[str, float] | None) -> Sample:
+    """Returns a sample with a scorer's rewards, which replace others of the same name; ``score`` is its reward.
+
+    Args:
+        sample: the sample as its verifier rewarded it.
+        own: an entry of :func:`scores`. Without one (``None``), the sample has no reward.
+    """
+    if own is None:
+        return replace(sample, reward=math.nan, verdict=sample.reward)
+    changed = own.get(SCORE, sample.reward)
+    return replace(sample, reward=changed, rewards={**sample.rewards, **own}, verdict=sample.reward, scores=own)
 
 
 def reward(sample: Sample, name: str | None = None) -> float:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import TURN_REWARD
+
+SCORE, SEQUENCE_REWARD = "score", "sequence."
+"""Name of a scorer's reward for a whole rollout, and beginning of the names of its rewards for sequences."""
 
 
 class TurnTokens(NamedTuple):
@@ -57,6 +61,10 @@ class Sample:
     """Sum of the penalties from steps of ``data``, added to the reward."""
     weight: float = 1.0
     """Weight of the sample's tokens in the loss. At 0 the sample still counts in its group, but is not trained on."""
+    verdict: float = math.nan
+    """Reward before a scorer replaced it; NaN without a scorer."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """The scorer's part of :attr:`rewards`."""
 
     @property
     def verified(self) -> bool:
@@ -67,6 +75,23 @@ class Sample:
     def turn_rewards(self) -> tuple[float, ...]:
         """Reward of each of :attr:`turns`; 0 without one. Agents and verifiers name them ``turn.N``."""
         return tuple(self.rewards.get(f"{TURN_REWARD}{turn.call}", 0.0) for turn in self.turns)
+
+    @property
+    def sequence_rewards(self) -> tuple[float, ...]:
+        """Reward of each of the policy's sequences; 0 without one. Scorers give them."""
+        return tuple(self.rewards.get(f"{SEQUENCE_REWARD}{number}", 0.0) for number in range(self.sequences))
+
+
+class StoredRollout(NamedTuple):
+    """A rollout as a scorer sees it."""
+
+    sample: Sample
+    trajectory: Trajectory
+    """The whole record: messages, turns, tokens, rewards and artifacts, of all policies."""
+
+
+Earlier = Mapping[str, Sequence[Sample]]
+"""Task → passed samples of earlier steps, newest last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,7 +340,7 @@ class TrainingLoop:
         metrics = {name: sum(of_it) / len(of_it) for name, of_it in values.items()}
         metrics |= {name: max(of_it) for name, of_it in values.items() if name in losses.MAXIMA}
         metrics |= whole.mismatches() | fresh.sampling()
-        rewards = [rollout.reward for rollout in step.plan.rollouts if rollout.reward is not None]
+        rewards = step.plan.rewards
         threshold = self.flow.trained.pass_threshold
         passed = sum(reward >= threshold for reward in rewards) / len(rewards) if rewards else math.nan
         busy = sum(clock.seconds.get(name, 0.0) for name in ("proximal", "forward", "backward", "optimizer"))

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint  # type: ignore[import-not-found]
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.trainer import attention
 from megaflow_hpc.training.trainer.attention import Packing
-from megaflow_hpc.training.trainer.sharding import Grid, Layout, SumOverRanks, read_sharded
+from megaflow_hpc.training.trainer.sharding import Grid, Layout, SumOverRanks, divide_adapters, read_sharded
 
 CHUNK_LOGITS = 2**26
 """Number of logits in a chunk: 256 MB in float32. The backward pass needs three or four times as much."""
@@ -251,6 +251,7 @@ def load(
     _check_packing(policy, alone, ranks.device)
     if lora is not None:
         policy._adapter = (_with_lora(causal, lora),)
+        divide_adapters(causal)
         policy.to(ranks.device)
         for _, parameter in policy.trained():
             if ranks.count > 1:

@@ -25,8 +25,11 @@ from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes
 from megaflow_hpc.training.algorithms import Prompts, advantages
 from megaflow_hpc.training.algorithms.filters import by_method
-from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, TurnTokens
+from megaflow_hpc.training.algorithms.rewards import scores
+from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, StoredRollout, TurnTokens
 from megaflow_hpc.training.methods import call, digests, guarded, methods_of, numbers, resolve, wrong
+from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
+from megaflow_hpc.types import Rollout
 
 
 def check(training: TrainingConfig) -> None:
@@ -58,7 +61,9 @@ def failed(training: TrainingConfig) -> dict[str, tuple[str, bool]]:
 def _try(key: str, method: Method, training: TrainingConfig) -> None:
     resolve(method)
     if key.startswith("training.data."):
-        by_method(example_groups(), method, 1, np.random.default_rng(0), {})
+        groups = example_groups()
+        earlier = {"a": [replace(groups[0].samples[0], id="a@1/default/0", group="a@1/default")]}
+        by_method(groups, method, 1, np.random.default_rng(0), {}, earlier)
     elif key == "training.prompts.order":
         prompts = Prompts(training.prompts)
         groups = example_groups()
@@ -72,6 +77,34 @@ def _try(key: str, method: Method, training: TrainingConfig) -> None:
 def _advantage(method: Method, policy: PolicyTraining) -> None:
     kind = policy.advantage.model_copy(update={"rewards": {}})
     advantages(policy.model_copy(update={"advantage": kind}), example_groups())
+
+
+def _score(method: Method, policy: PolicyTraining) -> None:
+    scores(method, [_stored(sample) for group in example_groups() for sample in group.samples])
+
+
+def _stored(sample: Sample) -> StoredRollout:
+    """Returns a rollout whose tokens and turns are those of the sample."""
+    sequences = [TokenSequence("default") for _ in range(sample.sequences)]
+    for sequence in sequences:
+        sequence.tokens.extend(range(sample.longest))
+        sequence.logprobs.extend([-1.0] * sample.longest)
+        sequence.loss_mask.extend([1] * sample.longest)
+        sequence.weight_versions.extend([0] * sample.longest)
+    texts = ["Sort the lines of in."] + [f"sort in > out{turn.call}" for turn in sample.turns]
+    messages = [{"role": "assistant" if n else "user", "content": text} for n, text in enumerate(texts)]
+    turns = [Turn(turn.sequence, turn.start, turn.end, message=turn.call + 1) for turn in sample.turns]
+    trajectory = Trajectory.begin(
+        Rollout(sample.task, "default", sample.index, "agent"),
+        0,
+        sample.status,
+        reward=sample.reward,
+        rewards=dict(sample.rewards),
+        sequences=sequences,
+        messages=messages,
+        turns=turns,
+    )
+    return StoredRollout(sample, trajectory)
 
 
 def _schedule(method: Method, policy: PolicyTraining) -> None:
@@ -132,6 +165,7 @@ def _column(method: Method, policy: PolicyTraining) -> None:
 
 OF_POLICY: dict[str, Callable[[Method, PolicyTraining], None]] = {
     "advantage": _advantage,
+    "score": _score,
     "optimizer": _schedule,
     "loss": _loss,
     "importance": _importance,

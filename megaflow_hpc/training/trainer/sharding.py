@@ -27,6 +27,9 @@ from megaflow_hpc.training.trainer.attention import key_copies
 
 PARTIAL_NORM = "replicated_with_grad_allreduce"
 """transformers' style for weights that all ranks hold but apply to their own heads."""
+COLUMNS, ROWS, WHOLE = "colwise", "rowwise", ""
+"""transformers' styles for linear layers that divide their outputs or inputs; and none, for those that every rank
+computes."""
 PACKED = ("packed_colwise", "packed_rowwise")
 """transformers' styles for several matrices in one. Their shares are not contiguous, so checkpoints cannot be read
 with another layout."""
@@ -182,6 +185,10 @@ class Grid:
                 apply_expert_parallelism(causal, self.experts["expert"], self.dense["tensor"], expert_plan)
         except ValueError as error:
             raise ConfigError(f"parallel: {type(causal).__name__}: {error}") from None
+        if layout.tensor > 1:
+            group = self.dense["tensor"].get_group()
+            for name, module in modules.items():
+                module.tensor_share = plan.get(patterns[name], WHOLE), group
         for name in norms & modules.keys():
             _sum_gradients(modules[name], self.dense["tensor"].get_group())
         return [m for n, m in modules.items() if expert_plan.get(patterns[n]) == "ep_dispatch_experts"]
@@ -258,6 +265,60 @@ def _sum_gradients(module: torch.nn.Module, group: Any) -> None:
             module._parameters.update(own)
 
     module.forward = summing
+
+
+def divide_adapters(causal: Any) -> None:
+    """Lets the adapters of divided linear layers compute this rank's share.
+
+    Every rank stores the adapters whole, and the gradients of all ranks are added up. So each rank must contribute only
+    its part of them: that of its share of the outputs or inputs, or an equal part where all ranks compute the same.
+
+    Raises:
+        ConfigError: an adapted layer is divided in another way.
+    """
+    for name, layer in causal.named_modules():
+        share = getattr(getattr(layer, "base_layer", None), "tensor_share", None)
+        if share is None or not getattr(layer, "lora_A", None):
+            continue
+        style, group = share
+        if style not in (COLUMNS, ROWS, WHOLE):
+            raise ConfigError(
+                f"parallel.tensor: adapters of {name} cannot be divided like its weights ({style}); leave it out of "
+                "lora.targets"
+            )
+        for down, up in zip(layer.lora_A.values(), layer.lora_B.values(), strict=True):
+            down.forward, up.forward = _shares_of(style, down, up, group)
+
+
+def _shares_of(style: str, down: Any, up: Any, group: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Returns the forward passes of an adapter's two matrices on this rank."""
+    place, size = dist.get_rank(group), dist.get_world_size(group)
+
+    def mine(matrix: Any, dimension: int) -> Any:
+        return matrix.weight.chunk(size, dimension)[place]
+
+    def same(matrix: Any) -> Any:
+        return ScaleGradient.apply(matrix.weight, 1 / size)
+
+    linear = torch.nn.functional.linear
+    if style == COLUMNS:
+        return lambda x: linear(SumGradients.apply(x, group), down.weight), lambda x: linear(x, mine(up, 0))
+    if style == ROWS:
+        return lambda x: SumOverRanks.apply(linear(x, mine(down, 1)), group), lambda x: linear(x, same(up))
+    return lambda x: linear(x, same(down)), lambda x: linear(x, same(up))
+
+
+class ScaleGradient(torch.autograd.Function):
+    """Passes a tensor and multiplies its gradient by a number."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Any, factor: float) -> Any:
+        context.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> tuple[Any, None]:
+        return gradient * context.factor, None
 
 
 class SumOverRanks(torch.autograd.Function):

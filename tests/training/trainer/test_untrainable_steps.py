@@ -14,7 +14,7 @@ SEED = 1
 pytestmark = pytest.mark.slow  # one start of torch, from which all trainers are forked
 
 SCRIPT = r'''
-import faulthandler, functools, json, math, os, random, shutil, sys, time
+import faulthandler, functools, itertools, json, math, os, random, shutil, sys, time
 from pathlib import Path
 import torch
 from torch.utils.tensorboard import SummaryWriter  # imported once, for all trainers
@@ -25,6 +25,7 @@ from megaflow_hpc.rundir.amendments import Amendments
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit, Trainer
 from megaflow_hpc.rundir.weights import current, versions
+from megaflow_hpc.training import buffer
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from megaflow_hpc.training.trainer import __main__ as trainer
 from megaflow_hpc.training.trainer.model import PolicyModel, load
@@ -34,6 +35,7 @@ from tests.support.training import VOCABULARY, Pods, trained_on, training_run
 torch.set_num_threads(1)
 SEED = int(sys.argv[1])
 KILLS = 2
+buffer.LOST_AFTER_S = 0.3
 
 
 class Sampler(Pods):
@@ -48,8 +50,11 @@ class Sampler(Pods):
         for t, sampled in enumerate(one.loss_mask):
             if sampled:
                 one.logprobs[t] = -math.log(VOCABULARY)
-        self._spoil(trajectory)
-        super().store(block, trajectory, epoch)
+        super().store(block, trajectory, epoch, self._spoil(trajectory) or "")
+
+    def work(self):
+        super().work()
+        self.finish_blocks()
 
 
 def lengthen(tokens):
@@ -68,6 +73,13 @@ def infinite(trajectory):
     if trajectory.id == "task-1@2/default/1":
         (one,) = trajectory.sequences
         one.logprobs[one.loss_mask.index(1)] = -math.inf
+
+
+def unreadable():
+    """Damage one record in each step, each in another way."""
+    count = itertools.count()
+    damages = {5: "payload", 12: "zeros", 20: "status", 27: "odd bytes"}
+    return lambda trajectory: damages.get(next(count))
 
 
 class Scene:
@@ -143,6 +155,7 @@ class Scene:
             "not_finite": [commit.metrics["not_finite"] for commit in commits],
             "left_out": [commit.metrics.get("dropped/amended", 0) for commit in commits],
             "rollouts": [len(planned), len(set(planned))],
+            "drops": [list(files.read(StepPlan, number).drops.values()) for number in files.numbers(StepPlan)],
             "versions": [version.token for version in versions(self.run)],
             "amendments": [
                 [a.step, a.skip, list(a.rollouts), a.microbatch, a.by, a.cause[:200]]
@@ -202,6 +215,7 @@ def main():
         "long": Scene("long", lengthen(100)),
         "infinite": Scene("infinite", infinite),
         "memory": Scene("memory", lengthen(150), limit=60, microbatch=128),
+        "unreadable": Scene("unreadable", unreadable()),
         "updated": Scene("updated", lengthen(150), limit=100, loss={"kind": "grpo", "epochs": 2, "minibatch": 1}),
     }.items():
         result[name] = scene.report(scene.end())
@@ -220,7 +234,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("scene", ["long", "infinite", "memory", "updated", "damaged", "amended"])
+@pytest.mark.parametrize("scene", ["long", "infinite", "memory", "unreadable", "updated", "damaged", "amended"])
 def test_training_ends_and_a_start_without_checkpoints_repeats_it_bit_by_bit(found: dict[str, Any], scene: str) -> None:
     result = found[scene]
     assert result["status"] == [0, 0], result["log"]
@@ -228,7 +242,14 @@ def test_training_ends_and_a_start_without_checkpoints_repeats_it_bit_by_bit(fou
     assert result["checkpoint"], "the last commit names no checkpoint"
     assert result["exact"], result["log"]
     planned, different = result["rollouts"]
-    assert planned == different == 8 * len(result["steps"])
+    assert planned == different == 8 * len(result["steps"]) - sum(map(len, result["drops"]))
+
+
+def test_records_that_are_damaged_before_they_are_planned_are_dropped_with_their_cause(found: dict[str, Any]) -> None:
+    lost = ["failed: unreadable record"]
+    assert found["unreadable"]["drops"] == [lost, lost, lost, ["nothing sampled"]]
+    assert found["unreadable"]["amendments"] == []
+    assert "has no readable record; it counts as failed" in found["unreadable"]["log"]
 
 
 def test_a_long_sequence_is_trained_in_a_row_of_its_own(found: dict[str, Any]) -> None:
