@@ -20,7 +20,7 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 BUDGETS = {
     "campaign keys": 206,
     "environment variables": 28,
-    "modules": 524,
+    "modules": 525,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 10,
     "thousand tokens of agents": 12,
@@ -40,7 +40,7 @@ BUDGETS = {
     "thousand tokens of rundir": 27,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 37,
-    "thousand tokens of training": 59,
+    "thousand tokens of training": 61,
     "thousand tokens of trajectories": 47,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
@@ -138,6 +138,7 @@ HEAVY = {
     "mpi4py": {"pod/comm.py"},
     "torch": {
         "training/bridges/trl.py",
+        "training/trainer/veomni.py",
         "training/dataset.py",
         "training/trainer/loop.py",
         "training/trainer/attention.py",

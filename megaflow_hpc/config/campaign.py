@@ -24,7 +24,7 @@ from megaflow_hpc.config.sections import (
 )
 from megaflow_hpc.config.site_profile import Profile, completed, find
 from megaflow_hpc.config.slurm import SlurmConfig
-from megaflow_hpc.config.trained import check_trained, trained_model
+from megaflow_hpc.config.trained import check_engine, check_trained, trained_model
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.config.validation_errors import explain, explain_all
 from megaflow_hpc.errors import ConfigError, Mistakes
@@ -134,6 +134,7 @@ class CampaignConfig(Section):
             policies = {} if self.is_pool else self.policies()
             models = {name: (policy.model, policy.agent, policy.samples) for name, policy in policies.items()}
             check_trained(self.training, models, "models.{}" if self.models else "model")
+            check_engine(self.training, self.slurm.trainer.kind)
         return self
 
     @property

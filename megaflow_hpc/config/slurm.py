@@ -168,6 +168,10 @@ class TrainerConfig(Section):
     """The trainer's job, one for each trained policy. It is requeued automatically and continues from its last
     commit."""
 
+    kind: Literal["own", "veomni"] = "own"
+    """Engine that makes the model and divides it among GPUs. ``own``: transformers and this package. ``veomni``: VeOmni
+    with its kernels, which must be installed in the trainer's environment. Checkpoints of both are the same.
+    Default: ``own``."""
     partition: str | None = None
     """GPU partition. Default: ``servers.partition``."""
     nodes: int = Field(1, ge=1)

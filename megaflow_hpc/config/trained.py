@@ -85,6 +85,24 @@ def check_trained(
             _check_defaults(where, str(kind.get("engine", model.engine)), kind.get("args") or {})
 
 
+def check_engine(training: TrainingConfig, kind: str) -> None:
+    """Checks that an engine (``slurm.trainer.kind``) can train like this.
+
+    Raises:
+        ValueError: It cannot; names the key.
+    """
+    if kind == "own":
+        return
+    if training.trainer:
+        raise ValueError(f"slurm.trainer.kind: {kind}: training.trainer is a trainer of its own; leave one of them out")
+    for name, policy in training.policies.items():
+        if policy.parallel.tensor > 1:
+            raise ValueError(
+                f"training.policies.{name}.parallel.tensor: {kind} has no tensor parallelism; leave it out, or write "
+                "slurm.trainer.kind: own"
+            )
+
+
 def _check_sampling(where: str, sampling: SamplingConfig, loss: str) -> None:
     for name, neutral in NEUTRAL.items():
         value = getattr(sampling, name)

@@ -68,7 +68,9 @@ def _train(arguments: argparse.Namespace) -> int | None:
 
     record = read_run(RunDir(arguments.run))
     training = record.config.training if record.campaign else None
-    return _train_by(training.trainer, arguments) if training and training.trainer else _train_here(arguments)
+    if training and training.trainer:
+        return _train_by(training.trainer, arguments)
+    return _train_here(arguments, record.config.slurm.trainer.kind if record.campaign else "own")
 
 
 def _train_by(method: Method, arguments: argparse.Namespace) -> int:
@@ -95,13 +97,18 @@ def _train_by(method: Method, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _train_here(arguments: argparse.Namespace) -> int | None:
+def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
     # Import after parsing the arguments: torch takes seconds to load, which would slow down --help.
     from megaflow_hpc.training.dataflow import Dataflow
     from megaflow_hpc.training.trainer.loop import StepAmended, TrainingLoop, TrainingStopped
     from megaflow_hpc.training.trainer.metrics import Board
-    from megaflow_hpc.training.trainer.model import join
+    from megaflow_hpc.training.trainer.model import Reader, join
 
+    read: Reader | None = None
+    if kind == "veomni":
+        from megaflow_hpc.training.trainer import veomni
+
+        read = veomni.read
     ranks = join()
     flow = Dataflow(
         arguments.run,
@@ -112,7 +119,7 @@ def _train_here(arguments: argparse.Namespace) -> int | None:
         say=lambda text: print(text, file=sys.stderr, flush=True),
         agree=ranks.tell,
     )
-    trainer = TrainingLoop(flow, ranks)
+    trainer = TrainingLoop(flow, ranks, read)
     signal.signal(signal.SIGTERM, trainer.stop)
     board = Board(flow.files.path / "tensorboard") if ranks.first else None
     try:

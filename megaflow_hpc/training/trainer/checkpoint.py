@@ -95,8 +95,7 @@ def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> 
     tensors = optimizer.tensors() | {f"random.{ranks.rank}.{n}": t for n, t in _random(ranks).items()}
     writer = dcp.HuggingFaceStorageWriter(str(staged), _files(tensors, ranks), save_distributed=True)
     copy = writer.stage(tensors)
-    shapes = {name: list(master.shape) for name, master in optimizer.masters.items()}
-    about = {"step": step, "updates": optimizer.updates, "ranks": _kind(ranks), "shapes": shapes}
+    about = {"step": step, "updates": optimizer.updates, "ranks": _kind(ranks), "shapes": _shapes(optimizer)}
 
     def write() -> None:
         try:
@@ -135,7 +134,7 @@ def restore(checkpoint: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
         raise ConfigError(
             f"{checkpoint}: the checkpoint is incomplete ({error}); remove it, and continue from the previous one"
         ) from None
-    ours = {name: list(master.shape) for name, master in optimizer.masters.items()}
+    ours = _shapes(optimizer)
     if other := sorted(name for name in ours.keys() | shapes.keys() if ours.get(name) != shapes.get(name)):
         raise ConfigError(
             f"{checkpoint}: belongs to another model: {other[0]} has the shape {shapes.get(other[0])} there and "
@@ -191,8 +190,8 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> Path:
     """
     kept: dict[int, Any] = {}
     tensors = {}
-    source = policy.trained() if policy.adapter else policy.state_dict(keep_vars=True).items()
-    for name, parameter in source:  # one tensor at a time: all ranks gather it, only the first keeps it
+    source = dict(policy.trained()) if policy.adapter else policy.shares(policy.state_dict(keep_vars=True))
+    for name, parameter in source.items():  # one tensor at a time: all ranks gather it, only the first keeps it
         if id(parameter) not in kept:
             whole = parameter.detach()
             whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
@@ -214,6 +213,11 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> Path:
             path.chmod(file_mode(folder.parent))
     ranks.barrier()
     return folder
+
+
+def _shapes(optimizer: Optimizer) -> dict[str, list[int]]:
+    """Returns the shapes of the whole trained parameters."""
+    return {name: list(share.shape) for name, share in optimizer.policy.shares(optimizer.masters).items()}
 
 
 def _first(error: BaseException) -> BaseException:

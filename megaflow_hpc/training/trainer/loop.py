@@ -43,7 +43,7 @@ from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step, Un
 from megaflow_hpc.training.trainer import checkpoint, losses, probe
 from megaflow_hpc.training.trainer.columns import columns_of
 from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
-from megaflow_hpc.training.trainer.model import ProcessGroup, load
+from megaflow_hpc.training.trainer.model import ProcessGroup, Reader, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 MAX_MISMATCH = 1.0
@@ -76,6 +76,7 @@ class TrainingLoop:
     Args:
         flow: the dataflow of this rank.
         ranks: all ranks.
+        read: makes and divides the model, if another engine does (:func:`~.model.load`).
 
     Attributes:
         stopping: set to true to stop after the current step; :meth:`stop` also ends a wait.
@@ -84,7 +85,7 @@ class TrainingLoop:
         ConfigError: the model cannot be loaded, or differs from the served model.
     """
 
-    def __init__(self, flow: Dataflow, ranks: ProcessGroup) -> None:
+    def __init__(self, flow: Dataflow, ranks: ProcessGroup, read: Reader | None = None) -> None:
         self.flow, self.ranks = flow, ranks
         probe.check(flow.config)
         settings = flow.settings
@@ -101,7 +102,8 @@ class TrainingLoop:
         torch.manual_seed(flow.trained.seed)
         lora = settings.lora.model_dump() if settings.lora else None
         parallel = settings.parallel.model_dump()
-        self.policy = load(base, settings.dtype, ranks, lora=lora, recompute=settings.recompute, parallel=parallel)
+        how: dict[str, Any] = {"lora": lora, "recompute": settings.recompute, "parallel": parallel, "read": read}
+        self.policy = load(base, settings.dtype, ranks, **how)
         self.policy.temperature = flow.temperature
         options = settings.optimizer.model_dump(include={"lr", "weight_decay", "clip_norm", "offload"})
         self.optimizer = Optimizer(self.policy, **options)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -191,11 +191,19 @@ class PolicyModel(torch.nn.Module):
         """Yields the name and value of each trained parameter, in a fixed order."""
         return ((name, p) for name, p in self.named_parameters() if p.requires_grad)
 
+    def shares(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns tensors that are named and divided like the parameters as shares of whole ones, not copied."""
+        return dict(tensors)
+
     def judge_alone(self, tokens: Any) -> Any:
         """Returns the log-probabilities (T - 1) of all tokens of one sequence (T) but the first, by the model's own
         forward and head."""
         logits = self.causal(input_ids=tokens[None], use_cache=False).logits[0].float()
         return torch.log_softmax(logits[:-1], -1).gather(-1, tokens[1:, None])[:, 0]
+
+
+Reader = Callable[[Path, str, ProcessGroup, Layout], PolicyModel]
+"""Reads this rank's share of the model in a directory, for a dtype and a layout of the ranks."""
 
 
 def load(
@@ -206,6 +214,7 @@ def load(
     lora: Mapping[str, Any] | None = None,
     recompute: bool = False,
     parallel: Mapping[str, int] | None = None,
+    read: Reader | None = None,
 ) -> PolicyModel:
     """Loads a causal language model from a Hugging Face directory, never from the network, onto the ranks' devices.
 
@@ -219,6 +228,7 @@ def load(
             peft.
         recompute: compute layers again in the backward pass instead of keeping their results.
         parallel: ``replicas``, ``context``, ``tensor`` and ``expert``, as in the campaign file.
+        read: makes and divides the model. By default, transformers makes it and this package divides it.
 
     Raises:
         ConfigError: the directory is not a model, peft is missing, the model cannot be divided as ``parallel`` says,
@@ -235,7 +245,7 @@ def load(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     layout = Layout(ranks.count, **(parallel or {}))
-    policy = _read(source, dtype, ranks, layout)
+    policy = (read or _read)(source, dtype, ranks, layout)
     causal = policy.causal
     causal.requires_grad_(lora is None)  # now, because FSDP decides in the first pass which gradients it adds up
     for module in causal.modules():
@@ -248,7 +258,7 @@ def load(
     alone = _alone(policy, ranks.device)
     attention.register()
     causal.set_attn_implementation(attention.ATTENTION_NAME)
-    _check_packing(policy, alone, ranks.device)
+    _check_packing(policy, alone, ranks.device, DTYPES[dtype])
     if lora is not None:
         policy._adapter = (_with_lora(causal, lora),)
         divide_adapters(causal)
@@ -322,7 +332,7 @@ def _alone(policy: PolicyModel, device: Any) -> Any:
 
 
 @torch.no_grad()
-def _check_packing(policy: PolicyModel, alone: Any, device: Any) -> None:
+def _check_packing(policy: PolicyModel, alone: Any, device: Any, dtype: Any) -> None:
     tokens, offsets = _row(policy.words, device)
     positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(offsets)]).to(device)
     where = (positions > 0).nonzero()[:, 0]
@@ -331,7 +341,7 @@ def _check_packing(policy: PolicyModel, alone: Any, device: Any) -> None:
         packed = policy(tokens, positions, offsets, where)[0][where]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{policy.source}: {kind} cannot be trained on packed sequences: {error}") from error
-    if not (off := float((packed - alone).abs().mean())) <= MAX_PACKING_ERROR[policy.causal.dtype]:
+    if not (off := float((packed - alone).abs().mean())) <= MAX_PACKING_ERROR[dtype]:
         raise ConfigError(
             f"{policy.source}: {kind} gives different log-probabilities for packed and for single sequences (mean "
             f"difference {off:.2g}): its layers mix tokens in ways that this trainer does not support, or its head "

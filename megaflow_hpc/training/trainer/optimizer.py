@@ -124,7 +124,7 @@ class Optimizer:
         """Returns the norm of the whole gradient. Parameters may be divided over different meshes."""
         ranks = self.policy.ranks
         norms = torch.stack(torch._foreach_norm(self._gradients())).to("cpu", torch.float64)
-        holders = torch.tensor([ranks.count / _shares(master) for master in self.masters.values()])
+        holders = torch.tensor([ranks.count / _shares(whole) for whole in self.policy.shares(self.masters).values()])
         total = (norms.square() / holders).sum().to(ranks.device)
         if ranks.count > 1:
             dist.all_reduce(total)
@@ -162,12 +162,10 @@ class Optimizer:
     def tensors(self) -> dict[str, Any]:
         """Returns masters and moments by name. They are not copied, so reading a checkpoint into them restores the
         state."""
-        tensors: dict[str, Any] = {}
-        for name, master in self.masters.items():
-            state = self._state(master)
-            tensors |= {f"master.{name}": master.detach()}
-            tensors |= {f"{moment}.{name}": state[moment] for moment in MOMENTS}
-        return tensors
+        kinds = {"master": {name: master.detach() for name, master in self.masters.items()}}
+        kinds |= {moment: {n: self._state(m)[moment] for n, m in self.masters.items()} for moment in MOMENTS}
+        shares = {kind: self.policy.shares(tensors) for kind, tensors in kinds.items()}
+        return {f"{kind}.{name}": shares[kind][name] for name in self.masters for kind in shares}
 
     def _state(self, master: Any) -> dict[str, Any]:
         """Returns AdamW's state of a parameter. Before the first step, it creates the state as AdamW would."""

@@ -1,0 +1,383 @@
+"""Models that VeOmni makes and divides, compared with this package's, and a training with them that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.config import parse
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.weights import versions
+from megaflow_hpc.training.plan import Commit, TrainingFiles
+from tests.support.places import ROOT
+from tests.support.torch_ranks import LOOPBACK, engine_python, run_ranks
+
+torch_runs = pytest.mark.slow  # all of them wait for one run of torch on two ranks, and two of the command
+
+SCRIPT = r'''
+import functools, json, math, shutil, warnings
+from pathlib import Path
+
+warnings.simplefilter("ignore")
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.training.trainer import veomni
+from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.trainer import checkpoint, loop
+from megaflow_hpc.training.trainer.loop import TrainingLoop
+from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
+from megaflow_hpc.training.trainer.optimizer import Optimizer
+from megaflow_hpc.training.trainer.sharding import Layout
+from tests.support.training import VOCABULARY, Pods, training_run
+
+ROWS = [[7, 33, 1], [2, 60], [24, 9, 5], [31]]
+ALONE = ProcessGroup()
+CASES = {
+    "context": ("dense", {"context": 2}),
+    "tied, replicas": ("tied", {"replicas": 2}),
+    "experts": ("moe", {}),
+}
+TRAINING = {
+    "policies": {"default": {
+        "dtype": "float32", "microbatch": 64, "optimizer": {"lr": 1e-4}, "loss": {"kind": "grpo", "minibatch": 1},
+    }},
+    "batch": 2, "staleness": 0, "steps": 4, "checkpoint_every": 2,
+}
+
+
+def prepare():
+    common = dict(
+        vocab_size=260, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=96, bos_token_id=1, eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**common)).save_pretrained("dense")
+    Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True)).save_pretrained("tied")
+    moe = Qwen3MoeConfig(**common, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2)
+    Qwen3MoeForCausalLM(moe).save_pretrained("moe")
+
+
+def row(lengths, seed):
+    """Tokens, positions, offsets, and every second token that may be judged."""
+    tokens = torch.randint(0, 260, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return tokens, positions, [0, *torch.tensor(lengths).cumsum(0).tolist()], (positions > 0).nonzero()[::2, 0]
+
+
+@torch.no_grad()
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def masters(optimizer):
+    return {name: whole(share) for name, share in optimizer.policy.shares(optimizer.masters).items()}
+
+
+def distance(a, b):
+    """Largest difference, as a share of the largest entry."""
+    assert a.keys() == b.keys()
+    return max(float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1e-30)) for n in a)
+
+
+def start(ranks, name, parallel, read=None):
+    return Optimizer(load(name, "float32", ranks, recompute=True, parallel=parallel, read=read), 1e-4)
+
+
+def learn(optimizer, ranks, copies=1):
+    """Takes one step. Returns the loss over all rows, the gradients and their norm."""
+    total = 0.0
+    for seed, lengths in list(enumerate(ROWS))[ranks.rank // copies :: ranks.count // copies]:
+        tokens, positions, offsets, where = row(lengths, seed)
+        logprobs, entropies = optimizer.policy(tokens, positions, offsets, where)
+        loss = (logprobs * torch.linspace(0.5, 1.5, len(tokens))).sum() + 0.3 * (entropies * positions.sin()).sum()
+        loss.backward()
+        total += float(loss.detach())
+    total = sum(ranks.gather(total)[::copies])
+    return total, {n: whole(m.grad) for n, m in optimizer.masters.items()}, optimizer.step()
+
+
+def tensors(folder):
+    found = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}
+    return found
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[n].dtype == t.dtype and torch.equal(a[n], t) for n, t in b.items())
+
+
+def case(result, ranks, name, model, parallel):
+    copies = parallel.get("context", 1)
+    optimizer = start(ranks, model, parallel, veomni.read)
+    loss, gradients, norm = learn(optimizer, ranks, copies)
+    there, now = Path(name), masters(optimizer)
+    checkpoint.save(there, 1, optimizer, ranks).finish()
+    checkpoint.export(there / "export", optimizer.policy, ranks)
+    if ranks.first:
+        own = start(ALONE, model, {})
+        wanted = learn(own, ALONE)
+        result[name] = [abs(loss / wanted[0] - 1), distance(gradients, wanted[1]), abs(norm / wanted[2] - 1)]
+        alone = learn(start(ALONE, model, {}, veomni.read), ALONE)
+        result[f"{name}, one rank"] = [abs(alone[0] / wanted[0] - 1), distance(alone[1], wanted[1])]
+        checkpoint.restore(there / "1", own, ALONE)
+        result[f"{name}: own reads it"] = same(now, masters(own))
+        result[f"{name}: files"] = sorted(tensors(model)) == sorted(tensors(there / "export"))
+        result[f"{name}: exported"] = same(masters(start(ALONE, there / "export", {})), now)
+
+
+def stored(result, ranks):
+    """A model whose experts are divided, of which CPUs can compute no pass."""
+    layout, source = Layout(ranks.count, expert=2), Path("moe")
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    policy = veomni.divided(config, source, "float32", ranks, layout)
+    optimizer = Optimizer(policy, 1e-4)
+    for master in optimizer.masters.values():
+        master.grad = master.detach().clone()
+    norm = optimizer._norm()
+    optimizer.clear()
+    checkpoint.save(Path("stored"), 1, optimizer, ranks).finish()
+    checkpoint.export(Path("stored/export"), policy, ranks)
+    if ranks.first:
+        base = tensors("moe")
+        result["stored"] = [
+            norm / math.sqrt(sum(float(t.double().square().sum()) for t in base.values())) - 1,
+            same(tensors("stored/export"), base),
+        ]
+        own = start(ALONE, "moe", {})
+        was = masters(own)
+        with torch.no_grad():
+            for master in own.masters.values():
+                master.zero_()
+        checkpoint.restore(Path("stored/1"), own, ALONE)
+        result["stored"].append(same(masters(own), was))
+        with torch.no_grad():
+            for master in own.masters.values():
+                master.mul_(2)
+        checkpoint.save(Path("stored"), 2, own, ALONE).finish()
+    ranks.barrier()
+    checkpoint.restore(Path("stored/2"), optimizer, ranks)
+    checkpoint.export(Path("stored/doubled"), policy, ranks)
+    if ranks.first:
+        result["stored"].append(same(tensors("stored/doubled"), {n: 2 * t for n, t in base.items()}))
+
+
+class Uniform(Pods):
+    """Samples uniformly, which is close to the distribution of the tiny model."""
+
+    def store(self, block, trajectory, epoch=0):
+        (one,) = trajectory.sequences
+        for t, sampled in enumerate(one.loss_mask):
+            if sampled:
+                one.logprobs[t] = -math.log(VOCABULARY)
+        super().store(block, trajectory, epoch)
+
+
+def train(path, ranks, read=None):
+    """Trains a run. Returns the trained parameters, and the losses of its steps."""
+    flow = Dataflow(path, rank=ranks.rank, ranks=ranks.count, say=lambda text: None, agree=ranks.tell)
+    trainer = TrainingLoop(flow, ranks, read)
+    metrics = list(trainer.steps())
+    flow.leave()
+    return masters(trainer.optimizer), [line["loss"] for line in metrics]
+
+
+def sample():
+    """The rollouts and plans of a training, by this package's trainer: a run, and three copies to train."""
+    slurm = {"trainer": {"kind": "veomni", "gpus": 2}}
+    run = training_run(Path("run"), TRAINING, tasks=3, samples=4, model="dense", slurm=slurm)
+    pods = Uniform(run, lambda rollout: float(rollout.sample_index % 2))
+    flow = Dataflow(run, say=lambda text: None)
+    keep = flow.planning.control.keep
+
+    def kept(*given):  # the pods answer as soon as they are asked
+        keep(*given)
+        pods.work()
+
+    flow.planning.control.keep = kept
+    trainer = TrainingLoop(flow, ALONE)
+    losses = [line["loss"] for line in trainer.steps()]
+    flow.leave()
+    pods.close()
+    for name in ("compared", "whole", "killed"):
+        copy = shutil.copytree("run", name)
+        for folder in ("training/default/commits", "training/default/checkpoints", "weights"):
+            shutil.rmtree(Path(copy) / folder)
+        (Path(copy) / "weights").mkdir()
+    return masters(trainer.optimizer), losses
+
+
+def refused(call):
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+
+
+def wrong(ranks):
+    """The errors for models and layouts that it cannot train."""
+    shutil.copytree("dense", "code")
+    config = json.loads(Path("code/config.json").read_text())
+    Path("code/config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "own.Own"}}))
+    shutil.copytree("dense", "pickle")
+    Path("pickle/model.safetensors").rename("pickle/pytorch_model.bin")
+    shutil.copytree("dense", "unknown")
+    Path("unknown/config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 260}))
+    ask = lambda name, layout=Layout(): refused(lambda: veomni.read(Path(name), "float32", ranks, layout))
+    found = {name: ask(name) for name in ("code", "pickle", "unknown")}
+    found["experts"] = ask("moe", Layout(2, expert=2))
+    veomni.VERSION = "9"
+    return found | {"version": ask("dense")}
+
+
+def main():
+    torch.set_num_threads(1)
+    ranks = join()
+    result = {}
+    plain = loop.Optimizer
+    # With the preset epsilon, rounding decides which way a gradient of nearly nothing moves a weight.
+    loop.Optimizer = functools.partial(plain, eps=1e-4)
+    if ranks.first:
+        prepare()
+        ends, losses = sample()
+    ranks.barrier()
+    for name, values in CASES.items():
+        case(result, ranks, name, *values)
+    stored(result, ranks)
+    now, found = train("compared", ranks, veomni.read)
+    loop.Optimizer = plain
+    train("whole", ranks, veomni.read)
+    if ranks.first:
+        result["parameters"] = max(float((now[n] - t).abs().max()) for n, t in ends.items())
+        result["losses"] = [found, losses]
+        result["wrong"] = wrong(ALONE)
+    ranks.leave()
+    if ranks.first:
+        print(json.dumps(result))
+
+
+main()
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("veomni")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    return run_ranks(SCRIPT, folder, ranks=2)
+
+
+@torch_runs
+def test_losses_gradients_and_norms_are_those_of_our_own_model(found):
+    for name in ("context", "tied, replicas", "experts"):
+        for where in (name, f"{name}, one rank"):
+            assert max(found[where]) <= 1e-6, (where, found[where])
+
+
+@torch_runs
+def test_checkpoints_and_exported_files_are_the_same(found):
+    for name in ("context", "tied, replicas", "experts"):
+        for what in ("own reads it", "files", "exported"):
+            assert found[f"{name}: {what}"] is True, (name, what)
+
+
+@torch_runs
+def test_divided_experts_are_stored_whole(found):
+    off, *equal = found["stored"]
+    assert abs(off) <= 1e-6
+    assert equal == [True, True, True]
+
+
+@torch_runs
+def test_a_training_ends_with_the_parameters_of_our_own_model(found):
+    assert found["parameters"] <= 1e-6
+    theirs, ours = found["losses"]
+    assert len(ours) == 4
+    assert theirs == pytest.approx(ours, rel=1e-5, abs=1e-7)
+
+
+@torch_runs
+def test_what_it_cannot_train_is_refused_before_any_weight_is_read(found):
+    said = found["wrong"]
+    assert "its own Python code" in said["code"]
+    assert "has no *.safetensors" in said["pickle"]
+    assert "VeOmni has no language model 'gpt2'" in said["unknown"]
+    assert "parallel.expert" in said["experts"]
+    assert "pip install --no-deps veomni==9" in said["version"]
+
+
+def trainers(run: RunDir) -> list[subprocess.Popen[str]]:
+    """Start the command on two ranks, as torchrun does."""
+    meeting = {"MEGAFLOW_TRAINER_STORE": f"file://{run.path}.{secrets.token_hex(4)}", **LOOPBACK, "WORLD_SIZE": "2"}
+    env = {**os.environ, **meeting, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [engine_python(), "-m", "megaflow_hpc.training.trainer", run.path.name, "--json"]
+    return [
+        subprocess.Popen(
+            command,
+            cwd=run.path.parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+
+
+@torch_runs
+def test_a_killed_training_continues_bit_for_bit(found, folder):
+    run = RunDir(folder / "killed")
+    ranks = trainers(run)
+    assert ranks[0].stdout is not None
+    for line in ranks[0].stdout:
+        if line.startswith("{") and json.loads(line)["step"] == 3:
+            break
+    for rank in ranks:
+        rank.kill()
+        rank.communicate()
+    files = TrainingFiles(run, "default")
+    assert files.numbers(Commit) == [1, 2, 3]
+    ranks = trainers(run)
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert files.numbers(Commit) == [1, 2, 3, 4]
+    last, whole = (versions(RunDir(folder / name))[-1] for name in ("killed", "whole"))
+    assert last.token == whole.token == "step-000004"
+    weights = [(folder / name / "weights" / str(v.version)) for name, v in (("killed", last), ("whole", whole))]
+    assert len({(path / "model.safetensors").read_bytes() for path in weights}) == 1
+
+
+def test_the_campaign_file_takes_it_where_it_can_train():
+    fields: dict[str, Any] = {
+        "name": "a",
+        "tasks": "tasks",
+        "agent": "nop",
+        "samples": 4,
+        "model": {"engine": "vllm", "path": "model"},
+        "slurm": {"trainer": {"kind": "veomni"}},
+        "training": {"policies": {"default": {}}},
+    }
+    assert parse(fields).slurm.trainer.kind == "veomni"
+    for training, said in (
+        ({"policies": {"default": {"parallel": {"tensor": 2}}}}, "veomni has no tensor parallelism"),
+        ({"policies": {"default": {}}, "trainer": "own:train"}, "leave one of them out"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            parse({**fields, "training": training})
+        parse({**fields, "training": training, "slurm": {}})
+    with pytest.raises(ConfigError, match="kind"):
+        parse({**fields, "slurm": {"trainer": {"kind": "megatron"}}})
