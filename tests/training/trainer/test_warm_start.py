@@ -24,8 +24,11 @@ from megaflow_hpc.training.trainer.warm_start import examples
 FORGETFUL = %r
 make(Path("tiny"), layers=1)
 found = examples(Path("tiny"), Path("demonstrations.jsonl"))
-(Path("tiny") / "chat_template.jinja").write_text(FORGETFUL)
+template = Path("tiny", "chat_template.jinja")
+original = template.read_text()
+template.write_text(FORGETFUL)
 apart = examples(Path("tiny"), Path("demonstrations.jsonl"))[:2]
+template.write_text(original)
 errors = []
 for name in ("empty", "bad"):
     try:
@@ -60,12 +63,12 @@ def test_a_model_learns_demonstrations(tmp_path: Path) -> None:
     assert "empty.jsonl: has no message of an assistant" in empty
     assert "bad.jsonl:1: KeyError('messages'); expected" in bad
     done = warm_start(
-        tmp_path, "demonstrations.jsonl", "out", "--epochs=4", "--batch=4", "--lr=3e-3", "--dtype=float32",
+        tmp_path, "demonstrations.jsonl", "out", "--epochs=8", "--batch=4", "--lr=3e-3", "--dtype=float32",
         "--microbatch=100",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     losses = [json.loads(line)["loss"] for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(losses) == 4
+    assert len(losses) == 8
     assert losses[-1] < losses[0] / 2
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
