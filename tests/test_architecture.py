@@ -40,7 +40,7 @@ BUDGETS = {
     "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 37,
-    "thousand tokens of training": 55,
+    "thousand tokens of training": 56,
     "thousand tokens of trajectories": 47,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""

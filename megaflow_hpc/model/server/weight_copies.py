@@ -239,8 +239,9 @@ class WeightCopies:
         """Removes the copies of all other versions, except those that are being written."""
         with self._lock:
             old = [n for n, copy in self._copies.items() if n not in numbers and copy.done.done()]
-            for copy in [self._copies.pop(number) for number in old]:
-                remove_tree(copy.folder, ignore_errors=True)
+            folders = [self._copies.pop(number).folder for number in old]
+        for folder in folders:
+            remove_tree(folder, ignore_errors=True)
 
     # --- copying ---
 

@@ -135,6 +135,26 @@ async def test_servers_on_a_node_share_one_copy(run: RunDir) -> None:
 
 
 @in_loop
+async def test_deltas_and_their_bases_are_passed_on(run: RunDir) -> None:
+    base, _ = published(run)
+    content = bytearray((Path(base.path) / "model.safetensors").read_bytes())
+    async with readers(run, "ab") as (first, second):
+        await asyncio.gather(first.read(base), second.read(base))
+        for step in (1, 2):
+            content[-step] ^= 1
+            source = run.path.parent / f"delta{step}"
+            source.mkdir()
+            (source / "model.safetensors").write_bytes(content)
+            version = weights.publish(run, source, "default", delta=True)
+            assert (Path(version.path) / "delta.json").exists()
+            with opens(Path(base.path)) as opened:
+                digests = await asyncio.gather(first.read(version), second.read(version))
+            assert digests == [hashlib.sha256(content).hexdigest()] * 2
+            assert opened["model.safetensors"] == 0
+        assert second.copies.shared_bytes == 0
+
+
+@in_loop
 async def test_a_server_alone_copies_nothing(run: RunDir) -> None:
     version, digest = published(run)
     async with readers(run, "a") as (reader,):
