@@ -18,9 +18,9 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 206,
+    "campaign keys": 207,
     "environment variables": 28,
-    "modules": 525,
+    "modules": 527,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 10,
     "thousand tokens of agents": 12,
@@ -32,15 +32,15 @@ BUDGETS = {
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 2,
     "thousand tokens of ledger": 20,
-    "thousand tokens of model": 57,
+    "thousand tokens of model": 60,
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 34,
     "thousand tokens of prove": 8,
     "thousand tokens of report": 19,
-    "thousand tokens of rundir": 27,
+    "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 37,
-    "thousand tokens of training": 60,
+    "thousand tokens of training": 61,
     "thousand tokens of trajectories": 47,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""

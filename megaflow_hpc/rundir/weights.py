@@ -5,6 +5,7 @@
     RUN/weights/
       current.<policy>.json   {"version": 3, "ordinal": 2, "policy": …}: the version to serve now
       3/                      a full model directory in the engine's format, and megaflow-weights.json
+                              (and checksums.json if the policy has several servers)
       4/                      or a LoRA adapter (adapter_config.json) for the campaign's own model
       5/                      or a delta to an earlier version (delta.json); see weight_delta
       1/megaflow-weights.json remains of a removed version; its number is never reused
@@ -43,6 +44,8 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, boot_id
 from megaflow_hpc.rundir.json_files import read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.rundir.weight_checksums import CHECKSUMS, Checksum, write_checksums
 from megaflow_hpc.rundir.weight_source import ADAPTER, base_of, check, complete, policy_of
 
 ABOUT = "megaflow-weights.json"
@@ -131,6 +134,11 @@ def versions(run: RunDir, policy: str | None = None) -> list[Version]:
     return [version for version in _history(run, _numbers(run)) if version.path and policy in (None, version.policy)]
 
 
+def version(run: RunDir, number: int) -> Version | None:
+    """Returns the version with this number, or ``None`` if it does not exist or was removed. Raises OSError."""
+    return next((found for found in _history(run, [number]) if found.path), None)
+
+
 def ordinals(run: RunDir, policy: str, known: Mapping[int, int] | None = None) -> dict[int, int]:
     """Returns version number → ordinal for a policy, including removed versions. Version 0 has ordinal 0.
 
@@ -157,6 +165,7 @@ def publish(
     token: str = "",
     digest: str = "",
     delta: bool = False,
+    checksums: Mapping[str, Checksum] | None = None,
 ) -> Version:
     """Publishes the model directory ``source`` as the policy's next version. Its servers will load it.
 
@@ -172,6 +181,7 @@ def publish(
             that version is returned and ``source`` is ignored.
         digest: Digest of the content, if the publisher knows it. It is stored, and compared if the token is used again.
         delta: Write only the difference from the policy's last whole version, if it is small. ``source`` is kept.
+        checksums: Checksums of files in ``source`` that their writers computed, so that they are not read again.
 
     Raises:
         ConfigError: There is no such policy, ``source`` has no weights, or ``token`` was published with another digest.
@@ -182,7 +192,7 @@ def publish(
     if made is None:
         check(source, model)
         make_directory(run.weights)
-        made = _add(run, source, model, Version(policy=policy, token=token, digest=digest), move, delta)
+        made = _add(run, source, model, Version(policy=policy, token=token, digest=digest), move, delta, checksums)
     point(run, policy)
     if keep is not None:
         prune(run, policy, keep)
@@ -270,7 +280,15 @@ def _published(history: Iterable[Version], policy: str, token: str, digest: str)
 # --- publishing -------------------------------------------------------------------------------------------------------
 
 
-def _add(run: RunDir, source: Path, model: Mapping[str, Any], new: Version, move: bool, delta: bool) -> Version:
+def _add(
+    run: RunDir,
+    source: Path,
+    model: Mapping[str, Any],
+    new: Version,
+    move: bool,
+    delta: bool,
+    checksums: Mapping[str, Checksum] | None,
+) -> Version:
     """Stage a new version and give it the next number. Returns it, or the version that another process published
     first with the same token."""
     host = _place()
@@ -287,11 +305,15 @@ def _add(run: RunDir, source: Path, model: Mapping[str, Any], new: Version, move
         elif not small:
             shutil.copytree(source, staged, symlinks=False)
         complete(staged, model)
+        (staged / CHECKSUMS).unlink(missing_ok=True)  # of the version that the source was copied from
+        if sum(server.policy == new.policy for server in read_run(run).servers) > 1:
+            write_checksums(staged, checksums or {})
         fsync_tree(staged)
         return _take_number(run, staged, replace(new, published_at=time.time()), source)
     finally:
         if move and staged.is_dir() and not source.exists():
-            (staged / ABOUT).unlink(missing_ok=True)
+            for added in (ABOUT, CHECKSUMS):
+                (staged / added).unlink(missing_ok=True)
             os.rename(staged, source)
         remove_tree(staged, ignore_errors=True)
         _sweep(run, host)

@@ -18,6 +18,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit
+from megaflow_hpc.rundir.weight_checksums import Checksum
 from megaflow_hpc.rundir.weights import Version, current, publish
 from megaflow_hpc.training.algorithms.samples import SCORE
 from megaflow_hpc.training.microbatch import Minibatch, split
@@ -164,7 +165,14 @@ class Step:
             **{f"dropped/{cause}": count for cause, count in sorted(causes.items())},
         }
 
-    def publish(self, folder: str | os.PathLike[str], *, move: bool = False, keep: int | None = None) -> Version:
+    def publish(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        move: bool = False,
+        keep: int | None = None,
+        checksums: Mapping[str, Checksum] | None = None,
+    ) -> Version:
         """Publishes a model directory as the weights after this step. Repeating the call publishes nothing new.
 
         If the campaign sets ``publish_delta`` and the change from the last full version is small, only a delta is
@@ -174,6 +182,7 @@ class Step:
             folder: weights in the engine's format.
             move: move the directory instead of copying it. It must be on the run directory's file system.
             keep: number of the policy's newest versions to keep; older ones are removed.
+            checksums: checksums of files in ``folder`` that are known, so that they are not read again.
 
         Raises:
             ConfigError: ``folder`` is not a model directory with weights.
@@ -193,6 +202,7 @@ class Step:
             token=f"step-{self.number:06d}",
             digest=self._digest,
             delta=flow.config.publish_delta,
+            checksums=checksums,
         )
         if move:  # ``folder`` still exists if a delta was written or the step was already published
             remove_tree(folder, ignore_errors=True)

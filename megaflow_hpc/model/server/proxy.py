@@ -1,7 +1,8 @@
 """The only TCP listener in front of an engine: TLS, two keys, and an allowlist of paths.
 
 The engine itself listens on a Unix socket that other users cannot open. Inference and rendering paths require the key
-of the endpoint file. Paths that change the engine require the admin key. All other paths are refused.
+of the endpoint file. Paths that change the engine require the admin key. All other paths are refused, except that the
+policy's other servers copy weights with the endpoint file's key (:mod:`.weight_copies`).
 
 A pool's server also accepts its members' keys, within each user's caps and fair share (:mod:`.tenants`).
 
@@ -34,6 +35,7 @@ from megaflow_hpc.model.http_server import BadBody, HttpServer, read_body
 from megaflow_hpc.model.json_text import TooMuch, check_bounds, decoded, offload, packed
 from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.tenants import Tenants
+from megaflow_hpc.model.server.weight_copies import ROOT, WeightCopies
 from megaflow_hpc.rundir.weights import Version
 
 SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS))
@@ -90,6 +92,8 @@ class Proxy:
         self.down = ""
         """Why the engine did not answer the latest request. Empty if it did answer."""
         self.serving = Serving(Version())
+        self.copies: WeightCopies | None = None
+        """Answers other servers' questions for files of weight versions."""
         self.opened = True
         """False until the version of the attached engine's weights is known."""
         self._sampling = {True: 0, False: 0}
@@ -229,6 +233,8 @@ class Proxy:
             answer = _refuse(429, "too many connections with this key")
             answer.force_close()
             return answer
+        if self.copies is not None and tenant is None and request.method == "GET" and request.path.startswith(ROOT):
+            return await self.copies.answer(request, self.serving.weights.version)
         if endpoint not in MODEL_PATHS and not (is_admin and endpoint in ADMIN_PATHS):
             return _refuse(404, f"{request.method} {request.path} is not served here")
         if tenant is not None and self.tenants is not None and endpoint in SAMPLING:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.address import LOOPBACK, address, host_of_url
+from megaflow_hpc.host.process import node_name
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.proxy import Proxy
@@ -96,7 +97,7 @@ class Registration:
             template=template,
             weight=float(self.what.model.get("weight") or 1.0),
             tls_fingerprint=fingerprint,
-            node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            node=node_name(),
             job_id=job_id(),
             start=self.start,
             started_at=time.time(),

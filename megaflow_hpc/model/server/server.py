@@ -143,6 +143,7 @@ class EngineServer:
             self._give_up(str(error), lasting=True)
             return error.exit_status
         finally:
+            self.weights.copies.close()
             remove_tree(private, ignore_errors=True)
 
     def leave(self, why: str) -> None:

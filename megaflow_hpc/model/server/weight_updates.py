@@ -13,8 +13,9 @@ that each is sampled by one version:
 cannot load a version, it *refuses* it: it reports the version in its endpoint file and serves the previous one. With
 ``rolling``, later servers do not try that version.
 
-A version may be a delta to an earlier one (:mod:`megaflow_hpc.rundir.weight_delta`). Each server builds the complete
-files on its node's local disk, so only the changes are read from the run directory.
+The servers of a policy pass a version on to each other (:mod:`.weight_copies`) as soon as they notice it. A version may
+be a delta to an earlier one (:mod:`megaflow_hpc.rundir.weight_delta`). Each server builds the complete files on its
+node's local disk.
 
 A LoRA adapter applies to the campaign's original model. vLLM loads it under a new name next to the previous adapter.
 Once nothing is being sampled, the proxy switches requests to the new adapter's name.
@@ -38,8 +39,9 @@ from megaflow_hpc.model.api import GENERATE
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.proxy import Proxy, Serving
 from megaflow_hpc.model.server.registration import Assignment
+from megaflow_hpc.model.server.weight_copies import WeightCopies
 from megaflow_hpc.rundir import weights
-from megaflow_hpc.rundir.endpoints import EndpointFiles, Heartbeats
+from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, Heartbeats
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.rundir.weight_source import base_of
@@ -83,8 +85,20 @@ class WeightUpdater:
         self.refused: dict[int, str] = {}
         """Version that this server failed to load → cause."""
         self._heartbeats = Heartbeats()
-        self.scratch = Path()
-        """Node-local directory for files built from deltas."""
+        self.copies = proxy.copies = WeightCopies(run, what.name, what.policy, self._live)
+
+    @property
+    def scratch(self) -> Path:
+        """Node-local directory for copies of versions, and for files built from deltas."""
+        return self.copies.scratch
+
+    @scratch.setter
+    def scratch(self, folder: Path) -> None:
+        self.copies.scratch = folder
+
+    def _live(self) -> list[Endpoint]:
+        servers = EndpointFiles(self._run).serving(self._what.policy)
+        return [server for server in servers if self._heartbeats.alive(server)]
 
     def choose(self) -> Version:
         """Returns the version to start the engine with: the current one, or the latest earlier one not refused.
@@ -111,27 +125,30 @@ class WeightUpdater:
         return {**self._what.model, "path": version.path}
 
     def whole(self, version: Version) -> Version:
-        """Returns the version with complete files. Rebuilds a delta's files on this node, and deletes earlier ones.
+        """Returns the version with complete files: a copy on this node if the policy has several servers. Rebuilds a
+        delta's files on this node. Deletes earlier copies.
 
         Raises:
-            ModelServiceError: The delta's base is missing, or the rebuilt files differ from the published ones.
+            ModelServiceError: The delta's base is missing, or files differ from the published ones.
         """
         if not version.path:
             return version
+        local, kept, serving = self.copies.local(version), {version.version}, self._proxy.serving.weights
         try:
-            base = base_of(Path(version.path))
-            if base is None:
-                return version
-            from megaflow_hpc.rundir.weight_delta import put_together  # imports numpy, which few servers need
+            base = base_of(local)
+            if base is not None:
+                from megaflow_hpc.rundir.weight_delta import put_together  # imports numpy, which few servers need
 
-            built = self.scratch / f"weights-{version.version}"
-            put_together(Path(version.path), self._run.weights / str(base), built)
+                source = self.copies.local(Version(base, str(self._run.weights / str(base)), version.policy))
+                local = put_together(local, source, self.scratch / f"weights-{version.version}")
+                kept.add(base)
         except ConfigError as error:
             raise ModelServiceError(str(error)) from error
+        self.copies.keep(kept | {serving.version})
         for other in self.scratch.glob("weights-*"):
-            if other not in (built, Path(self._proxy.serving.weights.path)):
+            if other not in (local, Path(serving.path)):
                 remove_tree(other, ignore_errors=True)
-        return replace(version, path=str(built))
+        return version if local == Path(version.path) else replace(version, path=str(local))
 
     def next(self) -> Version | None:
         """Returns the version to load now; ``None`` if there is no new version, or other servers must load it first."""
@@ -144,6 +161,7 @@ class WeightUpdater:
             return None
         if wanted.version in handled:
             return None
+        self.copies.begin(wanted)
         if self._rolling and not self._my_turn(wanted.version):
             return None
         return wanted

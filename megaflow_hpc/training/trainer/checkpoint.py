@@ -16,13 +16,16 @@ same number of ranks, training continues bit for bit.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import secrets
 import shutil
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch  # type: ignore[import-not-found]
 from torch.distributed.checkpoint.api import CheckpointException  # type: ignore[import-not-found]
@@ -30,12 +33,17 @@ from torch.distributed.checkpoint.api import CheckpointException  # type: ignore
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import file_mode, fsync, fsync_tree, make_directory, write_json
 from megaflow_hpc.host.files import read_regular, remove_tree
+from megaflow_hpc.rundir.safetensors import BITS, INDEX, Tensor, read_header
+from megaflow_hpc.rundir.weight_checksums import Checksum, checksum
 from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 ABOUT_FILE = "about.json"
 MAX_FILE_BYTES = 2**32
 """Total tensor bytes over all ranks after which each rank starts a new file. A file is held in memory twice."""
+_LAYER = re.compile(r".*?\.\d+\.")
+"""Matches the start of a parameter's name up to the number of its layer."""
+T = TypeVar("T")
 
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single rank works without it
@@ -182,37 +190,120 @@ def _remove(folder: Path, steps: list[int]) -> None:
         remove_tree(path, ignore_errors=True)
 
 
-def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> Path:
+def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> dict[str, Checksum]:
     """Writes the engine's files to the new directory ``folder``. All ranks must call it.
 
-    The safetensors have the base model's dtype and the names and order of transformers. ``config.json`` is copied from
-    the base model; publishing adds its tokenizer. With LoRA the result is peft's adapter directory.
+    The safetensors have the base model's dtype and the names and order of transformers. Each rank writes the layers of
+    its share, and holds only these in host memory. ``config.json`` is copied from the base model; publishing adds its
+    tokenizer. With LoRA the result is peft's adapter directory, written by the first rank.
+
+    Returns:
+        Checksums of the files if several ranks wrote them, so that no rank must read the files of another node.
+
+    Raises:
+        SiteError: a rank cannot write its files, for example because the disk is full.
     """
+    source = dict(policy.trained()) if policy.adapter else policy.shares(policy.state_dict(keep_vars=True))
+    named = [(name.removeprefix("causal."), parameter) for name, parameter in source.items()]
+    writers = _writers(named, 1 if policy.adapter else ranks.count)
     kept: dict[int, Any] = {}
     tensors = {}
-    source = dict(policy.trained()) if policy.adapter else policy.shares(policy.state_dict(keep_vars=True))
-    for name, parameter in source.items():  # one tensor at a time: all ranks gather it, only the first keeps it
+    for name, parameter in named:  # one tensor at a time: all ranks gather it, only its writer keeps it
         if id(parameter) not in kept:
             whole = parameter.detach()
             whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-            kept[id(parameter)] = whole.to("cpu", policy.stored, copy=True) if ranks.first else None
-        tensors[name.removeprefix("causal.")] = kept[id(parameter)]
+            mine = writers[id(parameter)] == ranks.rank
+            kept[id(parameter)] = whole.to("cpu", policy.stored, copy=True) if mine else None
+        if kept[id(parameter)] is not None:
+            tensors[name] = kept[id(parameter)]
+    part = folder / f".rank-{ranks.rank}"
+
+    def write() -> dict[str, dict[str, Tensor]]:
+        if not tensors:
+            return {}
+        make_directory(part)
+        if policy.adapter:
+            named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+            policy.adapter.save_pretrained(part, state_dict=named, save_embedding_layers=False)
+        else:
+            # transformers writes on rank 0 alone, because it gathers all tensors there.
+            policy.causal.should_save_on_this_rank = lambda is_main_process: is_main_process
+            policy.causal.save_pretrained(part, state_dict=tensors, max_shard_size="5GB")
+        return {path.name: read_header(path) for path in sorted(part.glob("*.safetensors"))}
+
+    def settle() -> dict[str, Checksum]:
+        names = {key: f"model-{n:05d}-of-{len(shares):05d}.safetensors" for n, key in enumerate(shares, 1)}
+        if len(shares) == 1:
+            names = {key: key[1] for key in shares}
+        own = [folder / name for (rank, _), name in names.items() if rank == ranks.rank]
+        for (rank, name), target in names.items():
+            if rank == ranks.rank:
+                os.rename(part / name, folder / target)
+        if ranks.first and policy.adapter:
+            os.rename(part / "adapter_config.json", folder / "adapter_config.json")
+        elif ranks.first:
+            shutil.copyfile(policy.source / "config.json", folder / "config.json")
+            if len(shares) > 1:
+                _write_index(folder, {names[key]: share for key, share in shares.items()})
+        remove_tree(part)
+        for path in folder.iterdir() if ranks.first else own:
+            path.chmod(file_mode(folder.parent))
+        if ranks.count == 1 or policy.adapter:
+            return {}
+        for path in own:
+            fsync(path)
+        return {path.name: checksum(path) for path in own}
+
     if ranks.first:
         make_directory(folder)
-    if ranks.first and policy.adapter:
-        named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
-        policy.adapter.save_pretrained(folder, state_dict=named, save_embedding_layers=False)
-        (folder / "README.md").unlink(missing_ok=True)
-    elif ranks.first:
-        policy.causal.save_pretrained(folder, state_dict=tensors, max_shard_size="5GB")
-        # Transformers wrote these; publishing adds the base model's files instead.
-        (folder / "generation_config.json").unlink(missing_ok=True)
-        shutil.copyfile(policy.source / "config.json", folder / "config.json")
-    if ranks.first:
-        for path in folder.iterdir():
-            path.chmod(file_mode(folder.parent))
     ranks.barrier()
-    return folder
+    written = _on_all(ranks, folder, write)
+    shares = {(rank, name): share for rank, files in enumerate(written) for name, share in files.items()}
+    sums: dict[str, Checksum] = {}
+    for part_sums in _on_all(ranks, folder, settle):
+        sums |= part_sums
+    return sums
+
+
+def _writers(named: list[tuple[str, Any]], ranks: int) -> dict[int, int]:
+    """Assigns each parameter, by its id, to the rank that writes it. Shares are equal in size up to one layer, which
+    stays whole because transformers may join or split its tensors."""
+    layers: dict[int, str] = {}
+    sizes: dict[str, int] = {}
+    for name, parameter in named:
+        if id(parameter) not in layers:
+            layer = _LAYER.match(name)
+            key = layers[id(parameter)] = layer[0] if layer else name
+            sizes[key] = sizes.get(key, 0) + parameter.numel()
+    total, filled = sum(sizes.values()), 0
+    ranks_of: dict[str, int] = {}
+    for key, size in sizes.items():
+        ranks_of[key] = (2 * filled + size) * ranks // (2 * total)  # by the middle of the layer
+        filled += size
+    return {parameter: ranks_of[key] for parameter, key in layers.items()}
+
+
+def _write_index(folder: Path, files: dict[str, dict[str, Tensor]]) -> None:
+    """Writes the file that names the file of each tensor."""
+    tensors = [tensor for share in files.values() for tensor in share.values()]
+    size = sum(math.prod(tensor.shape) * BITS[tensor.dtype] // 8 for tensor in tensors)
+    names = {name: file for file, share in files.items() for name in share}
+    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": names})
+
+
+def _on_all(ranks: ProcessGroup, folder: Path, work: Callable[[], T]) -> list[T]:
+    """Returns the results of all ranks. Raises SiteError on all of them if one cannot write."""
+    from safetensors import SafetensorError  # type: ignore[import-not-found]
+
+    result, error = None, ""
+    try:
+        result = work()
+    except (OSError, SafetensorError) as failure:
+        error = f"rank {ranks.rank}: {failure}"
+    results = ranks.gather((result, error))
+    if failed := [error for _, error in results if error]:
+        raise SiteError(f"{folder}: the weights cannot be written: {failed[0]}")
+    return [result for result, _ in results]
 
 
 def _shapes(optimizer: Optimizer) -> dict[str, list[int]]:

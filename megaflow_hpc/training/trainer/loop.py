@@ -236,8 +236,8 @@ class TrainingLoop:
 
     def _publish(self, step: Step) -> None:
         folder = self.flow.files.path / self.ranks.tell(f".export-{step.number}-{time.time_ns()}")
-        checkpoint.export(folder, self.policy, self.ranks)
-        step.publish(folder, move=True, keep=self._kept_versions)
+        checksums = checkpoint.export(folder, self.policy, self.ranks)
+        step.publish(folder, move=True, keep=self._kept_versions, checksums=checksums)
         self.ranks.barrier()
 
     # --- one step ---

@@ -9,11 +9,12 @@ from tests.support.torch_ranks import run_ranks
 pytestmark = pytest.mark.slow  # all of them wait for one run of torch on two ranks
 
 SCRIPT = r'''
-import json, resource, shutil, signal
+import hashlib, json, resource, shutil, signal
 from pathlib import Path
 import torch, transformers
 from launchers.tiny_model import make
 from megaflow_hpc.errors import MegaflowError
+from megaflow_hpc.rundir.safetensors import read_directory
 from megaflow_hpc.training.trainer import checkpoint
 from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
@@ -101,7 +102,14 @@ def error(call):
 
 
 def exported(result, case, ranks, optimizer):
-    folder = checkpoint.export(Path(f"export-{case}-{ranks.count}"), optimizer.policy, ranks)
+    folder = Path(f"export-{case}-{ranks.count}")
+    sums = checkpoint.export(folder, optimizer.policy, ranks)
+    if ranks.first and ranks.count > 1:
+        result[f"shared {case}"] = {
+            "files": sorted(p.name for p in folder.iterdir()),
+            "sums": {n: s.sha256 == hashlib.sha256((folder / n).read_bytes()).hexdigest() for n, s in sums.items()},
+            "sizes": [s.size for s in sums.values()],
+        }
     if not ranks.first or ranks.count == 1 and case == "none":
         return
     import peft
@@ -115,7 +123,8 @@ def exported(result, case, ranks, optimizer):
         base = Path(CASES[case][0])
         result[f"config {case}"] = (folder / "config.json").read_bytes() == (base / "config.json").read_bytes()
         result[f"files {case}"] = sorted(p.name for p in folder.iterdir())
-        result[f"bytes {case}"] = (folder / "model.safetensors").stat().st_size
+        if ranks.count == 1:
+            result[f"bytes {case}"] = (folder / "model.safetensors").stat().st_size
     result[f"dtype {case}"] = str(next(read.parameters()).dtype)
     return read
 
@@ -153,9 +162,9 @@ def main():
                 got = ours(tokens, torch.arange(12), [0, 12], torch.arange(1, 12))[0][1:]
             result[f"read {case}"] = float((got - wanted).abs().max())
         for case in CASES:
-            names = [p.name for p in Path(f"export-{case}-1").iterdir() if p.suffix == ".safetensors"]
-            result[f"bits {case}"] = [
-                [Path(f"export-{case}-{n}", name).stat().st_size for name in names] for n in (1, 2)
+            result[f"tensors {case}"] = [
+                [[n, t.dtype, t.shape] for n, t in sorted(read_directory(Path(f"export-{case}-{k}")).items())]
+                for k in (1, 2)
             ]
     ranks.barrier()
     for case in CASES:
@@ -163,6 +172,12 @@ def main():
         if ranks.first:
             result[f"1 to 2 {case}"] = furthest(ended, two[f"one {case}"][0])
 
+    if not ranks.first:
+        Path("export-blocked").mkdir()
+        Path("export-blocked/.rank-1").touch()  # where it would write
+    result["blocked rank"] = ranks.gather(
+        error(lambda: checkpoint.export(Path("export-blocked"), start(ranks, *CASES["full"]).policy, ranks))
+    )
     if not ranks.first:
         return ranks.leave()
     result["files"] = sorted({p.suffix for p in Path("two-full/2").iterdir()}), len(list(Path("two-full/2").iterdir()))
@@ -242,12 +257,25 @@ def test_a_full_disk_leaves_the_checkpoints_that_are_there(found):
 def test_an_export_is_read_as_what_was_trained(found):
     for case in CASES:
         assert found[f"read {case}"] <= (0.02 if case == "half" else 1e-5), case
-        assert found[f"bits {case}"][0] == found[f"bits {case}"][1] != []
+        assert found[f"tensors {case}"][0] == found[f"tensors {case}"][1] != []
     for case, dtype in (("full", "float32"), ("half", "bfloat16")):
         assert found[f"dtype {case}"] == f"torch.{dtype}"
         assert found[f"config {case}"] is True
         assert found[f"files {case}"] == ["config.json", "model.safetensors"]
     assert found["bytes half"] < 60_000  # tied: the head is written once
+
+
+def test_ranks_write_their_own_files_of_an_export(found):
+    for case in ("full", "half"):
+        shared = found[f"shared {case}"]
+        files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+        assert shared["files"] == ["config.json", *files, "model.safetensors.index.json"]
+        assert shared["sums"] == dict.fromkeys(files, True)
+        assert max(shared["sizes"]) < 0.7 * sum(shared["sizes"])
+    assert found["shared lora"]["sums"] == {}
+    one, other = found["blocked rank"]
+    assert one == other
+    assert "export-blocked: the weights cannot be written: rank 1: " in one
 
 
 def test_an_adapter_is_exported_as_peft_reads_it(found):
