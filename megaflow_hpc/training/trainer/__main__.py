@@ -24,6 +24,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 
 from megaflow_hpc.config.sections import Method
 from megaflow_hpc.errors import MegaflowError
@@ -133,7 +134,16 @@ def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
         print(f"trainer: {amended}; training continues from the last checkpoint", file=sys.stderr, flush=True)
         if ranks.count == 1:
             return None
-        os._exit(EXIT_AMENDED)  # the other ranks wait for this one in a collective operation
+        ranks.end(EXIT_AMENDED)
+    except Exception as error:
+        if ranks.count == 1:
+            raise
+        flow.leave()
+        if isinstance(error, MegaflowError):
+            print(printable(f"trainer: {error}"), file=sys.stderr)
+            ranks.end(error.exit_status)
+        traceback.print_exc()
+        ranks.end(1)
     finally:
         flow.leave()
     if trainer.stopping and ranks.count > 1:

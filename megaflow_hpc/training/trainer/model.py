@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch  # type: ignore[import-not-found]
 import torch.distributed as dist  # type: ignore[import-not-found]
@@ -37,6 +39,10 @@ CHUNK_LOGITS = 2**26
 """Number of logits in a chunk: 256 MB in float32. The backward pass needs three or four times as much."""
 COLLECTIVE_TIMEOUT_S = 3600.0
 """Seconds that a rank waits for the others. torch's 10 minutes are less than writing a large version may take."""
+END_KEY = "megaflow.end"
+"""Key in torch's store with the exit status of all ranks, once one of them cannot continue."""
+END_POLL_S = 1.0
+"""Seconds between two looks for it."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_PACKING_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Maximum mean difference of log-probabilities between packed and single sequences. It is large for bfloat16, which
@@ -52,6 +58,8 @@ class ProcessGroup:
     device: Any = torch.device("cpu")  # noqa: RUF009
     background: Any = None
     """torch's group of the same processes for threads, on CPUs. ``None`` for a single process."""
+    watch: EndWatch | None = None
+    """Ends this process when another rank has ended. ``None`` for a single process."""
 
     @property
     def first(self) -> bool:
@@ -78,11 +86,52 @@ class ProcessGroup:
             dist.all_gather_object(values, value)
         return values
 
+    def end(self, status: int) -> NoReturn:
+        """Ends the processes of all ranks at once, those included that wait for this one in a collective operation.
+
+        Args:
+            status: exit status, unless another rank has set one already.
+        """
+        _exit(status if self.watch is None else self.watch.tell(status))
+
     def leave(self) -> None:
         """Waits for all ranks, then leaves the group. A rank that exits without this would bring down the others."""
         if self.count > 1:
             dist.barrier()
+            if self.watch is not None:
+                self.watch.leave()
             dist.destroy_process_group()
+
+
+class EndWatch(threading.Thread):
+    """Ends this process once another rank has ended with an error.
+
+    Collective operations need all ranks, and some wait for a missing rank without end.
+
+    Args:
+        store: torch's store, through which the ranks met.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(daemon=True)
+        self._store, self._left = store, threading.Event()
+
+    def run(self) -> None:
+        while not self._left.wait(END_POLL_S):
+            try:
+                if self._store.check([END_KEY]):
+                    _exit(int(self._store.get(END_KEY)))
+            except RuntimeError:  # the process of the store has ended, and torchrun will end this one
+                return
+
+    def tell(self, status: int) -> int:
+        """Lets all ranks end. Returns the exit status: the first one that a rank has told."""
+        return int(self._store.compare_set(END_KEY, "", str(status)))
+
+    def leave(self) -> None:
+        """Stops watching."""
+        self._left.set()
+        self.join()
 
 
 def join() -> ProcessGroup:
@@ -101,8 +150,16 @@ def join() -> ProcessGroup:
         store = os.environ.get("MEGAFLOW_TRAINER_STORE")
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         dist.init_process_group(backend, store, rank=here, world_size=count, timeout=timeout)
-        return ProcessGroup(here, count, device, dist.new_group(backend="gloo", timeout=timeout))
+        watch = EndWatch(dist.distributed_c10d._get_default_store())
+        watch.start()
+        return ProcessGroup(here, count, device, dist.new_group(backend="gloo", timeout=timeout), watch)
     return ProcessGroup(here, count, device)
+
+
+def _exit(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 class PolicyModel(torch.nn.Module):

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.rundir.amendments import TRAINER, Amendments
 from megaflow_hpc.rundir.weights import current, versions
 from megaflow_hpc.training.plan import Commit, StepPlan, TrainingFiles
 from megaflow_hpc.trajectory import Trajectory
 from tests.support.places import ROOT
-from tests.support.torch_ranks import engine_python, run_ranks
+from tests.support.torch_ranks import CLOSED, LOOPBACK, engine_python, run_ranks
 from tests.support.training import VOCABULARY, Pods, training_run
 
 pytestmark = pytest.mark.slow  # each waits for several starts of torch
@@ -496,3 +497,51 @@ def test_the_command_goes_on_after_sigkill_and_sigterm_bit_by_bit(tmp_path: Path
     assert re.search(r"tokens/s, [\d.]+ s \(wait \d+%, checkpoint \d+%, publish \d+%\)$", last)
     again = tensors(shard)
     assert [name for name in ended.keys() | again.keys() if ended.get(name) != again.get(name)] == []
+
+
+STUCK = """
+import os, sys, time
+import torch
+from megaflow_hpc.training.trainer import __main__ as trainer
+
+def backward(*_):
+    if os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    while True:  # as in a collective operation of NCCL, which does not notice that another rank has ended
+        time.sleep(1)
+
+torch.Tensor.backward = backward
+sys.exit(trainer.main(sys.argv[1:]))
+"""
+
+
+def test_no_rank_waits_for_one_that_is_out_of_memory(tmp_path: Path, tiny_model: Path) -> None:
+    training = {
+        "policies": {"default": {"dtype": "float32", "microbatch": 64, "optimizer": {"lr": 1e-4}}},
+        "batch": 2,
+        "staleness": 0,
+        "steps": 1,
+    }
+    run = training_run(tmp_path / "run", training, tasks=2, samples=4, model=str(tiny_model))
+    pods = Uniform(run, lambda rollout: float(rollout.sample_index % 2))
+    (tmp_path / "stuck.py").write_text(STUCK)
+    ranks = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", *CLOSED]
+    own = {"MEGAFLOW_TRAINER_STORE": f"file://{tmp_path}/store", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "260", **LOOPBACK}
+    over = threading.Event()
+    at_work = threading.Thread(target=lambda: [pods.work() for _ in iter(lambda: over.wait(0.05), True)])
+    at_work.start()
+    try:
+        done = subprocess.run(
+            [engine_python(), *ranks, f"--rdzv-endpoint={tmp_path}/meeting", str(tmp_path / "stuck.py"), str(run)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **own},
+        )
+    finally:
+        over.set()
+        at_work.join()
+    assert re.findall(r"exitcode *: (\d+) \(pid", done.stderr) == ["76", "76"], done.stderr[-4000:]
+    (amendment,) = Amendments(run, "default").read()
+    assert (amendment.step, amendment.by) == (1, TRAINER)
+    assert 0 < (amendment.microbatch or 0) <= 32
