@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megaflow_hpc.types import Artifact, Rollout, known_fields
@@ -28,16 +28,32 @@ class TokenSequence:
     """1 for tokens that the policy sampled freely with its own sampling settings, otherwise 0."""
     weight_versions: array[int] = field(default_factory=lambda: array("i"))
     """-1 for tokens that were not sampled."""
+    experts: array[int] = field(default_factory=lambda: array("B"))
+    """Experts of each token in the engine: (tokens, layers, experts per token) as native-endian bytes, with 1 or 2
+    bytes each. A token whose bytes are all 255 (:data:`UNROUTED`) has unknown experts. Empty if the engine does not
+    report experts."""
+    expert_layers: int = 0
+    experts_per_token: int = 0
+
+    @property
+    def expert_row(self) -> int:
+        """Bytes of ``experts`` for each token."""
+        return len(self.experts) // len(self.tokens) if self.tokens else 0
 
     def first(self, count: int | None) -> TokenSequence:
         """Returns the first ``count`` tokens, or the sequence itself if it is not longer."""
         if count is None or len(self.tokens) <= count:
             return self
-        return TokenSequence(self.policy, *(getattr(self, name)[:count] for name in _COLUMNS))
+        cut = {name: getattr(self, name)[:count] for name in _COLUMNS}
+        return replace(self, **cut, experts=self.experts[: count * self.expert_row])
 
     def to_record(self) -> dict[str, Any]:
         """Returns a mapping for msgpack, with the columns as native-endian bytes."""
-        return {"policy": self.policy, **{name: getattr(self, name).tobytes() for name in _COLUMNS}}
+        record = {"policy": self.policy, **{name: getattr(self, name).tobytes() for name in _COLUMNS}}
+        if self.experts:
+            shape = {"expert_layers": self.expert_layers, "experts_per_token": self.experts_per_token}
+            record |= {"experts": self.experts.tobytes(), **shape}
+        return record
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> TokenSequence:
@@ -45,9 +61,14 @@ class TokenSequence:
         found = cls(policy=record["policy"])
         for name in _COLUMNS:
             getattr(found, name).frombytes(record[name])
+        if "experts" in record:
+            found.experts.frombytes(record["experts"])
+            found.expert_layers, found.experts_per_token = record["expert_layers"], record["experts_per_token"]
         return found
 
 
+UNROUTED = b"\xff"
+"""Each byte of the experts of a token for which the engine has reported none."""
 _COLUMNS = ("tokens", "logprobs", "loss_mask", "weight_versions")
 
 

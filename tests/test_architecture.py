@@ -20,7 +20,7 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 BUDGETS = {
     "campaign keys": 207,
     "environment variables": 28,
-    "modules": 527,
+    "modules": 528,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 10,
     "thousand tokens of agents": 12,
@@ -32,7 +32,7 @@ BUDGETS = {
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 2,
     "thousand tokens of ledger": 20,
-    "thousand tokens of model": 60,
+    "thousand tokens of model": 61,
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 34,
     "thousand tokens of prove": 8,
@@ -40,8 +40,8 @@ BUDGETS = {
     "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 37,
-    "thousand tokens of training": 61,
-    "thousand tokens of trajectories": 47,
+    "thousand tokens of training": 62,
+    "thousand tokens of trajectories": 48,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 
@@ -143,6 +143,7 @@ HEAVY = {
         "training/trainer/loop.py",
         "training/trainer/attention.py",
         "training/trainer/losses.py",
+        "training/trainer/router.py",
         "training/trainer/sharding.py",
         "training/trainer/metrics.py",
         "training/trainer/checkpoint.py",

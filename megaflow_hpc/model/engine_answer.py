@@ -7,9 +7,12 @@ nesting is rejected. Other fields pass unchanged.
 
 from __future__ import annotations
 
+import ast
+import base64
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,6 +26,10 @@ MAX_DEPTH = 64
 """Maximum nesting of arrays and objects, not counting tokens and log-probabilities that the agent did not request."""
 _MAX_NAME = 256
 """Maximum length of an identifier, in characters."""
+_MAGIC, _HEADER_AT = b"\x93NUMPY\x01\x00", 10
+"""First bytes of a ``.npy`` file of version 1, and the offset of its header, after two bytes for its length."""
+_BYTES = {"|u1": 1, "<u2": 2}
+"""Types of the entries → bytes of one."""
 
 
 class _Function(msgspec.Struct):
@@ -146,6 +153,53 @@ def log_probabilities(values: Any, count: int) -> array[float]:
     if not math.isfinite(sum(logprobs)):
         raise ValueError("a log-probability that is no number")
     return logprobs
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """Experts of successive tokens of a prompt and its answer."""
+
+    start: int
+    """Index of the first token, from the start of the prompt."""
+    layers: int
+    per_token: int
+    row: int
+    """Bytes for each token."""
+    data: bytes
+
+
+def routed_experts(value: Any, tokens: int, start: int = 0) -> RoutedExperts | None:
+    """Decodes ``routed_experts`` of a choice; ``None`` if the engine reports none.
+
+    vLLM, started with ``enable-return-routed-experts``, sends a base64-encoded ``.npy`` file with an array (tokens,
+    layers, experts per token) of uint8, or of uint16 above 256 experts. It has the prompt's tokens (from
+    ``routed_experts_prompt_start`` on) and the sampled ones except for the last, which was never an input. Layers
+    without experts have zeros.
+
+    Args:
+        tokens: number of tokens of prompt and answer.
+        start: number of prompt tokens that the engine was asked to leave out.
+
+    Raises:
+        ValueError, TypeError: it is not such an array, or has another number of tokens.
+    """
+    if value is None:
+        return None
+    file = base64.b64decode(value, validate=True)
+    if not file.startswith(_MAGIC):
+        raise ValueError("routed_experts: expected a .npy file of version 1")
+    data_at = _HEADER_AT + int.from_bytes(file[_HEADER_AT - 2 : _HEADER_AT], "little")
+    try:
+        header = ast.literal_eval(file[_HEADER_AT:data_at].decode("latin-1").strip())
+        size, (rows, layers, per_token) = _BYTES[header["descr"]], header["shape"]
+    except (KeyError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"routed_experts: expected uint8 or uint16 in three dimensions ({error!r})") from None
+    row, data = layers * per_token * size, file[data_at:]
+    if header["fortran_order"] or min(rows, layers, per_token) < 1 or len(data) != rows * row:
+        raise ValueError(f"routed_experts: {len(data)} bytes for the shape {header['shape']}")
+    if rows != tokens - 1 - start:
+        raise ValueError(f"routed_experts: of {rows} tokens, expected {tokens - 1 - start}")
+    return RoutedExperts(start, layers, per_token, row, data)
 
 
 def _checked_list(value: Any) -> Sequence[Any]:

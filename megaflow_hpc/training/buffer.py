@@ -36,8 +36,10 @@ from megaflow_hpc.types import VERIFIED, Rollout
 
 logger = logging.getLogger(__name__)
 
+TOKEN_BYTES = 13
+"""Bytes of a token's four columns."""
 MAX_CACHED_TOKENS = 16 << 20
-"""Maximum number of tokens to cache, at 13 bytes each."""
+"""Maximum number of tokens to cache, at :data:`TOKEN_BYTES` each."""
 MAX_SCORED_AT_ONCE = 64
 """Maximum number of rollouts to pass to a scorer at once, because their whole records are in memory then."""
 LOST_AFTER_S = MAX_CACHE_AGE_S
@@ -364,7 +366,8 @@ class Sequences:
 
 
 def _tokens(sequences: Iterable[TokenSequence]) -> int:
-    return sum(len(sequence.tokens) for sequence in sequences)
+    """Returns the number of tokens. Experts count as the number of tokens that take as many bytes."""
+    return sum(len(sequence.tokens) + len(sequence.experts) // TOKEN_BYTES for sequence in sequences)
 
 
 def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -> tuple[Sample, Arrived]:

@@ -45,6 +45,7 @@ from megaflow_hpc.rundir.weights import ordinals
 from megaflow_hpc.training import methods
 from megaflow_hpc.training.buffer import DamagedRecord, Sequences
 from megaflow_hpc.training.evaluation import request_evaluation
+from megaflow_hpc.training.microbatch import Routing, check_experts
 from megaflow_hpc.training.plan import PlannedRollout, StepPlan, TrainingFiles, amended
 from megaflow_hpc.training.planning import NO_TASK_LEFT, Planning
 from megaflow_hpc.training.pod_watch import PodWatch
@@ -109,6 +110,8 @@ class Dataflow:
         self.trainer = 0
         """Start number of this trainer; 0 until it has registered."""
         self.tell = say or logger.info
+        self.routing: Routing | None = None
+        """Experts of the trainer's model. If set, records with other experts are damaged."""
         self._said_at = 0.0
         self._paced = planned is not None and training is None
         self._ordinals: dict[int, int] = {}
@@ -331,9 +334,16 @@ class Dataflow:
             ConfigError: the file system cannot read it.
         """
         try:
-            return self._sequences.at(rollout.place)
+            sequences = self._sequences.at(rollout.place)
         except DamagedRecord as error:
             raise UnreadableRollout(rollout.id, error) from None
+        if self.routing:
+            try:
+                for sequence in sequences:
+                    check_experts(sequence, self.routing)
+            except ConfigError as error:
+                raise UnreadableRollout(rollout.id, error) from None
+        return sequences
 
     # --- plans ---
 

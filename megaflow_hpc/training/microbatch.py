@@ -16,7 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.plan import Columns, PlannedRollout
+from megaflow_hpc.trajectories.reading.sources import experts_of
 from megaflow_hpc.trajectory import TokenSequence
 
 
@@ -49,6 +51,9 @@ class MicroBatch:
     """(S), number of tokens to train on in the whole rollout of each sequence."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """(T) for each name: further values of sampled tokens; see :mod:`megaflow_hpc.training.trainer.columns`."""
+    experts: NDArray[np.int16] | None = None
+    """(T, layers, experts per token), the engine's routing; -1 for tokens whose experts are unknown. ``None`` if no
+    sequence has experts."""
 
     @property
     def sampled(self) -> int:
@@ -60,6 +65,10 @@ class MicroBatch:
         step."""
         bounds = zip(self.sample.tolist(), self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)
         return [(rollout, blake2b(self.tokens[a:b].tobytes(), digest_size=16).digest()) for rollout, a, b in bounds]
+
+
+Routing = tuple[int, int, int]
+"""Layers (with and without experts) of a mixture of experts, experts per token, and experts."""
 
 
 class SequencePart(NamedTuple):
@@ -168,7 +177,43 @@ class Minibatch:
                 name: _joined([values[part.rollout][part.sequence] for part in parts], np.float32)
                 for name, values in self._columns.items()
             },
+            experts=_experts(sequences),
         )
+
+
+def _experts(sequences: Sequence[TokenSequence]) -> NDArray[np.int16] | None:
+    parts = [experts_of(sequence) for sequence in sequences]
+    shape = next((part.shape[1:] for part in parts if part is not None), None)
+    if shape is None:
+        return None
+    joined = []
+    for sequence, part in zip(sequences, parts, strict=True):
+        known = np.full((len(sequence.tokens), *shape), -1, np.int16)
+        if part is not None:
+            known[:] = part
+            known[(part == np.iinfo(part.dtype).max).all((1, 2))] = -1
+        joined.append(known)
+    return np.concatenate(joined)
+
+
+def check_experts(sequence: TokenSequence, routing: Routing) -> None:
+    """Checks that a model can route a sequence as the engine did.
+
+    Raises:
+        ConfigError: the numbers of layers or of experts differ, or the model has no such expert.
+    """
+    experts = experts_of(sequence)
+    if experts is None:
+        return
+    layers, per_token, count = routing
+    if experts.shape[1:] != (layers, per_token):
+        raise ConfigError(
+            f"its record has {experts.shape[1]} layers with {experts.shape[2]} experts for each token, but the "
+            f"trainer's model has {layers} with {per_token}"
+        )
+    known = experts[(experts != np.iinfo(experts.dtype).max).any((1, 2))]
+    if len(known) and known.max() >= count:
+        raise ConfigError(f"its record names expert {known.max()}, but the trainer's model has {count}")
 
 
 def _has_advantage(rollout: PlannedRollout, sequence: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter
-from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn
+from megaflow_hpc.trajectory import UNROUTED, Attempt, TokenSequence, Trajectory, Turn
 from megaflow_hpc.types import Artifact
 
 
@@ -28,12 +28,21 @@ def sequence(draw: random.Random, policy: str = "default") -> tuple[TokenSequenc
     return found, spans
 
 
+def add_experts(one: TokenSequence, draw: random.Random, width: int) -> None:
+    """Adds the experts of three layers, two for each token, of ``width`` bytes. Those of the last token are unknown."""
+    one.expert_layers, one.experts_per_token = 3, 2
+    row = 3 * 2 * width
+    one.experts.frombytes(draw.randbytes(row * (len(one.tokens) - 1)) + UNROUTED * row)
+
+
 def trajectory(number: int, task: str = "task", status: str = "completed", **changes: Any) -> Trajectory:
     """Returns trajectory ``number``, the same at each call. ``changes`` are fields to set."""
     draw = random.Random(number)
     sequences, turns = [], []
     for place in range(number % 3):
         one, spans = sequence(draw)
+        if number % 4 == 2:
+            add_experts(one, random.Random(number), 1 + number // 8 % 2)
         sequences.append(one)
         turns += [Turn(place, a, b, "stop", draw.random(), 0.5, 0.25, 0.125, f"server-{place}") for a, b in spans]
     messages = [{"role": "user", "content": f"Ünïcode {'x' * number} 🦔"}, {"role": "assistant", "content": None}]

@@ -24,6 +24,7 @@ from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, read_run, write_run
+from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import ModelEndpoint
 
 
@@ -155,6 +156,20 @@ async def gateway_before(
     async with listening(engine.application()) as port, ModelGateway(**{"wait_s": 20, **options}) as gateway:
         gateway.update_endpoints([endpoint(port, policy, protocol=protocol)])
         yield gateway
+
+
+async def recorded_chat(gateway: ModelGateway, turns: int, policy: str = "p", **options: Any) -> Recording:
+    """Holds a conversation and returns its recording."""
+    model = await gateway.open("t/p/0", policy)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "question"}]
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
+        for number in range(turns):
+            body = {"messages": messages, **options}
+            async with session.post(model.base_url + "/chat/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                messages.append((await response.json())["choices"][0]["message"])
+            messages.append({"role": "user", "content": f"observation {number}"})
+    return await gateway.close("t/p/0")
 
 
 def call_failure(gateway: ModelGateway, rollout_id: str) -> str:

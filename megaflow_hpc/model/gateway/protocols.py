@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megaflow_hpc.model.api import COMPLETIONS, DERENDER, GENERATE, RENDER
-from megaflow_hpc.model.engine_answer import check, check_size, log_probabilities, token_ids
+from megaflow_hpc.model.engine_answer import check, check_size, log_probabilities, routed_experts, token_ids
 from megaflow_hpc.model.gateway.continuation import continued
 from megaflow_hpc.model.gateway.engine_call import Call, RefusedCall, Reply, UnusableAnswer, parse_weight_version
 from megaflow_hpc.model.gateway.recorder import SampledTokens
@@ -129,12 +129,16 @@ async def split(call: Call) -> Answer:
         if call.request.limit:
             sampling["max_tokens"] = min(sampling["max_tokens"], call.request.limit)
         sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
+        if routed := call.request.recorder.routed(prompt, call.request.policy):
+            sampling["routed_experts_prompt_start"] = routed
     except _MALFORMED as error:
         raise UnusableAnswer(f"{server.name}: {lacking} ({error!r})", retry=False) from error
     prompt_ids = await offload(len(prompt), prompt.tolist)
     generate = {**request, "token_ids": prompt_ids, "sampling_params": sampling, "stream": False}
     generated = await call.post(GENERATE, generate, request.size)
     choice, tokens, logprobs, spans = await _read(call, generated, lacking, _generated, generated)
+    encoded = choice.pop("routed_experts", None)
+    experts = await _read(call, generated, lacking, routed_experts, encoded, len(prompt) + len(tokens), routed)
     derender = {
         "model": server.model_name,
         "prompt_tokens": len(prompt),
@@ -162,6 +166,7 @@ async def split(call: Call) -> Answer:
             request_id=_name(generated.get("request_id")),
             rendered=rendered,
             stopped=choice.get("finish_reason") == "stop" and not isinstance(choice.get("stop_reason"), str),
+            experts=experts,
         )
         _strip(reply, body, chat=True)
         check_size(reply, reply.size)
@@ -227,13 +232,14 @@ def _token_answer(reply: Reply, samples: list[SampledTokens], protocol: str) -> 
     return Answer(reply, samples, protocol, reply.size, total)
 
 
-def _sample(reply: Reply, choice: Mapping[str, Any], chat: bool, server: str) -> SampledTokens:
+def _sample(reply: Reply, choice: dict[str, Any], chat: bool, server: str) -> SampledTokens:
     message = _without_empty(choice["message"]) if chat else None
+    prompt = token_ids(reply["prompt_token_ids"] if chat else choice["prompt_token_ids"])
     tokens = token_ids(choice["token_ids"])
     logprobs = choice["logprobs"]
     values = [entry["logprob"] for entry in logprobs["content"]] if chat else logprobs["token_logprobs"]
     return SampledTokens(
-        prompt=token_ids(reply["prompt_token_ids"] if chat else choice["prompt_token_ids"]),
+        prompt=prompt,
         tokens=tokens,
         logprobs=log_probabilities(values, len(tokens)),
         text=(message.get("content") or "") if message is not None else choice.get("text", ""),
@@ -242,6 +248,7 @@ def _sample(reply: Reply, choice: Mapping[str, Any], chat: bool, server: str) ->
         server=server,
         message=message,
         request_id=_name(reply.get("id")),
+        experts=routed_experts(choice.pop("routed_experts", None), len(prompt) + len(tokens)),
     )
 
 

@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from megaflow_hpc.model.engine_answer import RoutedExperts
 from megaflow_hpc.model.gateway.canonical import conversation_digest, same_message
 from megaflow_hpc.model.gateway.conversations import AskedPrompt, Conversations
-from megaflow_hpc.trajectory import Recording, TokenSequence, Turn
+from megaflow_hpc.trajectory import UNROUTED, Recording, TokenSequence, Turn
 
 
 @dataclass
@@ -55,6 +56,8 @@ class SampledTokens:
     """Policy that answered. If empty, the rollout's own policy did."""
     free: bool = True
     """True if the tokens were sampled with the policy's own settings and without constraints."""
+    experts: RoutedExperts | None = None
+    """Experts of prompt and sampled tokens, if the engine reports them."""
     counted: int | None = None
     """Number of sampled tokens if the engine reports no ids. ``None`` if ``tokens`` has the ids."""
 
@@ -134,6 +137,12 @@ class Recorder:
                 best, best_length = number, length
         return best
 
+    def routed(self, prompt: Sequence[int], policy: str = "") -> int:
+        """Returns the number of tokens at the start of ``prompt`` whose experts are recorded."""
+        number = self.find(prompt, policy)
+        known = number is not None and self.recording.sequences[number]
+        return len(known.tokens) - 1 if known and known.experts else 0
+
     def add(
         self,
         sample: SampledTokens,
@@ -194,11 +203,13 @@ class Recorder:
             number = len(self.recording.sequences)
             self.recording.sequences.append(TokenSequence(policy=policy))
         sequence = self.recording.sequences[number]
+        known = len(sequence.tokens)
         _extend(sequence, prompt[len(sequence.tokens) :], None, -1)
         start, done = len(sequence.tokens), 0
         for version, end in sample.weight_spans or [(sample.weight_version, len(sample.tokens))]:
             _extend(sequence, sample.tokens[done:end], sample.logprobs[done:end], version, sample.free)
             done = end
+        _add_experts(sequence, sample.experts, known)
         return number, start, len(sequence.tokens)
 
     def count(self, protocol: str, degraded: bool = False, free: bool = True) -> None:
@@ -273,6 +284,29 @@ class Recorder:
         recording = Recording(**{**record, "sequences": sequences, "turns": turns})
         tips = {number: Tip(**{**tip, "rendered": array("i", tip["rendered"])}) for number, tip in state["tips"]}
         return cls(state["policy"], recording, state["sampled"], state["calls"], tips)
+
+
+def _add_experts(sequence: TokenSequence, experts: RoutedExperts | None, known: int) -> None:
+    """Adds the experts of a sequence's new tokens.
+
+    An engine does not route the last token that it samples, so that token's experts come with the next call.
+
+    Args:
+        known: number of tokens that the sequence had before.
+    """
+    if experts is not None and not sequence.experts:
+        sequence.expert_layers, sequence.experts_per_token = experts.layers, experts.per_token
+        sequence.experts.frombytes(UNROUTED * (known * experts.row))
+    elif not sequence.experts:
+        return
+    width = len(sequence.experts) // known if known else (experts.row if experts else 0)
+    shape = (sequence.expert_layers, sequence.experts_per_token, width)
+    if experts is not None and (experts.layers, experts.per_token, experts.row) == shape:
+        first = max(known - 1, experts.start)
+        del sequence.experts[first * width :]
+        sequence.experts.frombytes(UNROUTED * (first * width - len(sequence.experts)))
+        sequence.experts.frombytes(experts.data[(first - experts.start) * width :])
+    sequence.experts.frombytes(UNROUTED * (len(sequence.tokens) * width - len(sequence.experts)))
 
 
 def _as_array(tokens: Sequence[int]) -> array[int]:

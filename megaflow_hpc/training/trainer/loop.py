@@ -105,6 +105,7 @@ class TrainingLoop:
         how: dict[str, Any] = {"lora": lora, "recompute": settings.recompute, "parallel": parallel, "read": read}
         self.policy = load(base, settings.dtype, ranks, **how)
         self.policy.temperature = flow.temperature
+        flow.routing = self.policy.routing
         options = settings.optimizer.model_dump(include={"lr", "weight_decay", "clip_norm", "offload"})
         self.optimizer = Optimizer(self.policy, **options)
         loss = settings.loss
@@ -418,7 +419,7 @@ class TrainingLoop:
         """Yields the micro-batches. Rollouts without advantage are left out if they cannot have a gradient."""
         return minibatch.microbatches(self.flow.settings.microbatch, skip_zero=not self.loss.needs_all_tokens)
 
-    def _row(self, batch: MicroBatch) -> tuple[Any, Any, list[int], Any]:
+    def _row(self, batch: MicroBatch) -> tuple[Any, ...]:
         """Returns the policy's inputs. For an empty micro-batch, that is a single token to ignore."""
         if len(batch.tokens) and (largest := int(batch.tokens.max())) >= self.policy.words:
             raise ConfigError(
@@ -431,7 +432,8 @@ class TrainingLoop:
             return nothing, nothing, [0, 1], nothing[:0]
         tokens, positions = (torch.from_numpy(a).to(device, torch.int64) for a in (batch.tokens, batch.positions))
         where = torch.from_numpy(batch.mask.nonzero()[0]).to(device)
-        return tokens, positions, batch.offsets.tolist(), where
+        experts = None if batch.experts is None else torch.from_numpy(batch.experts).to(device)
+        return tokens, positions, batch.offsets.tolist(), where, experts
 
     def _tokens(self, batch: MicroBatch, proximal: Any, device: Any) -> losses.Tokens:
         empty = not len(batch.tokens)

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint  # type: ignore[import-not-found]
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.trainer import attention
 from megaflow_hpc.training.trainer.attention import Packing
+from megaflow_hpc.training.trainer.router import RouterReplay
 from megaflow_hpc.training.trainer.sharding import Grid, Layout, SumOverRanks, divide_adapters, read_sharded
 
 CHUNK_LOGITS = 2**26
@@ -172,6 +173,7 @@ class PolicyModel(torch.nn.Module):
         temperature: sampling temperature, by which logits are divided.
         ranks: all ranks.
         context: process group of the ranks that share each row, or ``None``.
+        router: replays the experts that the engine chose.
     """
 
     def __init__(self, causal: Any, source: Path, ranks: ProcessGroup | None = None) -> None:
@@ -183,6 +185,7 @@ class PolicyModel(torch.nn.Module):
         self.stored = causal.dtype
         self.temperature = 1.0
         self.context: Any = None
+        self.router = RouterReplay(causal)
         # The tuple hides the adapter from torch, which would otherwise find the parameters of ``causal`` twice.
         self._adapter: tuple[Any, ...] = ()
 
@@ -190,7 +193,14 @@ class PolicyModel(torch.nn.Module):
     def adapter(self) -> Any:
         return self._adapter[0] if self._adapter else None
 
-    def forward(self, tokens: Any, positions: Any, offsets: Sequence[int], where: Any) -> tuple[Any, Any]:
+    @property
+    def routing(self) -> tuple[int, int, int] | None:
+        """Layers, experts per token, and experts; ``None`` if the model is not a mixture of experts."""
+        return self.router.shape
+
+    def forward(
+        self, tokens: Any, positions: Any, offsets: Sequence[int], where: Any, experts: Any = None
+    ) -> tuple[Any, Any]:
         """Returns log-probabilities and entropies, each float32 (T), 0 for tokens that are not judged.
 
         Args:
@@ -198,6 +208,7 @@ class PolicyModel(torch.nn.Module):
             positions: int64 (T), from 0 in each sequence.
             offsets: (S + 1), start of each sequence.
             where: int64 (N), indices of the tokens to judge. The first token of a sequence cannot be judged.
+            experts: int16 (T, layers, experts per token), which routers must choose; -1 where they choose themselves.
         """
         lengths = [end - begin for begin, end in pairwise(offsets)]
         total, begin, mine = len(tokens), 0, where
@@ -209,10 +220,13 @@ class PolicyModel(torch.nn.Module):
             filler = torch.arange(missing, device=tokens.device)
             inputs, positions = torch.cat([tokens, filler * 0]), torch.cat([positions, filler])
             inputs, positions = (row[begin : begin + size] for row in (inputs, positions))
+            if experts is not None:
+                experts = torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, missing), value=-1)[begin : begin + size]
             mine = where[(where > begin) & (where <= begin + size)]
         else:
             inputs = tokens
         packing = Packing.of(lengths, tokens.device, self.context)
+        self.router.replay(experts)
         inner = self.causal.base_model
         out = inner(input_ids=inputs[None], position_ids=positions[None], use_cache=False, packing=packing)
         hidden = out.last_hidden_state[0]
@@ -312,6 +326,7 @@ def load(
     stored = about.get("dtype") or about.get("torch_dtype")
     policy.stored = getattr(torch, str(stored)) if stored in DTYPES or stored == "float16" else DTYPES[dtype]
     policy.to(ranks.device)
+    policy.router.attach(causal)
     alone = _alone(policy, ranks.device)
     attention.register()
     causal.set_attn_implementation(attention.ATTENTION_NAME)

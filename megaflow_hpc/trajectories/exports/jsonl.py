@@ -74,6 +74,10 @@ def _sequence(view: SequenceView) -> str:
         "weight_versions": _integers(view.weight_versions),
     }
     lists = ",".join(f'"{name}":[{numbers}]' for name, numbers in columns.items())
+    if view.experts is not None:
+        _, layers, per_token = view.experts.shape
+        encoded = base64.b64encode(view.experts.tobytes()).decode()
+        lists += f',"experts":"{encoded}","expert_layers":{layers},"experts_per_token":{per_token}'
     return f'{{"policy":{json.dumps(view.policy)},{lists}}}'
 
 
@@ -93,6 +97,13 @@ def _floats(values: Any) -> str:
     return ",".join(texts)
 
 
+def _experts(sequence: Mapping[str, Any]) -> dict[str, Any]:
+    if "experts" not in sequence:
+        return {}
+    shape = {name: sequence[name] for name in ("expert_layers", "experts_per_token")}
+    return {"experts": base64.b64decode(sequence["experts"], validate=True), **shape}
+
+
 def parse(data: Mapping[str, Any]) -> Trajectory:
     """Builds a trajectory from a parsed line.
 
@@ -107,6 +118,7 @@ def parse(data: Mapping[str, Any]) -> Trajectory:
             "logprobs": array("f", [math.nan if value is None else value for value in s["logprobs"]]).tobytes(),
             "loss_mask": array("B", s["loss_mask"]).tobytes(),
             "weight_versions": array("i", s["weight_versions"]).tobytes(),
+            **_experts(s),
         }
         for s in data.get("sequences", ())
     ]

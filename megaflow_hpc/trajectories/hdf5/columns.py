@@ -108,8 +108,8 @@ def _defaults(file: h5py.File, path: str, start: int, end: int | None) -> Array:
         parents: Array = np.arange(len(first)) - first - 1
         return parents[start:end]
     column = COLUMNS[path]
-    like = next(other for other in COLUMNS.values() if other.extent == column.extent and other.path in file)
-    start, end, _ = slice(start, end).indices(len(file[like.path]))
+    like = [other.path for other in COLUMNS.values() if other.extent == column.extent and other.path in file]
+    start, end, _ = slice(start, end).indices(len(file[like[0]]) if like else 0)
     dtype = "S1" if column.dtype == STRING else column.dtype
     return np.full(max(0, end - start), OPTIONAL[path], dtype)
 
@@ -192,7 +192,7 @@ def offset_faults(file: h5py.File) -> Iterator[str]:
     """Yields a message for each offset column that does not ascend from 0 to the length of its target. Reads all
     offsets."""
     for path, target in OFFSETS.items():
-        if path not in file:
+        if path not in file or target not in file:
             continue
         values = read(file[path])
         end = offset_end(path, len(file[target]))

@@ -46,6 +46,7 @@ _EXTENTS = {
     "m": "sequences/trajectory",
     "t": "turns/sequence",
     "k": "tokens/id",
+    "eb": "experts/bytes",
     "q": "messages/offset",
     "qb": "messages/json",
     "a": "attempts/attempt",
@@ -196,6 +197,8 @@ def _length_faults(columns: Datasets) -> Iterator[str]:
     for path, column in COLUMNS.items():
         if path not in columns:
             continue
+        if path.startswith("experts/") and "sequences/expert_offset" not in columns:
+            yield f"/{path}: without /sequences/expert_offset"
         is_offset = column.is_offset
         if column.dtype == TEXT and text_offset(path) in columns:
             path, is_offset = text_offset(path), True

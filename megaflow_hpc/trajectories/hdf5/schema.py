@@ -52,7 +52,7 @@ class Column(NamedTuple):
         """Entries per chunk. Chunks are tens of kB, so a rollout's tokens span few chunks."""
         if self.path == "messages/json":
             return _TEXT_CHUNK
-        if self.path == "artifacts/bytes":
+        if self.path in ("artifacts/bytes", "experts/bytes"):
             return BYTE_CHUNK
         if self.group == "tokens":
             return TOKEN_CHUNK
@@ -154,6 +154,9 @@ GROUPS = (
                 "lowest version of the weights that sampled a token; -1 where none was",
             ),
             ("weight_version_max", "int32", "m", "highest of them"),
+            ("expert_layers", "int32", "m", "layers of `/experts`; 0 where the engine reported no experts"),
+            ("experts_per_token", "int32", "m", "experts that a layer chose for a token"),
+            ("expert_offset", "int64", "m+1", "into `/experts/bytes`"),
         ),
     ),
     ColumnGroup(
@@ -189,6 +192,15 @@ GROUPS = (
             ("loss_mask", "uint8", "k", "1 if the policy sampled the token freely, otherwise 0"),
             ("weight_version", "int32", "k", "version of the weights that sampled it; -1 where not sampled"),
         ),
+    ),
+    ColumnGroup(
+        "experts",
+        "The experts of a mixture of experts that each token was routed to in the engine. Of sequence i they are "
+        "`bytes[expert_offset[i]:expert_offset[i+1]]`: an array (tokens, layers, experts per token) of uint8, or of "
+        "little-endian uint16 if it is twice as long. Layers without experts have zeros. A token whose bytes are all "
+        "255 has unknown experts, as the last token of a sequence. `eb` bytes: layers × experts per token for each "
+        "token, before compression (Qwen3-30B-A3B: 384; the columns of `/tokens` take 13).",
+        (("bytes", "uint8", "eb", "the experts"),),
     ),
     ColumnGroup(
         "messages",
@@ -286,6 +298,7 @@ OFFSETS = {
     "trajectories/message_offset": "messages/offset",
     "trajectories/attempt_offset": "attempts/attempt",
     "sequences/token_offset": "tokens/id",
+    "sequences/expert_offset": "experts/bytes",
     "messages/offset": "messages/json",
     "artifacts/offset": "artifacts/bytes",
     **{text_offset(column.path): column.path for column in COLUMNS.values() if column.dtype == TEXT},
@@ -309,6 +322,10 @@ OPTIONAL: dict[str, Any] = {
     **{f"trajectories/{name}": math.nan for name in MEASURED},
     "sequences/weight_version_min": -1,
     "sequences/weight_version_max": -1,
+    "sequences/expert_layers": 0,
+    "sequences/experts_per_token": 0,
+    "sequences/expert_offset": 0,
+    "experts/bytes": 0,
     "turns/policy": "",
     "turns/message": -1,
     "turns/started_by": -1,

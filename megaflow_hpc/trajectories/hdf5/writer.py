@@ -317,6 +317,9 @@ class TrajectoryWriter:
             self._columns["tokens/weight_version"].append(versions)
             self._counts["k"] += len(sequence.tokens)
             held["sequences/token_offset"].append(self._counts["k"])
+            held["sequences/expert_layers"].append(sequence.expert_layers)
+            held["sequences/experts_per_token"].append(sequence.experts_per_token)
+            self._put_bytes("experts/bytes", "sequences/expert_offset", "eb", [sequence.experts.tobytes()])
         self._counts["m"] += len(trajectory.sequences)
 
     def _put_turns(self, trajectory: Trajectory) -> None:

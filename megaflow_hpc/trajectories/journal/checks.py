@@ -221,6 +221,7 @@ def _check_sequence(number: int, sequence: TokenSequence) -> None:
     lengths = [len(column) for column in columns]
     if len(set(lengths)) != 1:
         raise ValueError(f"sequence {number} has columns of {lengths} tokens")
+    _check_experts(number, sequence)
     if not lengths[0]:
         return
     import numpy as np  # lazy import: rank 0 rarely needs it
@@ -235,3 +236,13 @@ def _check_sequence(number: int, sequence: TokenSequence) -> None:
         raise ValueError(f"sequence {number} has loss mask 1 without a log-probability")
     if not np.array_equal(versions >= 0, sampled) or versions.min() < -1:
         raise ValueError(f"sequence {number} has weight versions of other tokens than log-probabilities")
+
+
+def _check_experts(number: int, sequence: TokenSequence) -> None:
+    shape = msgspec.convert([sequence.expert_layers, sequence.experts_per_token], list[Int32])
+    entries = len(sequence.tokens) * shape[0] * shape[1]
+    if len(sequence.experts) not in (entries, 2 * entries) or min(shape) < bool(sequence.experts):
+        raise ValueError(
+            f"sequence {number} has {len(sequence.experts)} bytes of experts for {len(sequence.tokens)} tokens, "
+            f"{shape[0]} layers and {shape[1]} experts per token"
+        )

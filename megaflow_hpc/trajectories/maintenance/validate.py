@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from megaflow_hpc.texts import parse_object
-from megaflow_hpc.trajectories.hdf5.columns import Array, offset_faults, read, texts
+from megaflow_hpc.trajectories.hdf5.columns import Array, offset_faults, read, read_column, texts
 from megaflow_hpc.trajectories.hdf5.file import Datasets, datasets, open_file, schema_faults
 from megaflow_hpc.trajectories.hdf5.schema import STATUSES
 from megaflow_hpc.types import VERIFIED
@@ -91,6 +91,13 @@ def _sequences(file: h5py.File) -> Iterator[str]:
         high = read(file["sequences/weight_version_max"])
         for row in _first((low > high) | (low < -1)):
             yield f"/sequences/weight_version_min: row {row}: {low[row]}, expected -1 to {high[row]}"
+    if "experts/bytes" in file and "sequences/expert_offset" in file:
+        names = ("sequences/expert_layers", "sequences/experts_per_token")
+        tokens = np.diff(read(file["sequences/token_offset"]))
+        entries = tokens * np.prod([read_column(file, name).astype(np.int64) for name in names], axis=0)
+        found = np.diff(read(file["sequences/expert_offset"]))
+        for row in _first((found != entries) & (found != 2 * entries)):
+            yield f"/sequences/expert_offset: row {row}: {found[row]} bytes, expected {entries[row]} or twice as many"
 
 
 def _turns(file: h5py.File) -> Iterator[str]:

@@ -19,7 +19,7 @@ from megaflow_hpc.trajectories.hdf5.columns import Array, Integers
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, ROW_COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
-from megaflow_hpc.trajectories.reading.sources import Flat, SequenceView, offsets_of
+from megaflow_hpc.trajectories.reading.sources import Flat, SequenceView, experts_of, offsets_of
 from megaflow_hpc.trajectory import Attempt, Trajectory, Turn
 from megaflow_hpc.types import Artifact
 
@@ -31,12 +31,14 @@ _OF_ATTEMPTS = ("job_id", "started_at", "finished_at")
 _COLUMNS = (
     *(f"trajectories/{name}" for name in _SCALARS),
     *(f"sequences/{name}" for name in ("trajectory", "policy", "weight_version_min", "weight_version_max")),
+    *(f"sequences/{name}" for name in ("expert_layers", "experts_per_token")),
     *(f"turns/{name}" for name in ("sequence", "token_start", "token_end", *_TIMES)),
     *(f"attempts/{name}" for name in _OF_ATTEMPTS),
 )
 _OFFSETS = (
     *(f"trajectories/{item}_offset" for item in ("sequence", "turn", "message", "attempt")),
     "sequences/token_offset",
+    "sequences/expert_offset",
 )
 
 
@@ -78,7 +80,7 @@ class JournalSource:
     def sequences(self, row: int) -> list[SequenceView]:
         views = []
         for s in self._load(row).sequences:
-            columns = map(np.array, (s.tokens, s.logprobs, s.loss_mask, s.weight_versions))
+            columns: list[Any] = [*map(np.array, (s.tokens, s.logprobs, s.loss_mask, s.weight_versions)), experts_of(s)]
             views.append(SequenceView(escape(s.policy), *columns))
         return views
 
@@ -181,6 +183,11 @@ class JournalSource:
             values["sequences/policy"].append(view.policy)
             values["sequences/weight_version_min"].append(int(sampled.min()) if len(sampled) else -1)
             values["sequences/weight_version_max"].append(int(sampled.max()) if len(sampled) else -1)
+            _, layers, per_token = (0, 0, 0) if view.experts is None else view.experts.shape
+            values["sequences/expert_layers"].append(layers)
+            values["sequences/experts_per_token"].append(per_token)
+            size = 0 if view.experts is None else view.experts.nbytes
+            values["sequences/expert_offset"].append(values["sequences/expert_offset"][-1] + size)
         for turn in self.turns(row):
             if turn.sequence >= 0:
                 turn.sequence += first_sequence

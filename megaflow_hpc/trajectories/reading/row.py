@@ -144,6 +144,7 @@ class Row:
                 array("f", s.logprobs.tobytes()),
                 array("B", s.loss_mask.tobytes()),
                 array("i", s.weight_versions.tobytes()),
+                *_experts(s),
             )
             for s in self.sequences
         ]
@@ -160,3 +161,10 @@ class Row:
 
     def __repr__(self) -> str:
         return f"<trajectory {self.id} {self.status} reward={self.reward:g}>"
+
+
+def _experts(view: SequenceView) -> tuple[array[int], int, int]:
+    """Returns the fields of a :class:`~megaflow_hpc.trajectory.TokenSequence` that hold experts."""
+    if view.experts is None:
+        return array("B"), 0, 0
+    return array("B", view.experts.tobytes()), *view.experts.shape[1:]

@@ -23,7 +23,7 @@ from megaflow_hpc.texts import parse_object
 from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, offset_end, read, read_column, read_slices, text
 from megaflow_hpc.trajectories.hdf5.file import open_file
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OFFSETS
-from megaflow_hpc.trajectory import Attempt, Turn, linked
+from megaflow_hpc.trajectory import Attempt, TokenSequence, Turn, linked
 from megaflow_hpc.types import Artifact
 
 TOKEN_COLUMNS = tuple(f"tokens/{name}" for name in ("id", "logprob", "loss_mask", "weight_version"))
@@ -43,6 +43,18 @@ class SequenceView:
     loss_mask: NDArray[np.uint8]
     weight_versions: NDArray[np.int32]
     """-1 if not sampled."""
+    experts: Array | None = None
+    """uint8 or uint16 (T, layers, experts per token), if the engine reported them. A token whose bytes are all 255 has
+    unknown experts."""
+
+
+def experts_of(sequence: TokenSequence) -> Array | None:
+    """Returns the experts of a sequence as :attr:`SequenceView.experts`."""
+    if not sequence.experts:
+        return None
+    shape = len(sequence.tokens), sequence.expert_layers, sequence.experts_per_token
+    wide = len(sequence.experts) > math.prod(shape)
+    return np.frombuffer(sequence.experts, np.uint16 if wide else np.uint8).reshape(shape)
 
 
 class Flat(NamedTuple):
@@ -241,9 +253,27 @@ class Hdf5Source:
         policies = text(self._slice("sequences/policy", start, end))
         columns = [read(self._dataset(path), offsets[0], offsets[-1]) for path in TOKEN_COLUMNS]
         views = []
-        for policy, (first, last) in zip(policies, pairwise((offsets - offsets[0]).tolist()), strict=True):
-            views.append(SequenceView(policy, *(column[first:last] for column in columns)))
+        for number, (first, last) in enumerate(pairwise((offsets - offsets[0]).tolist())):
+            own: list[Any] = [column[first:last] for column in columns]
+            own.append(self._experts(start + number, last - first))
+            views.append(SequenceView(policies[number], *own))
         return views
+
+    def _experts(self, sequence: int, tokens: int) -> Array | None:
+        if "experts/bytes" not in self.file:
+            return None
+        start, end = self._span("sequences/expert_offset", sequence)
+        if start == end:
+            return None
+        layers, per_token = (
+            int(self._slice(f"sequences/{name}", sequence, sequence + 1)[0])
+            for name in ("expert_layers", "experts_per_token")
+        )
+        values = read(self._dataset("experts/bytes"), start, end)
+        if len(values) not in (entries := tokens * layers * per_token, 2 * entries):
+            fault = f"sequence {sequence} has {len(values)} bytes of experts, expected {entries} or twice as many"
+            raise ConfigError(f"{self.path}: {fault}; the file is damaged")
+        return values.view(np.uint16 if len(values) > entries else np.uint8).reshape(tokens, layers, per_token)
 
     def messages(self, row: int) -> list[dict[str, Any]]:
         start, end = self._span("trajectories/message_offset", row)

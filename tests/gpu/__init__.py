@@ -1,0 +1,1 @@
+"""What can only be measured on a GPU: one script for one short call."""
