@@ -236,17 +236,20 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> dict[str, 
         if len(shares) == 1:
             names = {key: key[1] for key in shares}
         own = [folder / name for (rank, _), name in names.items() if rank == ranks.rank]
+        others = []
         for (rank, name), target in names.items():
             if rank == ranks.rank:
                 os.rename(part / name, folder / target)
         if ranks.first and policy.adapter:
-            os.rename(part / "adapter_config.json", folder / "adapter_config.json")
+            others = [folder / "adapter_config.json"]
+            os.rename(part / "adapter_config.json", others[0])
         elif ranks.first:
-            shutil.copyfile(policy.source / "config.json", folder / "config.json")
+            others = [folder / "config.json"]
+            shutil.copyfile(policy.source / "config.json", others[0])
             if len(shares) > 1:
                 _write_index(folder, {names[key]: share for key, share in shares.items()})
         remove_tree(part)
-        for path in folder.iterdir() if ranks.first else own:
+        for path in [*own, *others]:
             path.chmod(file_mode(folder.parent))
         if ranks.count == 1 or policy.adapter:
             return {}
