@@ -38,12 +38,13 @@ from tests.support.serving import Servers, call
 from tests.support.waiting import until
 from tests.support.weight_readers import opens
 
+TENSORS = "model.safetensors"
 GOAL_S = 1.5
 """Seconds from publishing to the first token, p50."""
 
 
 def measure(folder: Path, model: Path, interpreter: str, options: argparse.Namespace) -> list[Figure]:
-    """Publishes the same weights again and again; every version has a number of its own, whatever it holds."""
+    """Publishes nearly the same weights again and again."""
     section: dict[str, Any] = {"engine": "vllm", "path": str(model), "gpus": 0, "python": interpreter}
     section |= {"args": {"max-model-len": 2048}, "weights": {"running": "continue", "update": "together"}}
     # One thread computes: as many as cores leave none to what asks and answers, and the model is tiny.
@@ -83,8 +84,8 @@ def measure(folder: Path, model: Path, interpreter: str, options: argparse.Names
         figures += [
             median("publish to the last reader, p50", "s", rounds.last),
             median("published tensors opened by servers, times a version", "", rounds.opened),
-            median("bytes that readers read from the shared directory, a version's size", "", rounds.shared),
-            median("bytes that readers read from servers, a version's size", "", rounds.passed),
+            median("bytes that readers read from the shared directory, in sizes of the tensors", "", rounds.shared),
+            median("bytes that readers read from servers, in sizes of the tensors", "", rounds.passed),
         ]
     return figures
 
@@ -131,6 +132,9 @@ async def _rounds(
             await asyncio.sleep(draw.uniform(0, options.poll_s))
             source = servers.run.path / f"step{number}"
             await asyncio.to_thread(shutil.copytree, model, source)
+            with open(source / TENSORS, "r+b") as file:  # other weights, or servers would link the file they have
+                file.seek(-1, os.SEEK_END)
+                file.write(bytes([number % 64]))
             with opens(source) as opened:  # the directory, whatever its name becomes
                 at, began = time.time(), time.monotonic()
                 publishing = asyncio.create_task(asyncio.to_thread(_publish, servers, source))
@@ -144,9 +148,9 @@ async def _rounds(
                 lines = [await asyncio.to_thread(_line, reader) for reader in readers]
                 assert {line["version"] for line in lines} <= {version}
             if readers:
-                size = sum(path.stat().st_size for path in model.iterdir())
+                size = (model / TENSORS).stat().st_size
                 rounds.last.append(max(line["at"] for line in lines) - at)
-                rounds.opened.append(opened["model.safetensors"] - own)
+                rounds.opened.append(opened[TENSORS] - own)
                 rounds.shared.append(sum(line["shared_bytes"] for line in lines) / size)
                 rounds.passed.append(sum(line["peer_bytes"] for line in lines) / size)
     return rounds
@@ -161,7 +165,7 @@ def _opened_by_publisher(servers: Servers, model: Path) -> int:
     shutil.copytree(model, source)
     with opens(source) as opened:
         weights.publish(run, source, "default", move=True)
-    return opened["model.safetensors"]
+    return opened[TENSORS]
 
 
 def _line(reader: subprocess.Popen[str]) -> dict[str, Any]:

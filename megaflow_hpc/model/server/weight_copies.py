@@ -13,7 +13,7 @@ time. If it has not noticed the version, the question tells it.
 
 Each file is compared with the checksum that its publisher wrote. A server that does not answer, is slow, or delivers
 wrong bytes is not asked again for this version. The next one is asked, and in the end the shared file system is read.
-A server without peers copies nothing.
+Files that the version before had too are linked. A server without peers copies nothing.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from megaflow_hpc.rundir.weights import Version
 ROOT = "/weights/"
 FAN_OUT = 2
 """Nodes that copy from one node."""
-CHUNK = 2**20
+CHUNK = 2**22
 """Bytes of one answer. The event loop that encrypts it also serves the engine's requests."""
-MAX_ANSWERS = 8
+MAX_ANSWERS = 4
 """Answers with bytes that a server sends at a time. Further questions are answered with "not yet"."""
 HOLD_S = 1.0
 """Seconds for which a question waits for new bytes."""
 ANSWER_S = 10.0
-"""Seconds in which an answer must be complete, so a peer that is slower than 0.1 MB/s is given up."""
+"""Seconds in which an answer must be complete, so a peer that is slower than 0.4 MB/s is given up."""
 PATIENCE_S = 60.0
 """Seconds without new bytes after which a peer is given up, although it answers "not yet"."""
 POLL_S = 0.01
@@ -175,6 +175,11 @@ class _Copy:
     files: dict[str, _File]
     peers: list[_Peer]
     done: Future[bool] = field(default_factory=Future)
+    """True if the copy is complete, False if the disk failed."""
+
+    @property
+    def complete(self) -> bool:
+        return self.done.done() and self.done.exception() is None and self.done.result()
 
 
 class WeightCopies:
@@ -259,7 +264,8 @@ class WeightCopies:
             copy.folder.mkdir(mode=0o700)
             for name in sorted(copy.files):
                 (copy.folder / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._receive(copy, name)
+                if not self._reuse(copy, name):
+                    self._receive(copy, name)
             copy.done.set_result(True)
         except OSError:  # such as a full disk: the engine reads the published files
             copy.done.set_result(False)
@@ -268,6 +274,17 @@ class WeightCopies:
         finally:
             for peer in copy.peers:
                 peer.close()
+
+    def _reuse(self, copy: _Copy, name: str) -> bool:
+        """Links a file that another version on this node has too, such as a tokenizer. Returns whether it has."""
+        file = copy.files[name]
+        for other in list(self._copies.values()):
+            if other.complete and name in other.files and other.files[name].expected == file.expected:
+                with contextlib.suppress(OSError):  # removed meanwhile
+                    os.link(other.folder / name, copy.folder / name)
+                    file.received = file.expected.size
+                    return True
+        return False
 
     def _receive(self, copy: _Copy, name: str) -> None:
         """Copies one file from peers or, if they fail, from the shared file system.
@@ -382,7 +399,7 @@ class WeightCopies:
         until, start = time.monotonic() + HOLD_S, int(offset)
         while file.received <= start and not copy.done.done() and time.monotonic() < until:
             await asyncio.sleep(POLL_S)
-        if copy.done.done() and (copy.done.exception() or not copy.done.result()):
+        if copy.done.done() and not copy.complete:
             return web.Response(status=404)
         headers = {RECEIVED: str(sum(part.received for part in copy.files.values()))}
         if copy.done.done():

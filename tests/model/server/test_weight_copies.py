@@ -34,7 +34,7 @@ from tests.support.serving import ask, in_loop, listening
 from tests.support.tensors import safetensors
 from tests.support.weight_readers import Reader, opens
 
-SIZE = 3 * 2**20 + 12345
+SIZE = 9 * 2**20 + 12345
 """Bytes of a version's tensors: several answers of a peer."""
 
 
@@ -130,6 +130,9 @@ async def test_servers_on_a_node_share_one_copy(run: RunDir) -> None:
         assert await asyncio.gather(*(reader.read(following) for reader in started)) == [digest] * 5
         third, digest = published(run, 2)
         assert await asyncio.gather(*(reader.read(third) for reader in started)) == [digest] * 5
+        counted = [reader.copies.shared_bytes + reader.copies.peer_bytes for reader in started]
+        tensors = (Path(version.path) / "model.safetensors").stat().st_size
+        assert counted[3] == 3 * tensors + len("{}")  # config.json is the same in all versions
         for reader in started:  # the version before is kept: another server may still read it
             assert sorted(path.name for path in reader.updater.scratch.iterdir()) == ["copy-2", "copy-3"]
 
