@@ -12,13 +12,14 @@ do not depend on C.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch  # type: ignore[import-not-found]
 import torch.distributed as dist  # type: ignore[import-not-found]
+
+from megaflow_hpc.training.layout import key_copies
 
 ATTENTION_NAME = "megaflow_packed"
 """Name under which :func:`attend` is registered with transformers."""
@@ -111,13 +112,6 @@ def _one_by_one(query: Any, key: Any, value: Any, packing: Packing, scaling: flo
 
 
 # --- context parallelism ---
-
-
-def key_copies(heads: int, key_heads: int, ranks: int) -> int:
-    """Returns how often key heads are repeated so that ranks get equal shares of heads with the keys that belong to
-    them; 0 if that is impossible."""
-    copies = ranks // math.gcd(key_heads, ranks)
-    return 0 if heads % ranks or heads % (key_heads * copies) else copies
 
 
 def _with_all_tokens(query: Any, key: Any, value: Any, group: Any) -> list[Any]:

@@ -31,10 +31,11 @@ import torch.distributed as dist  # type: ignore[import-not-found]
 from torch.utils.checkpoint import checkpoint  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.layout import Layout
 from megaflow_hpc.training.trainer import attention
 from megaflow_hpc.training.trainer.attention import Packing
 from megaflow_hpc.training.trainer.router import RouterReplay
-from megaflow_hpc.training.trainer.sharding import Grid, Layout, SumOverRanks, divide_adapters, read_sharded
+from megaflow_hpc.training.trainer.sharding import Grid, SumOverRanks, divide_adapters, read_sharded
 
 CHUNK_LOGITS = 2**26
 """Number of logits in a chunk: 256 MB in float32. The backward pass needs three or four times as much."""

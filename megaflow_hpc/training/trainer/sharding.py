@@ -1,14 +1,11 @@
 """Divides a model and its rows among ranks.
 
-The ranks form one grid, with the last index fastest::
-
-    replicas × shards × context × tensor
-
-``tensor`` ranks divide each layer's heads and features, by transformers' plan for the model. ``context`` ranks divide
-the tokens of a row (:mod:`~megaflow_hpc.training.trainer.attention`). Both compute the same micro-batch. All ranks but
-those of ``tensor`` and ``replicas`` store a share of each parameter (FSDP2); ``replicas`` store the same shares, so a
-layer is gathered within a node and gradients cross nodes once (HSDP). ``expert`` ranks, which follow each other, store
-different experts of each layer, and tokens travel to them (transformers' token dispatch).
+The ranks form one grid (:mod:`~megaflow_hpc.training.layout`). ``tensor`` ranks divide each layer's heads and features,
+by transformers' plan for the model. ``context`` ranks divide the tokens of a row
+(:mod:`~megaflow_hpc.training.trainer.attention`). Both compute the same micro-batch. All ranks but those of ``tensor``
+and ``replicas`` store a share of each parameter (FSDP2); ``replicas`` store the same shares, so a layer is gathered
+within a node and gradients cross nodes once (HSDP). ``expert`` ranks, which follow each other, store different experts
+of each layer, and tokens travel to them (transformers' token dispatch).
 
 Placeholders on torch's meta device are divided first. Then each rank reads only its own slices of the safetensors.
 """
@@ -16,14 +13,13 @@ Placeholders on torch's meta device are divided first. Then each rank reads only
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch  # type: ignore[import-not-found]
 import torch.distributed as dist  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.training.trainer.attention import key_copies
+from megaflow_hpc.training.layout import Layout
 
 PARTIAL_NORM = "replicated_with_grad_allreduce"
 """transformers' style for weights that all ranks hold but apply to their own heads."""
@@ -33,74 +29,6 @@ computes."""
 PACKED = ("packed_colwise", "packed_rowwise")
 """transformers' styles for several matrices in one. Their shares are not contiguous, so checkpoints cannot be read
 with another layout."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Numbers of ranks along each dimension of the grid.
-
-    Raises:
-        ConfigError: the dimensions do not divide the ranks.
-    """
-
-    ranks: int = 1
-    """Number of all ranks."""
-    replicas: int = 1
-    context: int = 1
-    tensor: int = 1
-    expert: int = 1
-
-    def __post_init__(self) -> None:
-        for names in (("replicas", "context", "tensor"), ("replicas", "expert")):
-            product = 1
-            for name in names:
-                product *= getattr(self, name)
-            if self.ranks % product:
-                asked = " × ".join(f"{name} {getattr(self, name)}" for name in names)
-                raise ConfigError(
-                    f"parallel: {asked} = {product} does not divide the trainer's {self.ranks} ranks (one for each "
-                    "GPU); change it, or slurm.trainer.nodes and gpus"
-                )
-        if self.expert > 1 and self.expert % self.tensor:
-            raise ConfigError(
-                f"parallel.expert: {self.expert} is not a multiple of tensor: {self.tensor}; set it to {self.tensor}"
-            )
-
-    @property
-    def copies(self) -> int:
-        """Number of successive ranks that compute the same rows."""
-        return self.context * self.tensor
-
-    @property
-    def sharded(self) -> int:
-        """Number of ranks among which FSDP divides a parameter."""
-        return self.ranks // (self.replicas * self.tensor)
-
-    def check(self, causal: Any) -> None:
-        """Checks that a model can be divided like this.
-
-        Raises:
-            ConfigError: its heads cannot be divided, or it has no plan for these dimensions.
-        """
-        kind, config = type(causal).__name__, causal.config.get_text_config()
-        heads = int(getattr(config, "num_attention_heads", 0) or 0)
-        key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        if self.tensor > 1 and not any("*" in name for name in causal.tp_plan):  # more than the embedding
-            raise ConfigError(
-                f"parallel.tensor: transformers has no tensor-parallel plan for {kind}; leave tensor out (FSDP "
-                "divides parameters of every model, context divides long rows)"
-            )
-        if self.expert > 1 and not causal.ep_plan:
-            raise ConfigError(f"parallel.expert: transformers has no expert-parallel plan for {kind}; leave expert out")
-        if self.tensor > 1 and (heads % self.tensor or key_heads % self.tensor):
-            raise ConfigError(
-                f"parallel.tensor: {self.tensor} does not divide the {heads} heads and {key_heads} key heads of {kind}"
-            )
-        if self.context > 1 and not key_copies(heads // self.tensor, key_heads // self.tensor, self.context):
-            raise ConfigError(
-                f"parallel.context: the {heads} heads and {key_heads} key heads of {kind} cannot be divided among "
-                f"{self.context} × tensor {self.tensor} ranks"
-            )
 
 
 class Grid:
@@ -134,7 +62,7 @@ class Grid:
         Raises:
             ConfigError: transformers cannot divide this model like this.
         """
-        self.layout.check(causal)
+        _check(self.layout, causal)
         causal.tie_weights()  # FSDP must know which parameters are the same
         expert_modules = self._split(causal)
         if self.layout.replicas * self.layout.sharded > 1:
@@ -215,6 +143,24 @@ class Grid:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while reducing
+
+
+def _check(layout: Layout, causal: Any) -> None:
+    """Checks that a model can be divided like this.
+
+    Raises:
+        ConfigError: its heads cannot be divided, or it has no plan for these dimensions.
+    """
+    kind, config = type(causal).__name__, causal.config.get_text_config()
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    if layout.tensor > 1 and not any("*" in name for name in causal.tp_plan):  # more than the embedding
+        raise ConfigError(
+            f"parallel.tensor: transformers has no tensor-parallel plan for {kind}; leave tensor out (FSDP "
+            "divides parameters of every model, context divides long rows)"
+        )
+    if layout.expert > 1 and not causal.ep_plan:
+        raise ConfigError(f"parallel.expert: transformers has no expert-parallel plan for {kind}; leave expert out")
+    layout.check_heads(kind, heads, int(getattr(config, "num_key_value_heads", None) or heads))
 
 
 def read_sharded(source: Any, shard: Callable[[Any], None], **options: Any) -> Any:

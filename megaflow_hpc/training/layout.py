@@ -1,0 +1,78 @@
+"""Divides the trainer's ranks, one for each GPU, into a grid. Needs no torch, so a campaign is checked before its jobs.
+
+The last index is the fastest::
+
+    replicas × shards × context × tensor
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megaflow_hpc.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Numbers of ranks along each dimension of the grid.
+
+    Raises:
+        ConfigError: the dimensions do not divide the ranks.
+    """
+
+    ranks: int = 1
+    """Number of all ranks."""
+    replicas: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for names in (("replicas", "context", "tensor"), ("replicas", "expert")):
+            product = 1
+            for name in names:
+                product *= getattr(self, name)
+            if self.ranks % product:
+                asked = " × ".join(f"{name} {getattr(self, name)}" for name in names)
+                raise ConfigError(
+                    f"parallel: {asked} = {product} does not divide the trainer's {self.ranks} ranks (one for each "
+                    "GPU); change it, or slurm.trainer.nodes and gpus"
+                )
+        if self.expert > 1 and self.expert % self.tensor:
+            raise ConfigError(
+                f"parallel.expert: {self.expert} is not a multiple of tensor: {self.tensor}; set it to {self.tensor}"
+            )
+
+    @property
+    def copies(self) -> int:
+        """Number of successive ranks that compute the same rows."""
+        return self.context * self.tensor
+
+    @property
+    def sharded(self) -> int:
+        """Number of ranks among which FSDP divides a parameter."""
+        return self.ranks // (self.replicas * self.tensor)
+
+    def check_heads(self, kind: str, heads: int, key_heads: int) -> None:
+        """Checks that the attention heads of a model can be divided like this.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        if self.tensor > 1 and (heads % self.tensor or key_heads % self.tensor):
+            raise ConfigError(
+                f"parallel.tensor: {self.tensor} does not divide the {heads} heads and {key_heads} key heads of {kind}"
+            )
+        if self.context > 1 and not key_copies(heads // self.tensor, key_heads // self.tensor, self.context):
+            raise ConfigError(
+                f"parallel.context: the {heads} heads and {key_heads} key heads of {kind} cannot be divided among "
+                f"{self.context} × tensor {self.tensor} ranks"
+            )
+
+
+def key_copies(heads: int, key_heads: int, ranks: int) -> int:
+    """Returns how often key heads are repeated so that ranks get equal shares of heads with the keys that belong to
+    them; 0 if that is impossible."""
+    copies = ranks // math.gcd(key_heads, ranks)
+    return 0 if heads % ranks or heads % (key_heads * copies) else copies

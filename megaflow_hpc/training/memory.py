@@ -1,0 +1,362 @@
+"""Predicts the memory of a training by arithmetic, from a model's ``config.json`` and the headers of its safetensors.
+
+The peak of a GPU is the largest of these moments of a step, each with the parameters, masters, moments and gradients
+that stay:
+
+====== ================================================================================================
+layers the backward pass of a layer: the inputs of the layers before it, its own recomputed activations, the
+       gradients in flight, the gathered layer and the next one, and the last layer's gradients before reduction
+logits the backward pass of the last chunk of logits: a chunk in float32, and gradients of the output embedding
+reduce whole gradients: with FSDP of both embeddings, in the model's type and in float32, at the end of the backward
+       pass; on a single GPU of the largest matrix of a layer, while they are added to float32
+update the step of the optimizer
+====== ================================================================================================
+
+The arithmetic follows transformers' models with RMSNorm in float32, rotary embeddings and gated MLPs or experts, and
+:mod:`~megaflow_hpc.training.trainer`. ``tests/bench/memory.py`` compares it with torch's memory tracker. It assumes
+that experts get equal numbers of tokens, and leaves out the CUDA context, NCCL's buffers and fragmentation: some GB.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.config.training import LoraConfig, PolicyTraining
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import read_regular
+from megaflow_hpc.rundir.safetensors import BITS, read_directory
+from megaflow_hpc.training.layout import Layout, key_copies
+
+CHUNK_LOGITS = 2**26
+"""Number of logits that the trainer computes at once."""
+PROCESS_BYTES = 10**9
+"""Node's memory of a rank without tensors: Python, torch, transformers and CUDA's libraries. An assumption for GPUs."""
+MAX_SHARD_BYTES = 5 * 10**9
+"""Size of a safetensors file of a published version. It is held in memory twice while it is written."""
+GPU_GB = {
+    "a40": 48, "b200": 180, "h100": 80, "h200": 141, "l4": 24, "l40": 48, "l40s": 48, "mi300x": 192, "t4": 16,
+}  # fmt: skip
+"""GPU types that exist with one size of memory only → GB (10^9 bytes), by their manufacturers' data sheets."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a causal language model. Numbers of parameters, unless stated."""
+
+    name: str
+    hidden: int
+    """Features of a token between layers."""
+    words: int
+    """Size of the vocabulary."""
+    layers: int
+    """Number of layers."""
+    heads: int
+    """Number of attention heads."""
+    key_heads: int
+    """Number of key heads."""
+    head: int
+    """Features of a head."""
+    intermediate: int
+    """Features inside the MLP, or of the experts that see every token."""
+    experts: int
+    """Number of experts of a layer; 0 for dense models."""
+    chosen: int
+    """Number of experts that a token is sent to."""
+    expert_intermediate: int
+    """Features inside an expert."""
+    norms: int
+    """Number of norms over the hidden features in a layer."""
+    head_norms: bool
+    """True if queries and keys are normalised."""
+    ends: int
+    """Embeddings and all that is in no layer."""
+    output: int
+    """Output embedding. If it is tied, the same parameters as the input embedding."""
+    dense: int
+    """Largest layer without its experts."""
+    expert: int
+    """Experts of the largest layer."""
+    all_experts: int
+    """Experts of all layers."""
+    total: int
+    """All parameters."""
+    largest: int
+    """Largest tensor."""
+    linear: Mapping[str, int]
+    """Name of each matrix inside a layer → inputs plus outputs."""
+    stored_bytes: int
+    """Bytes of the model's files."""
+    limit: int | None
+    """Maximum number of positions."""
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelShape:
+        """Reads ``config.json`` and the headers of the safetensors.
+
+        Raises:
+            ConfigError: a file is missing or damaged, or the config lacks a size that the arithmetic needs.
+        """
+        path = folder / "config.json"
+        try:
+            config: dict[str, Any] = json.loads(read_regular(path))
+            config = config | (config.get("text_config") or {})
+            heads = int(config["num_attention_heads"])
+            experts = int(_first(config, "num_experts", "num_local_experts", "n_routed_experts") or 0)
+            expert_size = int(config.get("moe_intermediate_size") or config["intermediate_size"]) if experts else 0
+            shared = config.get("shared_expert_intermediate_size")
+            shared = shared or expert_size * (config.get("n_shared_experts") or 0)
+            hidden, words = int(config["hidden_size"]), int(config["vocab_size"])
+            sizes = {
+                "hidden": hidden,
+                "words": words,
+                "layers": int(config["num_hidden_layers"]),
+                "heads": heads,
+                "key_heads": int(config.get("num_key_value_heads") or heads),
+                "head": int(config.get("head_dim") or hidden // heads),
+                "intermediate": int(shared) if experts else int(config["intermediate_size"]),
+                "experts": experts,
+                "chosen": int(config["num_experts_per_tok"]) if experts else 0,
+                "expert_intermediate": expert_size,
+            }
+            limit = config.get("max_position_embeddings")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); memory cannot be predicted") from None
+        except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+            raise ConfigError(f"{path}: is damaged ({error!r:.100}); memory cannot be predicted") from None
+        except KeyError as error:
+            raise ConfigError(f"{path}: lacks {error}, without which memory cannot be predicted") from None
+        tensors = read_directory(folder)
+        if not tensors:
+            raise ConfigError(f"{folder}: has no safetensors, whose headers give the sizes of all parameters")
+        dense, inside, ends, norms = dict[str, int](), dict[str, int](), 0, dict[str, int]()
+        head_norms, linear = False, dict[str, int]()
+        for name, (_, shape) in tensors.items():
+            count, layer = math.prod(shape), re.search(r"\.(\d+)\.", name)
+            if layer is None:
+                ends += count
+                continue
+            number = name[: layer.end()]
+            which = inside if ".experts." in name else dense
+            which[number] = which.get(number, 0) + count
+            if len(shape) >= 2:
+                linear[name] = sum(shape[-2:]) * math.prod(shape[:-2])
+            elif "norm" in name and shape == (hidden,):
+                norms[number] = norms.get(number, 0) + 1
+            head_norms |= name.endswith(("q_norm.weight", "k_norm.weight"))
+        total = sum(math.prod(shape) for _, shape in tensors.values())
+        return cls(
+            name=folder.name,
+            **sizes,
+            norms=max(norms.values(), default=2),
+            head_norms=head_norms,
+            ends=ends,
+            output=min(words * hidden, ends),
+            dense=max(dense.values(), default=0),
+            expert=max(inside.values(), default=0),
+            all_experts=sum(inside.values()),
+            total=total,
+            largest=max(math.prod(shape) for _, shape in tensors.values()),
+            linear=linear,
+            stored_bytes=sum(math.prod(shape) * BITS.get(dtype, 16) // 8 for dtype, shape in tensors.values()),
+            limit=int(limit) if limit else None,
+        )
+
+    @property
+    def tied(self) -> bool:
+        """True if the output embedding is the input embedding."""
+        return self.ends < 2 * self.output
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Memory of a training in bytes."""
+
+    moments: Mapping[str, Mapping[str, int]]
+    """Moment of a step → part → bytes of a GPU."""
+    load: int
+    """Memory of a node while the ranks load the model."""
+    node: int
+    """Memory of the first node while training: checkpoints and versions are written from it, and offloaded optimizers
+    kept in it."""
+    checkpoint: int
+    """Bytes of a checkpoint."""
+    version: int
+    """Bytes of a published version."""
+    trained: int
+    """Number of trained parameters."""
+
+    @property
+    def moment(self) -> str:
+        """Moment of the peak."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Part → bytes of a GPU at its peak."""
+        return self.moments[self.moment]
+
+    @property
+    def peak(self) -> int:
+        """Peak of a GPU."""
+        return sum(self.parts.values())
+
+
+def predict(
+    model: ModelShape, settings: PolicyTraining, gpus: int = 1, nodes: int = 1, tokens: int | None = None
+) -> Prediction:
+    """Predicts the memory of a training.
+
+    Args:
+        model: sizes of the model.
+        settings: settings of the policy; ``microbatch``, ``recompute``, ``dtype``, ``parallel``, ``lora`` and
+            ``optimizer.offload`` matter.
+        gpus: GPUs of a node. 0: one process on CPUs.
+        nodes: number of nodes.
+        tokens: tokens of a row; default: ``microbatch``.
+
+    Raises:
+        ConfigError: ``parallel`` does not divide the ranks or the model's heads.
+    """
+    layout = Layout(nodes * max(gpus, 1), **settings.parallel.model_dump())
+    layout.check_heads(model.name, model.heads, model.key_heads)
+    size = 2 if settings.dtype == "bfloat16" else 4
+    several, tensor = layout.ranks > 1, layout.tensor
+    row = -(-(tokens or settings.microbatch) // layout.context)
+
+    # Shares of parameters that a rank stores, and those that it computes with.
+    ends_divided = 1 if model.tied or model.words % tensor else tensor
+    expert_shares = layout.ranks // layout.replicas
+    dense_all = model.total - model.all_experts - model.ends
+    share = (dense_all / tensor + model.ends / ends_divided) / layout.sharded + model.all_experts / expert_shares
+    layer = model.dense / tensor + model.expert / layout.expert
+    gathered = model.dense / tensor + (model.expert / layout.expert if layout.expert < expert_shares else 0)
+    ends, output = model.ends / ends_divided, model.output / ends_divided
+
+    # Everything that stays.
+    adapters = _adapters(model, settings.lora) if settings.lora else 0
+    trained = adapters or share
+    on_gpu = 0.0 if settings.optimizer.offload else trained
+    frozen = share if adapters else 0
+    stays: dict[str, float] = {
+        "parameters": size * (frozen + trained),
+        "masters": 4 * on_gpu if size == 2 else 0,
+        "moments": 8 * on_gpu,
+        "gradients": 4 * on_gpu,
+    }
+    full = not adapters
+    held = _held(model, layout, size)
+    flight = _in_flight(model, layout, size)
+    inputs = size * model.hidden * row
+    kept = inputs if settings.recompute else (held + size * model.hidden) * row
+    matrix = max(2 / 3 * model.expert / layout.expert, model.hidden * model.intermediate / tensor) if full else 0
+    gather = size * (ends + 2 * gathered) if several else 0
+    reduced = 4 * layer if several and full else 0
+    head = size * output if full and (several or model.tied) else 0
+    chunk = min(CHUNK_LOGITS, row * model.words)
+    to_master = 8 if size == 2 else 4  # bytes of a gradient while it is added to the master's, without FSDP
+    logits: float = max(16 * chunk, head + 12 * chunk)
+    if full:
+        logits = max(logits, (3 * size if several or model.tied else to_master) * output)
+    last = (4 + 4 * size) * model.hidden * row  # the last norm, judged tokens and their gradients
+    down = size * model.hidden * model.intermediate / tensor if several and full else 0  # gradient of the last matrix
+    moments: dict[str, dict[str, float]] = {
+        "layers": stays
+        | {
+            "gathered": gather,
+            "reduction": reduced + head + down,
+            "kept": kept * max(model.layers - 1, 0) + inputs,
+            "layer": (held + flight) * row,
+        },
+        "logits": stays
+        | {
+            "gathered": size * (ends + gathered) if several else 0,
+            "kept": kept * model.layers,
+            "logits": logits + last,
+        },
+        "reduce": stays
+        | (
+            {"reduction": (size + 4) * ends if full else 0}
+            if several
+            else {
+                "reduction": to_master * matrix + head,
+                "kept": kept * model.layers,
+                "layer": (held + flight - _inside(model, layout, size)) * row,
+            }
+        ),
+        "update": stays | {"optimizer": 0 if gpus or settings.optimizer.offload else 4 * trained},
+    }
+
+    # The node's memory, and files.
+    ranks = max(gpus, 1)
+    everything = adapters or model.total
+    version = adapters * size if adapters else model.stored_bytes
+    load = ranks * (PROCESS_BYTES + size * share) + size * model.largest
+    node = ranks * (PROCESS_BYTES + 12 * trained + (16 * trained if settings.optimizer.offload else 0))
+    return Prediction(
+        moments={name: {part: round(value) for part, value in parts.items()} for name, parts in moments.items()},
+        load=round(load),
+        node=round(node + version + min(version, MAX_SHARD_BYTES)),
+        checkpoint=12 * everything,
+        version=version,
+        trained=everything,
+    )
+
+
+def _held(model: ModelShape, layout: Layout, size: int) -> float:
+    """Returns the bytes of a token that a layer keeps for its backward pass."""
+    query = model.heads * model.head / layout.tensor
+    key = model.key_heads * model.head / layout.tensor
+    norm = 4 + size  # a copy in float32, and its normalised form
+    held: float = model.norms * (norm + size) * model.hidden
+    held += (norm if model.head_norms else 0) * (query + key)
+    copies = 1
+    if layout.context > 1:
+        heads = model.heads // layout.tensor, model.key_heads // layout.tensor
+        copies = key_copies(*heads, layout.context)
+        held += size * query  # the output before heads are exchanged
+    held += size * (2 * query + 2 * key * copies) + 4 * model.heads / layout.tensor
+    return held + _inside(model, layout, size)
+
+
+def _inside(model: ModelShape, layout: Layout, size: int) -> float:
+    """Returns the bytes of a token that the MLP or the experts of a layer keep."""
+    held = 4 * size * model.intermediate / layout.tensor
+    if model.experts:
+        rows = model.chosen
+        held += rows * size * ((3 if layout.expert > 1 else 2) * model.hidden + 4 * model.expert_intermediate)
+        held += (8 + size) * model.experts + 40 * rows  # the router, and the order of tokens
+    return held
+
+
+def _in_flight(model: ModelShape, layout: Layout, size: int) -> float:
+    """Returns the bytes of a token that a layer's backward pass needs besides."""
+    flight = size * model.hidden
+    if model.experts:
+        return flight + (2 if layout.expert > 1 else 3) * model.chosen * size * model.hidden
+    return flight + 2 * size * model.intermediate / layout.tensor
+
+
+def _adapters(model: ModelShape, lora: LoraConfig) -> int:
+    """Returns the number of parameters of all adapters."""
+    every = lora.targets == "all-linear"
+    sizes = (n for name, n in model.linear.items() if every or set(name.split(".")) & set(lora.targets))
+    return lora.rank * sum(sizes)
+
+
+def _first(config: Mapping[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name)), None)
+
+
+def gpu_memory(gpu_type: str | None) -> float | None:
+    """Returns the GB (10^9 bytes) of a GPU by Slurm's name for its type, such as ``a100_80gb`` or ``h100``; ``None`` if
+    the name does not say it."""
+    name = (gpu_type or "").lower()
+    if stated := re.search(r"(\d+)\s*gb", name):
+        return float(stated[1])
+    return next((float(GPU_GB[word]) for word in re.split(r"[^a-z0-9]+", name) if word in GPU_GB), None)

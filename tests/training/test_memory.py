@@ -1,0 +1,126 @@
+"""Memory of a training, predicted from a model's config and the headers of its weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.config.training import PolicyTraining
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.memory import ModelShape, gpu_memory, predict
+from tests.support.tensors import headers
+
+HIDDEN, INSIDE, LAYERS, WORDS = 64, 192, 3, 1000
+
+
+def model(folder: Path, **changes: Any) -> Path:
+    """Write a model of three layers without its weights."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (WORDS, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for number in range(LAYERS):
+        layer = f"model.layers.{number}"
+        shapes |= {f"{layer}.self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
+        shapes |= {f"{layer}.mlp.{name}_proj.weight": (INSIDE, HIDDEN) for name in ("gate", "up", "down")}
+        shapes |= {f"{layer}.{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+    headers(folder / "model.safetensors", shapes)
+    config = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": INSIDE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "vocab_size": WORDS,
+        "max_position_embeddings": 4096,
+    }
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in (config | changes).items() if v is not None}))
+    return folder
+
+
+def settings(**changes: Any) -> PolicyTraining:
+    return PolicyTraining.model_validate({"microbatch": 1024, **changes})
+
+
+def test_what_stays_is_18_bytes_a_parameter(tmp_path: Path) -> None:
+    shape = ModelShape.read(model(tmp_path))
+    count = (WORDS + 1) * HIDDEN + LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INSIDE + 2 * HIDDEN)
+    found = predict(shape, settings())
+    stays = ("parameters", "masters", "moments", "gradients")
+    assert shape.total == count
+    assert sum(found.parts[name] for name in stays) == 18 * count
+    assert (found.checkpoint, found.version) == (12 * count, 2 * count)
+    halves = predict(shape, settings(), gpus=2)
+    assert sum(halves.parts[name] for name in stays) == 9 * count
+    away = predict(shape, settings(optimizer={"offload": True}), gpus=2)
+    assert sum(away.parts[name] for name in stays) == count
+    assert away.node == halves.node + 16 * count
+
+
+def test_longer_rows_need_more_and_context_divides_them(tmp_path: Path) -> None:
+    shape = ModelShape.read(model(tmp_path))
+    layer = [predict(shape, settings(microbatch=n), gpus=4).moments["layers"]["layer"] for n in (8192, 16384)]
+    assert layer[1] == 2 * layer[0]
+    divided = predict(shape, settings(microbatch=16384, parallel={"context": 4}), gpus=4)
+    assert layer[1] / 4 < divided.moments["layers"]["layer"] < layer[1] / 3.5  # one more copy of the output
+    kept = predict(shape, settings(microbatch=16384, recompute=False), gpus=4)
+    assert kept.peak > predict(shape, settings(microbatch=16384), gpus=4).peak
+
+
+def test_adapters_need_memory_for_themselves_alone(tmp_path: Path) -> None:
+    shape = ModelShape.read(model(tmp_path))
+    found = predict(shape, settings(lora={"rank": 2}))
+    adapters = 2 * LAYERS * (4 * 2 * HIDDEN + 3 * (HIDDEN + INSIDE))
+    assert found.trained == adapters
+    assert found.parts["moments"] == 8 * adapters
+    some = predict(shape, settings(lora={"rank": 2, "targets": ["q_proj"]}))
+    assert some.trained == 2 * LAYERS * 2 * HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"num_attention_heads": 0}, "is damaged"),
+        ({"vocab_size": "many"}, "is damaged"),
+    ],
+)
+def test_a_config_without_sizes_is_named(changes: dict[str, Any], part: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=part) as caught:
+        ModelShape.read(model(tmp_path, **changes))
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_a_model_without_safetensors_is_named(tmp_path: Path) -> None:
+    (model(tmp_path) / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has no safetensors"):
+        ModelShape.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "gpus", "part"),
+    [({"context": 3}, 4, "does not divide the trainer's 4 ranks"), ({"context": 8}, 8, "4 heads and 4 key heads")],
+)
+def test_a_layout_that_is_impossible_is_named(parallel: dict[str, int], gpus: int, part: str, tmp_path: Path) -> None:
+    shape = ModelShape.read(model(tmp_path))
+    with pytest.raises(ConfigError, match=part):
+        predict(shape, settings(parallel=parallel), gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [("h100", 80), ("nvidia_h200", 141), ("a100_80gb", 80), ("1g.10gb", 10), ("a100", None), (None, None)],
+)
+def test_the_name_of_a_gpu_may_say_its_memory(name: str | None, memory: float | None) -> None:
+    assert gpu_memory(name) == memory
+
+
+def test_experts_are_divided_among_their_ranks(tmp_path: Path) -> None:
+    shapes = {f"model.layers.0.mlp.experts.{n}.up_proj.weight": (32, HIDDEN) for n in range(4)}
+    folder = model(tmp_path, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    headers(folder / "experts.safetensors", shapes)
+    shape = ModelShape.read(folder)
+    assert shape.all_experts == shape.expert == 4 * 32 * HIDDEN
+    whole, divided = (predict(shape, settings(parallel={"expert": n}), gpus=4) for n in (1, 4))
+    assert whole.parts["parameters"] == divided.parts["parameters"] == math.ceil(2 * shape.total / 4)
+    assert whole.moments["layers"]["gathered"] - divided.moments["layers"]["gathered"] == 2 * 2 * shape.expert
