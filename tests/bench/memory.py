@@ -1,6 +1,6 @@
 """Compare the predicted memory of training with torch's own count of every tensor of the real trainer.
 
-    $MEGAFLOW_ENGINE_VENV/bin/python -m tests.bench.memory [--model NAME] [--gpus N] [--tokens T] [--layers N] [--json]
+    $MEGAFLOW_ENGINE_VENV/bin/python -m tests.bench.memory [--large] [--model NAME] [--gpus N] [--layers N] [--json]
 
 The trainer's model, sharding, attention, loss and optimizer run one micro-batch and one optimizer step of a training
 that has run for some steps, on one rank of N. Tensors are fake: they have shapes and devices, and no data
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch  # type: ignore[import-not-found]
@@ -86,19 +87,39 @@ MODELS: dict[str, dict[str, Any]] = {
 """Sizes as in the models' config.json (Qwen3 technical report, arXiv 2505.09388, tables 1 and 2; the hidden sizes are
 those of THUDM/slime, scripts/models/qwen3-*.sh)."""
 TOKENS = (32_768, 131_072)
-GPU_GB = 80
 
 
-def settings_of(name: str, gpus: int, tokens: int) -> list[dict[str, Any]]:
-    """Return the settings that are compared: FSDP alone, and those for models that would not fit with it."""
-    found: list[dict[str, Any]] = [{}]
-    moe = "expert" if "A3B" in name else ""
-    if gpus > 1:
-        context = {"context": 4} if tokens < 100_000 else {"context": min(gpus, 4 if moe else 8)}
-        found.append({"parallel": context | ({"expert": 8} if moe else {})})
-        if name in ("Qwen3-32B", "Qwen3-30B-A3B") and gpus == 8:
-            found.append(found[-1] | {"optimizer": {"offload": True}})
-    return [{"microbatch": tokens} | settings for settings in found]
+class Case(NamedTuple):
+    """A model, and how it is trained."""
+
+    model: str
+    gpus: int
+    settings: dict[str, Any]
+
+
+def _case(model: str, gpus: int, tokens: int, offload: bool = False, **parallel: int) -> Case:
+    settings: dict[str, Any] = {"microbatch": tokens} | ({"parallel": parallel} if parallel else {})
+    return Case(model, gpus, settings | ({"optimizer": {"offload": True}} if offload else {}))
+
+
+LARGE = [
+    _case("Qwen3-30B-A3B", 8, 32_768, True, context=4, expert=8),
+    _case("Qwen3-32B", 8, 32_768, True, context=4),
+    _case("Qwen3-8B", 8, 131_072, context=4),
+    _case("Qwen3-30B-A3B", 16, 32_768, context=2, expert=8),
+    _case("Qwen3-32B", 16, 32_768, context=4),
+]
+"""The table of large models in docs/how-to/training.md."""
+
+
+def matrix(names: Sequence[str], gpus: Sequence[int], lengths: Sequence[int]) -> Iterator[Case]:
+    """Yield all combinations, each with FSDP alone and with the settings for models that would not fit with it."""
+    for name, ranks, tokens in itertools.product(names, gpus, lengths):
+        yield _case(name, ranks, tokens)
+        if ranks > 1:
+            experts = {"expert": 8} if "A3B" in name else {}
+            yield _case(name, ranks, tokens, context=4, **experts)
+            yield _case(name, ranks, tokens, True, context=4, **experts)
 
 
 # --- a checkpoint without weights ---
@@ -345,38 +366,38 @@ def _update(policy: Any, optimizer: Optimizer, tokens: int, device: Any) -> None
 # --- the table ---
 
 
-def compare(names: list[str], gpus: list[int], lengths: list[int], layers: int | None) -> Iterator[dict[str, Any]]:
+def compare(cases: Iterable[Case], layers: int | None) -> Iterator[dict[str, Any]]:
     """Yield predicted and tracked peaks of each case."""
     kept = prepare()
     ShardingPropagator._propagate_tensor_meta_non_cached = _untracked(
         ShardingPropagator._propagate_tensor_meta_non_cached
     )
     with tempfile.TemporaryDirectory(prefix="memory-") as place:
-        for name in names:
-            config = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
-            folder = save_headers(Path(place) / name, config)
-            shape = ModelShape.read(folder)
-            for ranks in gpus:
-                for tokens in lengths:
-                    for asked in settings_of(name, ranks, tokens):
-                        settings = PolicyTraining.model_validate(asked)
-                        found = predict(shape, settings, min(ranks, 8), max(ranks // 8, 1))
-                        peak = tracked(folder, settings, ranks)
-                        yield {
-                            "model": name,
-                            "gpus": ranks,
-                            "settings": asked,
-                            "moment": found.moment,
-                            "predicted": found.peak,
-                            "tracked": peak,
-                        }
+        for case in cases:
+            folder = Path(place) / case.model
+            if not folder.is_dir():
+                save_headers(folder, MODELS[case.model] | ({"num_hidden_layers": layers} if layers else {}))
+            settings = PolicyTraining.model_validate(case.settings)
+            found = predict(ModelShape.read(folder), settings, min(case.gpus, 8), max(case.gpus // 8, 1))
+            peak = tracked(folder, settings, case.gpus)
+            yield case._asdict() | {"moment": found.moment, "predicted": found.peak, "tracked": peak}
     del kept
+
+
+def row(case: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the line of a case in the table."""
+    settings = {**case["settings"].get("parallel", {}), **case["settings"].get("optimizer", {})}
+    words = ", ".join(f"{name}: {str(value).lower()}" for name, value in settings.items())
+    predicted, peak = case["predicted"] / 1e9, case["tracked"] / 1e9
+    ends = f"{predicted:.1f}", f"{peak:.1f}", f"{100 * (predicted / peak - 1):+.1f} %"
+    return case["model"], case["settings"]["microbatch"], case["gpus"], words, *ends
 
 
 def main() -> int:
     """Print a line for each case."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     parser = argparse.ArgumentParser(description="predicted and tracked memory of training")
+    parser.add_argument("--large", action="store_true", help="only the large models of docs/how-to/training.md")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of a row")
@@ -384,27 +405,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON line for each case")
     asked = parser.parse_args()
     rows = []
-    for case in compare(asked.model, asked.gpus, asked.tokens, asked.layers):
+    for case in compare(LARGE if asked.large else matrix(asked.model, asked.gpus, asked.tokens), asked.layers):
         if asked.json:
             print(json.dumps(case), flush=True)
-        settings = {k: v for k, v in case["settings"].items() if k != "microbatch"}
-        words = ", ".join(f"{k}: {v}" for inner in settings.values() for k, v in inner.items()) or "FSDP"
-        predicted, peak = case["predicted"] / 1e9, case["tracked"] / 1e9
-        rows.append(
-            (
-                case["model"],
-                f"{case['settings']['microbatch']:,}",
-                case["gpus"],
-                words if case["gpus"] > 1 else "",
-                f"{predicted:.1f}",
-                f"{peak:.1f}",
-                f"{100 * (predicted / peak - 1):+.1f} %",
-                "yes" if predicted <= GPU_GB else "no",
-            )
-        )
+        rows.append(row(case))
     if not asked.json:
-        head = ("model", "tokens", "GPUs", "settings", "predicted, GB", "tracked, GB", "difference", "fits 80 GB")
-        say(table(head, rows))
+        say(table(("model", "tokens", "GPUs", "settings", "predicted, GB", "tracked, GB", "difference"), rows))
     return 0
 
 

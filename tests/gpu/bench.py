@@ -172,9 +172,8 @@ class Bench:
 
     def _predicted(self, tokens: int, recompute: bool) -> dict[str, Any]:
         try:
-            from megaflow_hpc.training.memory import ModelShape, predict  # type: ignore[import-not-found]
-
             from megaflow_hpc.config.training import PolicyTraining
+            from megaflow_hpc.training.memory import ModelShape, predict  # type: ignore[import-not-found]
         except ImportError as error:
             return {"predicted_gb": None, "why": _about(error)}
         settings = PolicyTraining(microbatch=tokens, recompute=recompute)

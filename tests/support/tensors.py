@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def safetensors(content: bytes, name: str = "w") -> bytes:
@@ -25,3 +26,22 @@ def headers(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)
+
+
+def model_without_weights(folder: Path, **config: Any) -> Path:
+    """Writes ``config.json`` and the header of the weights of a dense model. A size of ``None`` is left out."""
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "vocab_size": 1000}
+    sizes |= {name: size for name, size in config.items() if name in sizes and isinstance(size, int)}
+    hidden, inside = sizes["hidden_size"], sizes["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (sizes["vocab_size"], hidden)}
+    shapes["model.norm.weight"] = (hidden,)
+    for number in range(sizes["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        shapes |= {f"{layer}.self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"}
+        shapes |= {f"{layer}.mlp.{name}_proj.weight": (inside, hidden) for name in ("gate", "up", "down")}
+        shapes |= {f"{layer}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    folder.mkdir(parents=True, exist_ok=True)
+    headers(folder / "model.safetensors", shapes)
+    said = {"num_attention_heads": 4, "model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **config}
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in said.items() if value is not None}))
+    return folder

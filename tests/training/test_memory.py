@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,30 +11,15 @@ import pytest
 from megaflow_hpc.config.training import PolicyTraining
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.memory import ModelShape, gpu_memory, predict
-from tests.support.tensors import headers
+from tests.support.tensors import headers, model_without_weights
 
 HIDDEN, INSIDE, LAYERS, WORDS = 64, 192, 3, 1000
 
 
 def model(folder: Path, **changes: Any) -> Path:
     """Write a model of three layers without its weights."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (WORDS, HIDDEN), "model.norm.weight": (HIDDEN,)}
-    for number in range(LAYERS):
-        layer = f"model.layers.{number}"
-        shapes |= {f"{layer}.self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
-        shapes |= {f"{layer}.mlp.{name}_proj.weight": (INSIDE, HIDDEN) for name in ("gate", "up", "down")}
-        shapes |= {f"{layer}.{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
-    headers(folder / "model.safetensors", shapes)
-    config = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": INSIDE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "vocab_size": WORDS,
-        "max_position_embeddings": 4096,
-    }
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in (config | changes).items() if v is not None}))
-    return folder
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INSIDE, "num_hidden_layers": LAYERS, "vocab_size": WORDS}
+    return model_without_weights(folder, **sizes | changes)
 
 
 def settings(**changes: Any) -> PolicyTraining:
@@ -124,3 +108,18 @@ def test_experts_are_divided_among_their_ranks(tmp_path: Path) -> None:
     whole, divided = (predict(shape, settings(parallel={"expert": n}), gpus=4) for n in (1, 4))
     assert whole.parts["parameters"] == divided.parts["parameters"] == math.ceil(2 * shape.total / 4)
     assert whole.moments["layers"]["gathered"] - divided.moments["layers"]["gathered"] == 2 * 2 * shape.expert
+
+
+@pytest.mark.parametrize(
+    ("tokens", "recompute", "measured"), [(8192, False, 46), (32_768, False, 127), (8192, True, 20), (32_768, True, 26)]
+)
+def test_peaks_that_were_measured_on_a_gpu_are_predicted(
+    tokens: int, recompute: bool, measured: int, tmp_path: Path
+) -> None:
+    """The GB are those of docs/reference/benchmarks.md, measured on an H200 before AdamW had made its moments."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151_936}
+    folder = model_without_weights(tmp_path, num_attention_heads=16, num_key_value_heads=8, head_dim=128, **sizes)
+    names = {f"model.layers.{n}.self_attn.{x}_norm.weight": (128,) for n in range(28) for x in "qk"}
+    headers(folder / "norms.safetensors", names)
+    found = predict(ModelShape.read(folder), settings(microbatch=tokens, recompute=recompute))
+    assert (found.peak - found.parts["moments"]) / 1e9 == pytest.approx(measured, rel=0.1)

@@ -14,6 +14,7 @@ from megaflow_hpc.campaign.planning.agents import check_agents
 from megaflow_hpc.campaign.planning.gpu_sharing import check_gpu_types, check_sharing, sleeping
 from megaflow_hpc.campaign.planning.methods import check_methods
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
+from megaflow_hpc.campaign.planning.training_memory import check_memory
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
@@ -141,7 +142,8 @@ def read(
             draft.policies[name] = absolute(policy, base, where, name, bool(config.models))
     if config.training:
         _read_training(draft, config, base, where)
-        draft.warnings += _long_rows(draft, where)
+        with draft.noting():
+            draft.warnings += check_memory(draft.config, base, where)
     unloadable = check_models(draft.policies, draft.config, where)
     if config.slurm.check:
         draft.mistakes += unloadable
@@ -164,25 +166,6 @@ def read(
     _open_images(draft, base, where)
     _read_tasks(draft, base, where, only, watch, most)
     return draft
-
-
-def _long_rows(draft: Draft, where: Where) -> list[str]:
-    """Warns if a server's longest sequence needs more memory in training than ``microbatch`` allows for."""
-    training, lines = draft.config.training, []
-    for name, settings in training.policies.items() if training else ():
-        model = draft.policies[name].model if name in draft.policies else None
-        for args in [model.args, *(kind.get("args") or {} for kind in model.also)] if model else ():
-            given = {str(key).replace("_", "-"): value for key, value in args.items()}
-            longest = given.get("max-model-len", given.get("context-length"))  # of vLLM and SGLang
-            if training and training.over_length and isinstance(longest, int):
-                longest = min(longest, training.over_length.longest)
-            if isinstance(longest, int) and longest > settings.microbatch:
-                lines.append(
-                    f"{where(f'training.policies.{name}.microbatch')}: {settings.microbatch} tokens, but the servers "
-                    f"allow sequences of {longest}: a longer sequence is trained in a row of its own, and left out if "
-                    "the memory of one GPU does not suffice; write max-model-len or training.data: over_length"
-                )
-    return list(dict.fromkeys(lines))
 
 
 def _read_training(draft: Draft, config: CampaignConfig, base: Path, where: Where) -> None:

@@ -1,11 +1,13 @@
-"""``training skip`` and ``training set``: amend the steps of a training that are not committed yet."""
+"""``training fit`` predicts the memory of a training; ``skip`` and ``set`` amend its steps that are not committed."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import note, print_json, say
-from megaflow_hpc.cli.values import whole, zero_or_more
+from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.values import above_zero, whole, zero_or_more
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import amendments
@@ -13,17 +15,43 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
 
+if TYPE_CHECKING:
+    from megaflow_hpc.campaign.planning.training_memory import Fit
+
 SETTINGS = {"lr": zero_or_more, "microbatch": whole(1), "steps": whole(1)}
 """Name of each setting that can be changed → function that parses its value."""
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``training`` with skip and set."""
+    """Adds ``training`` with fit, skip and set."""
     verbs = add_group(
         subparsers,
         "training",
-        "skip a step of a training, or change its learning rate, row size or length",
-        examples=["training skip RUN 12", "training set RUN lr=5e-7"],
+        "predict the memory of a training, leave a step out, or change its settings",
+        examples=["training fit campaign.yaml", "training skip RUN 12", "training set RUN lr=5e-7"],
+    )
+    fit = add_verb(
+        verbs,
+        "fit",
+        _fit,
+        "predict the memory that a training needs",
+        examples=["training fit campaign.yaml", "training fit campaign.yaml --gpus 8 --gpu-memory 80 --json"],
+        description="Computes the peak memory of each GPU by its parts, the memory of a node, and the sizes of "
+        "checkpoints and weight versions, from the model's config.json and the headers of its safetensors. It needs "
+        "neither torch nor a GPU. Experts are assumed to get equal numbers of tokens; add some GB for the CUDA "
+        "context, NCCL and fragmentation. If it does not fit, changes with which it would are named.",
+    )
+    fit.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML) with a section training")
+    fit.add_argument("--gpus", type=whole(1), metavar="N", help="GPUs on each node; default: slurm.trainer.gpus")
+    fit.add_argument("--nodes", type=whole(1), metavar="N", help="nodes; default: slurm.trainer.nodes")
+    fit.add_argument(
+        "--gpu-memory",
+        type=above_zero,
+        metavar="GB",
+        help="of a GPU; default: by slurm.trainer.gpu_type, if it says so",
+    )
+    fit.add_argument(
+        "--bandwidth", type=above_zero, metavar="GB", help="GB a second that the file system writes, to print seconds"
     )
     skip = add_verb(
         verbs,
@@ -62,6 +90,78 @@ def _setting(text: str) -> tuple[str, float | int]:
     if name not in SETTINGS or not value:
         raise argparse.ArgumentTypeError(f"{text}: expected {', '.join(f'{name}=…' for name in SETTINGS)}")
     return name, SETTINGS[name](value)
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.facade import Campaign
+    from megaflow_hpc.campaign.planning.training_memory import fit_of, model_of
+
+    campaign = Campaign.from_yaml(arguments.campaign)
+    config = campaign.config
+    if config.training is None:
+        raise ConfigError(f"{arguments.campaign}: has no section training; add one, or name another file")
+    found = []
+    for name in config.training.policies:
+        fit = fit_of(config, name, model_of(config, name, campaign.base), arguments.gpus, arguments.nodes)
+        found.append(replace(fit, gpu_gb=arguments.gpu_memory) if arguments.gpu_memory else fit)
+    if arguments.json:
+        print_json([_fit_facts(fit, arguments.bandwidth) for fit in found])
+    else:
+        say("\n\n".join(_fit_page(fit, arguments.bandwidth) for fit in found))
+    return 0
+
+
+def _fit_facts(fit: Fit, bandwidth: float | None) -> dict[str, Any]:
+    found = fit.predict()
+    facts: dict[str, Any] = {
+        "policy": fit.policy,
+        "model": fit.model.name,
+        "parameters": fit.model.total,
+        "trained": found.trained,
+        "nodes": fit.nodes,
+        "gpus": fit.gpus,
+        "microbatch": fit.settings.microbatch,
+        "gpu_bytes": found.peak,
+        "moment": found.moment,
+        "moments": found.moments,
+        "node_bytes": {"load": found.load, "training": found.node},
+        "checkpoint_bytes": found.checkpoint,
+        "version_bytes": found.version,
+        "fits": fit.fits,
+        "remedies": fit.remedies() if fit.fits is False else [],
+    }
+    if bandwidth:
+        facts["seconds"] = {name: facts[f"{name}_bytes"] / bandwidth / 1e9 for name in ("checkpoint", "version")}
+    return facts
+
+
+def _fit_page(fit: Fit, bandwidth: float | None) -> str:
+    facts = _fit_facts(fit, bandwidth)
+    found, names = fit.predict(), list(fit.predict().moments)
+    parts = dict.fromkeys(part for moment in found.moments.values() for part in moment if moment[part])
+    rows = [(part, *(f"{found.moments[name].get(part, 0) / 1e9:.1f}" for name in names)) for part in parts]
+    rows.append(("together", *(f"{sum(found.moments[name].values()) / 1e9:.1f}" for name in names)))
+    where = f"{fit.nodes} × {fit.gpus} GPUs" if fit.gpus else "a CPU"
+    lines = [
+        f"{fit.policy}: {fit.model.name}, {fit.model.total / 1e9:.2f} billion parameters, rows of "
+        f"{fit.settings.microbatch} tokens, {where}",
+        "",
+        table(("GB of a GPU" if fit.gpus else "GB", *names), rows),
+        "",
+        f"node while loading: {found.load / 1e9:.1f} GB; while training: {found.node / 1e9:.1f} GB",
+    ]
+    for name in ("checkpoint", "version"):
+        written = f", {facts['seconds'][name]:.0f} s at {bandwidth:g} GB/s" if bandwidth else ""
+        lines.append(f"{name}: {facts[f'{name}_bytes'] / 1e9:.1f} GB{written}")
+    peak = f"peak of a GPU: {found.peak / 1e9:.1f} GB ({found.moment})"
+    if fit.fits is None:
+        lines.append(f"{peak}; its memory is unknown (--gpu-memory)")
+    elif fit.fits:
+        lines.append(f"{peak}: fits {fit.gpu_gb:g} GB")
+    else:
+        enough = "; ".join(facts["remedies"]) or "more GPUs, or larger ones"
+        lines.append(f"{peak}: does not fit {fit.gpu_gb:g} GB; enough would be one of: {enough}")
+    return "\n".join(lines)
 
 
 def _skip(arguments: argparse.Namespace) -> int:

@@ -62,7 +62,7 @@ class Grid:
         Raises:
             ConfigError: transformers cannot divide this model like this.
         """
-        _check(self.layout, causal)
+        check_model(self.layout, causal)
         causal.tie_weights()  # FSDP must know which parameters are the same
         expert_modules = self._split(causal)
         if self.layout.replicas * self.layout.sharded > 1:
@@ -145,7 +145,7 @@ class Grid:
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while reducing
 
 
-def _check(layout: Layout, causal: Any) -> None:
+def check_model(layout: Layout, causal: Any) -> None:
     """Checks that a model can be divided like this.
 
     Raises:

@@ -26,8 +26,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig  # type: ignore
 from transformers.conversion_mapping import get_model_conversion_mapping  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.layout import Layout
 from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup
-from megaflow_hpc.training.trainer.sharding import Grid, Layout
+from megaflow_hpc.training.trainer.sharding import Grid, check_model
 
 VERSION = "0.1.12"
 """The version whose interfaces this module uses."""
@@ -106,7 +107,7 @@ def divided(config: Any, source: Path, dtype: str, ranks: ProcessGroup, layout: 
     logging.getLogger("veomni").setLevel(logging.WARNING)
     with torch.device("meta"):
         plain = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](deepcopy(config))  # it would set its own kernels there
-    layout.check(plain)
+    check_model(layout, plain)
     device = ranks.device.type
     kernels = OpsImplementationConfig(**_kernels(device, dtype))
     if ranks.count == 1:

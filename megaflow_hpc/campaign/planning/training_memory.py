@@ -1,0 +1,212 @@
+"""Checks that trained policies fit the trainer's GPUs, before any job is queued."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.campaign.planning.model_paths import Where
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config.training import PolicyTraining
+from megaflow_hpc.errors import ConfigError, Mistakes
+from megaflow_hpc.training.layout import Layout
+from megaflow_hpc.training.memory import ModelShape, Prediction, gpu_memory, predict
+
+SUSPICIOUS_GB = 80
+"""Peak of a GPU, in GB, above which a campaign that does not say its GPUs' memory gets a warning."""
+MAX_REMEDIES = 4
+MIN_ROW = 1024
+"""Fewest tokens of a row that are proposed."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A trained policy on its GPUs."""
+
+    policy: str
+    model: ModelShape
+    settings: PolicyTraining
+    nodes: int
+    gpus: int
+    """GPUs on each node. 0: one process on CPUs."""
+    gpu_gb: float | None
+    """Memory of a GPU in GB (10^9 bytes); ``None`` if unknown."""
+
+    def predict(self, tokens: int | None = None) -> Prediction:
+        """Predicts the memory, for rows of ``microbatch`` or of other numbers of tokens.
+
+        Raises:
+            ConfigError: ``parallel`` does not divide the ranks or the model's heads.
+        """
+        return predict(self.model, self.settings, self.gpus, self.nodes, tokens)
+
+    @property
+    def fits(self) -> bool | None:
+        """True if the policy fits; ``None`` if the memory of a GPU is unknown."""
+        return None if self.gpu_gb is None else self.predict().peak <= self.gpu_gb * 1e9
+
+    def remedies(self) -> list[str]:
+        """Returns changes of the campaign file with which the policy fits. Each is enough by itself."""
+        found = []
+        for family in self._changes():
+            for words, changes in family:
+                try:
+                    if self._with(changes).fits:
+                        found.append(words)
+                        break
+                except ConfigError:
+                    continue  # impossible with this model or these ranks
+        return found[:MAX_REMEDIES]
+
+    def _changes(self) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+        """Yields families of changes, each from the smallest to the largest."""
+        settings, powers = self.settings, [2**n for n in range(1, 8)]
+        expert = {"expert": min(self.gpus, self.model.experts)} if self.model.experts and self.gpus > 1 else {}
+        wider = [{"context": n} for n in powers if settings.parallel.context < n <= self.nodes * self.gpus]
+        offload = {"optimizer": {"offload": True}}
+        yield [("recompute: true", {"recompute": True})]
+        yield [(f"parallel.{_words(expert)}", {"parallel": expert})] if expert else []
+        yield [(f"parallel.{_words(change)}", {"parallel": change}) for change in wider]
+        yield [("optimizer.offload: true", offload)]
+        both = [change | expert for change in wider]
+        yield [(f"parallel: {{{_words(change)}}} and optimizer.offload: true", {"parallel": change} | offload)
+               for change in both]  # fmt: skip
+        yield [(f"slurm.trainer.nodes: {n}", {"nodes": n}) for n in powers if n > self.nodes]
+        parts = [settings.microbatch // n for n in powers]
+        yield [(f"microbatch: {n}", {"microbatch": n}) for n in parts if n >= MIN_ROW]
+        yield [("lora: {}", {"lora": {}})] if not settings.lora else []
+
+    def _with(self, changes: Mapping[str, Any]) -> Fit:
+        """Returns a copy with other settings. Sections are merged."""
+        settings = self.settings.model_dump()
+        changes = dict(changes)
+        nodes = changes.pop("nodes", self.nodes)
+        for key, value in changes.items():
+            settings[key] = settings[key] | value if isinstance(settings[key], dict) else value
+        try:
+            return replace(self, settings=PolicyTraining.model_validate(settings), nodes=nodes)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+def fit_of(config: CampaignConfig, name: str, model: Path, gpus: int | None = None, nodes: int | None = None) -> Fit:
+    """Returns a trained policy on its GPUs.
+
+    Args:
+        model: directory of the model from which training starts.
+        gpus: GPUs on each node, in place of ``slurm.trainer.gpus``.
+        nodes: in place of ``slurm.trainer.nodes``.
+
+    Raises:
+        ConfigError: the model's sizes cannot be read, or another engine trains.
+    """
+    assert config.training
+    trainer = config.slurm.trainer
+    if trainer.kind != "own":
+        raise ConfigError(
+            f"slurm.trainer.kind: {trainer.kind}: memory is predicted for this package's own trainer only; write own"
+        )
+    settings, memory = config.training.policies[name], gpu_memory(trainer.gpu_type)
+    shape = ModelShape.read(model)
+    return Fit(name, shape, settings, nodes or trainer.nodes, trainer.gpus if gpus is None else gpus, memory)
+
+
+def model_of(config: CampaignConfig, name: str, base: Path) -> Path:
+    """Returns the directory of the model from which a policy's training starts.
+
+    Raises:
+        ConfigError: the campaign names none.
+    """
+    assert config.training
+    policy = config.policies().get(name)
+    path = config.training.policies[name].base or (policy.model.path if policy and policy.model else None)
+    if not path:
+        raise ConfigError(f"policy {name!r} has no model path; set training.policies.{name}.base")
+    return (base / os.path.expanduser(os.path.expandvars(path))).absolute()
+
+
+def check_memory(config: CampaignConfig, base: Path, where: Where) -> list[str]:
+    """Checks the layouts and the memory of trained policies. Returns warnings.
+
+    The memory of a model that is not here, or whose config lacks sizes, is not checked.
+
+    Args:
+        base: directory of the campaign file.
+
+    Raises:
+        Mistakes: a layout is impossible, or a policy does not fit. Each message names what would fit.
+    """
+    mistakes, warnings, training = list[str](), list[str](), config.training
+    if training is None or training.trainer:
+        return warnings  # a function of the user's trains in its own way
+    trainer = config.slurm.trainer
+    for name, settings in training.policies.items():
+        key = f"training.policies.{name}"
+        fit = found = None
+        try:
+            Layout(trainer.nodes * max(trainer.gpus, 1), **settings.parallel.model_dump())
+            with contextlib.suppress(ConfigError):  # whether the model can be loaded is checked elsewhere
+                fit = fit_of(config, name, model_of(config, name, base))
+            found = fit.predict() if fit else None
+        except ConfigError as error:
+            mistakes.append(f"{where(f'{key}.parallel')}: {key}.{error}")
+            continue
+        if fit and found and not fit.fits and trainer.gpus:
+            needs = f"{where(f'{key}.microbatch')}: {key}: {_needs(fit, found, settings.microbatch)}"
+            if fit.gpu_gb is not None:
+                mistakes.append(f"{needs}; {_enough(fit)}")
+            elif found.peak > SUSPICIOUS_GB * 1e9:
+                warnings.append(f"{needs}; megaflow-hpc training fit shows its parts, and what is enough")
+        if found and trainer.mem_gb and (most := max(found.load, found.node) / 1e9) > trainer.mem_gb:
+            warnings.append(
+                f"{where('slurm.trainer.mem_gb')}: slurm.trainer.mem_gb: {trainer.mem_gb:g}: policy {name!r} needs "
+                f"about {most:.0f} GB of a node, with the copy of a checkpoint that is being written; raise it"
+            )
+        warnings += _long_rows(config, name, fit, where)
+    if mistakes:
+        raise Mistakes(mistakes)
+    return list(dict.fromkeys(warnings))
+
+
+def _long_rows(config: CampaignConfig, name: str, fit: Fit | None, where: Where) -> Iterator[str]:
+    """Warns if a server's longest sequence may need more memory in training than ``microbatch`` allows for."""
+    training, policy = config.training, config.policies().get(name)
+    model = policy.model if policy else None
+    assert training
+    settings = training.policies[name]
+    for args in [model.args, *(kind.get("args") or {} for kind in model.also)] if model else ():
+        given = {str(key).replace("_", "-"): value for key, value in args.items()}
+        longest = given.get("max-model-len", given.get("context-length"))  # of vLLM and SGLang
+        if training.over_length and isinstance(longest, int):
+            longest = min(longest, training.over_length.longest)
+        if not isinstance(longest, int) or longest <= settings.microbatch:
+            continue
+        memory = "the memory of one GPU does not suffice"
+        if fit and fit.gpu_gb is not None:
+            found = fit.predict(longest)
+            if found.peak <= fit.gpu_gb * 1e9:
+                continue
+            memory = f"it does not fit: {_needs(fit, found, longest)}"
+        yield (
+            f"{where(f'training.policies.{name}.microbatch')}: {settings.microbatch} tokens, but the servers allow "
+            f"sequences of {longest}: a longer sequence is trained in a row of its own, and left out if {memory}; "
+            "write max-model-len or training.data: over_length"
+        )
+
+
+def _needs(fit: Fit, found: Prediction, tokens: int) -> str:
+    has = "unknown memory" if fit.gpu_gb is None else f"{fit.gpu_gb:g} GB"
+    return f"a row of {tokens} tokens needs {found.peak / 1e9:.0f} GB of each GPU, which has {has}"
+
+
+def _enough(fit: Fit) -> str:
+    remedies = fit.remedies()
+    return f"enough would be one of: {'; '.join(remedies)}" if remedies else "use more GPUs, or larger ones"
+
+
+def _words(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}: {size}" for name, size in sizes.items())
