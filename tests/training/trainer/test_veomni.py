@@ -37,7 +37,7 @@ from megaflow_hpc.training.trainer import checkpoint, loop
 from megaflow_hpc.training.trainer.loop import TrainingLoop
 from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
-from megaflow_hpc.training.trainer.sharding import Layout
+from megaflow_hpc.training.layout import Layout
 from tests.support.training import VOCABULARY, Pods, training_run
 
 ROWS = [[7, 33, 1], [2, 60], [24, 9, 5], [31]]
