@@ -70,7 +70,7 @@ def read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Polic
             f"slurm.trainer.kind: veomni needs VeOmni {VERSION} in the trainer's environment, which has {found}; "
             f"run there: pip install --no-deps veomni=={VERSION}"
         )
-    # VeOmni runs a model's own code, and unpickles weights.
+    # Neither a model's own code nor pickled weights are loaded, though VeOmni could.
     if "auto_map" in (source / "config.json").read_text():
         raise ConfigError(f"{source}: its config.json names its own Python code (auto_map), which is not run")
     if not any(source.glob("*.safetensors")):
