@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import shutil
@@ -34,7 +33,7 @@ import tiny_model
 from operations import OPERATIONS
 from searches import SEARCHES
 
-FORMAT = 3
+FORMAT = 4
 """Version of the files made. Increase it when a change here or of the tasks makes other files of the same settings."""
 ANSWER = 24
 """Maximum number of tokens in an answer; the agent's limit."""
@@ -66,6 +65,7 @@ class Teaching:
     spoiled: float
     """Share of commands with a slip, of the last turn; a third of it in earlier turns."""
     batch: int = 64
+    """Conversations in an update."""
     microbatch: int = 8192
     dtype: str = "float32"
     threads: int = 1
@@ -74,11 +74,11 @@ class Teaching:
 
 TEACHING: Mapping[tuple[str, int], Teaching] = {
     ("tiny", 1): Teaching(batches=200, rate=2e-3, right=0.85, spoiled=0.9),
-    ("tiny", 2): Teaching(batches=150, rate=2e-3, right=0.85, spoiled=0.85),
-    ("tiny", 3): Teaching(batches=200, rate=2e-3, right=0.9, spoiled=0.87),
+    ("tiny", 2): Teaching(batches=150, rate=2e-3, right=0.85, spoiled=0.85, batch=32),
+    ("tiny", 3): Teaching(batches=200, rate=2e-3, right=0.9, spoiled=0.87, batch=24),
     **{
         ("smollm2", turns): Teaching(
-            batches=60, rate=5e-5, right=0.9, spoiled=0.75, batch=16, microbatch=2048, dtype="bfloat16", threads=2
+            batches=60, rate=5e-5, right=0.9, spoiled=0.75, batch=8, microbatch=2048, dtype="bfloat16", threads=2
         )
         for turns in (2, 3)
     },
@@ -158,10 +158,10 @@ def make(
 def _teach(base: Path, out: Path, lesson: Lesson, teaching: Teaching, seed: int) -> dict[str, Any]:
     """Trains the model at ``base`` on demonstrations, writes it to ``out``, and returns its report."""
     chance = random.Random(seed)
-    answers = teaching.batches * teaching.batch
+    conversations = teaching.batches * teaching.batch
     path = out.with_name("demonstrations.jsonl")
     with path.open("w", encoding="utf-8") as file:
-        for _ in range(math.ceil(answers / lesson.turns)):
+        for _ in range(conversations):
             file.write(json.dumps({"messages": _messages(*lesson.demonstration(teaching, chance))}) + "\n")
     options = {"lr": teaching.rate, "batch": teaching.batch, "microbatch": teaching.microbatch, "dtype": teaching.dtype}
     command = [sys.executable, "-m", "megaflow_hpc.training.trainer.warm_start", base, path, out]
@@ -175,7 +175,11 @@ def _teach(base: Path, out: Path, lesson: Lesson, teaching: Teaching, seed: int)
     began = time.monotonic()
     subprocess.run(command, env=environment, check=True)
     taught_s = time.monotonic() - began
-    return {"seconds": round(taught_s, 1), "rows": answers, "success": _success(out, lesson, teaching, seed)}
+    return {
+        "seconds": round(taught_s, 1),
+        "rows": conversations * lesson.turns,
+        "success": _success(out, lesson, teaching, seed),
+    }
 
 
 def _messages(instruction: str, turns: Demonstration) -> list[dict[str, str]]:
