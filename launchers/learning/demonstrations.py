@@ -75,7 +75,7 @@ class Teaching:
 TEACHING: Mapping[tuple[str, int], Teaching] = {
     ("tiny", 1): Teaching(batches=200, rate=2e-3, right=0.85, spoiled=0.9),
     ("tiny", 2): Teaching(batches=150, rate=2e-3, right=0.85, spoiled=0.85, batch=32),
-    ("tiny", 3): Teaching(batches=200, rate=2e-3, right=0.9, spoiled=0.87, batch=24),
+    ("tiny", 3): Teaching(batches=200, rate=2e-3, right=0.9, spoiled=0.9, batch=24),
     **{
         ("smollm2", turns): Teaching(
             batches=60, rate=5e-5, right=0.9, spoiled=0.75, batch=8, microbatch=2048, dtype="bfloat16", threads=2

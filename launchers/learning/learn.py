@@ -20,7 +20,7 @@ from typing import Any
 
 import curve
 
-STEPS = {1: 40, 2: 60, 3: 60}
+STEPS = {1: 40, 2: 80, 3: 80}
 """Number of turns → default number of steps of the tiny model."""
 TASKS = {1: "ShellTask", 2: "TwoTurns", 3: "ThreeTurns"}
 """Number of turns → class of the tasks in shell_tasks.py."""
