@@ -1,4 +1,4 @@
-"""Checksums of a weight version's files. The publisher writes them; engines that copy the version compare them.
+"""Checksums of a weight version's files. The publisher writes them, and engines compare their copies with them.
 
 ::
 
@@ -56,7 +56,7 @@ def write_checksums(folder: Path, known: Mapping[str, Checksum]) -> None:
 
 
 def read_checksums(folder: Path) -> dict[str, Checksum]:
-    """Returns the published checksums by file name. Empty if there are none.
+    """Returns the published checksums by file name. The mapping is empty without a checksum file.
 
     Raises:
         OSError, ValueError: The file cannot be read, or is damaged.

@@ -483,18 +483,17 @@ def _check_all(run: RunDir, steps: int, parameters: str) -> None:
     assert commit.step == steps
 
 
-@pytest.mark.slow
-def test_killed_at_random_instants_it_loses_no_group_and_takes_none_twice(tmp_path: Path) -> None:
-    kills = int(os.environ.get("MEGAFLOW_KILLS", "40"))
-    steps = kills // 2  # more steps than the killed processes can finish, so that most kills happen
-    training = {"staleness": 2, "batch": 3, "steps": steps}
-    run = training_run(tmp_path / "run", training, tasks=7, samples=2)
-    pods = pods_of(run)
-    draw, results = random.Random(1), FORK.Queue()
+def _train_with_kills(run: RunDir, pods: Pods, draw: random.Random, kills: int, batch: int, longest_s: float) -> str:
+    """Trains while pods work, and kills the trainer at random instants. Returns its parameters at the end.
+
+    Args:
+        longest_s: Maximum number of seconds from a trainer's start to its kill.
+    """
+    results = FORK.Queue()
     for life in range(kills + 1):
-        child = FORK.Process(target=_trainer, args=(run.path, 3, 0.02, results))
+        child = FORK.Process(target=_trainer, args=(run.path, batch, 0.02, results))
         child.start()
-        until = time.monotonic() + (draw.uniform(0.0, 0.2) if life < kills else 60)
+        until = time.monotonic() + (draw.uniform(0.0, longest_s) if life < kills else 60)
         while time.monotonic() < until and child.is_alive():
             pods.work()
             time.sleep(0.01)
@@ -502,8 +501,19 @@ def test_killed_at_random_instants_it_loses_no_group_and_takes_none_twice(tmp_pa
             break
         child.kill()
         child.join()
-    parameters = results.get(timeout=10)
+    parameters: str = results.get(timeout=10)
     child.join()
+    return parameters
+
+
+@pytest.mark.slow
+def test_killed_at_random_instants_it_loses_no_group_and_takes_none_twice(tmp_path: Path) -> None:
+    kills = int(os.environ.get("MEGAFLOW_KILLS", "40"))
+    steps = kills // 2  # more steps than the killed processes can finish, so that most kills happen
+    training = {"staleness": 2, "batch": 3, "steps": steps}
+    run = training_run(tmp_path / "run", training, tasks=7, samples=2)
+    pods = pods_of(run)
+    parameters = _train_with_kills(run, pods, random.Random(1), kills, batch=3, longest_s=0.2)
     _check_all(run, steps, parameters)
     assert len(TrainingFiles(run, "default").numbers(Commit)) == steps
 
@@ -536,20 +546,7 @@ def test_killed_at_random_instants_it_scores_all_and_borrows_the_newest_successe
     training |= {"policies": {"default": {"score": "tests.support.hash_trainer:repeated"}}}
     run = training_run(tmp_path / "run", training, tasks=3, samples=2)
     pods = pods_of(run, lambda r: float(r.sample_index == 1 and zlib.crc32(r.group_id.encode()) % 2))
-    draw, results = random.Random(2), FORK.Queue()
-    for life in range(9):
-        child = FORK.Process(target=_trainer, args=(run.path, 2, 0.02, results))
-        child.start()
-        until = time.monotonic() + (draw.uniform(0.0, 0.3) if life < 8 else 60)
-        while time.monotonic() < until and child.is_alive():
-            pods.work()
-            time.sleep(0.01)
-        if not child.is_alive():
-            break
-        child.kill()
-        child.join()
-    parameters = results.get(timeout=10)
-    child.join()
+    parameters = _train_with_kills(run, pods, random.Random(2), kills=8, batch=2, longest_s=0.3)
     _check_all(run, 12, parameters)
     assert _check_borrowed(TrainingFiles(run, "default"), 12) >= 3
 

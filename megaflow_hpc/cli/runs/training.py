@@ -137,7 +137,8 @@ def _fit_facts(fit: Fit, bandwidth: float | None) -> dict[str, Any]:
 
 def _fit_page(fit: Fit, bandwidth: float | None) -> str:
     facts = _fit_facts(fit, bandwidth)
-    found, names = fit.predict(), list(fit.predict().moments)
+    found = fit.predict()
+    names = list(found.moments)
     parts = dict.fromkeys(part for moment in found.moments.values() for part in moment if moment[part])
     rows = [(part, *(f"{found.moments[name].get(part, 0) / 1e9:.1f}" for name in names)) for part in parts]
     rows.append(("together", *(f"{sum(found.moments[name].values()) / 1e9:.1f}" for name in names)))

@@ -307,7 +307,7 @@ class WeightCopies:
                 self._drop(copy, peer)
 
     def _link(self, copy: _Copy, name: str, used: list[_Peer]) -> str:
-        """Makes the file a hard link to a copy on this node. Returns its SHA-256, empty if there is none."""
+        """Makes the file a hard link to a copy on this node. Returns its SHA-256, or an empty string without a copy."""
         file, path = copy.files[name], copy.folder / name
         while copy.peers and (peer := copy.peers[0]).endpoint.node == self._own.node:
             if answer := self._ask(copy, name, file.expected.size):

@@ -12,15 +12,14 @@ SCRIPT = r'''
 import json
 from pathlib import Path
 import torch, transformers
-from safetensors import safe_open
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.distributed.sharding_utils import DtensorShardOperation
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.trainer import checkpoint
 from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
+from tests.support.divided import distance, learn, make_models, masters, stored_tensors as tensors, whole
 
-ROWS = [[7, 33, 1], [2, 60], [24, 9, 5], [31]]
 LORA = {"rank": 4, "alpha": 8, "targets": "all-linear"}
 ALONE = ProcessGroup()
 CASES = {
@@ -45,35 +44,8 @@ WRONG = {
 
 
 def prepare():
-    common = dict(
-        vocab_size=260, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        intermediate_size=96, bos_token_id=1, eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**common)).save_pretrained("dense")
-    Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True)).save_pretrained("tied")
-    moe = Qwen3MoeConfig(**common, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2)
-    Qwen3MoeForCausalLM(moe).save_pretrained("moe")
+    make_models()
     GPT2LMHeadModel(GPT2Config(vocab_size=260, n_embd=32, n_layer=1, n_head=4)).save_pretrained("gpt2")
-
-
-def row(lengths, seed):
-    """Tokens, positions, offsets, and every second token that may be judged."""
-    tokens = torch.randint(0, 260, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    offsets = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    return tokens, positions, offsets, (positions > 0).nonzero()[::2, 0]
-
-
-@torch.no_grad()
-def whole(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
-def distance(a, b):
-    """Largest difference, as a share of the largest entry."""
-    assert a.keys() == b.keys()
-    return max(float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1e-30)) for n in a)
 
 
 def start(ranks, name, parallel, lora=None, **options):
@@ -84,33 +56,6 @@ def start(ranks, name, parallel, lora=None, **options):
         if "lora_B" in parameter_name:  # zero at first, with no gradient for A
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
     return Optimizer(policy, 1e-4, **options)
-
-
-def learn(optimizer, ranks, copies=1):
-    """One step. Returns the loss over all rows, the gradients and their norm."""
-    total = 0.0
-    place, count = ranks.rank // copies, ranks.count // copies
-    for seed, lengths in list(enumerate(ROWS))[place::count]:
-        tokens, positions, offsets, where = row(lengths, seed)
-        logprobs, entropies = optimizer.policy(tokens, positions, offsets, where)
-        loss = (logprobs * torch.linspace(0.5, 1.5, len(tokens))).sum() + 0.3 * (entropies * positions.sin()).sum()
-        loss.backward()
-        total += float(loss.detach())
-    total = sum(ranks.gather(total)[::copies])
-    optimizer.reduce()
-    return total, {n: whole(m.grad) for n, m in optimizer.masters.items()}, optimizer.step()
-
-
-def masters(optimizer):
-    return {name: whole(master) for name, master in optimizer.masters.items()}
-
-
-def tensors(folder):
-    found = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}
-    return found
 
 
 def kinds(folder):

@@ -27,8 +27,7 @@ from pathlib import Path
 
 warnings.simplefilter("ignore")
 import torch
-from safetensors import safe_open
-from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.trainer import veomni
@@ -37,10 +36,10 @@ from megaflow_hpc.training.trainer import checkpoint, loop
 from megaflow_hpc.training.trainer.loop import TrainingLoop
 from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
+from tests.support.divided import distance, learn, make_models, masters, stored_tensors as tensors
 from megaflow_hpc.training.layout import Layout
 from tests.support.training import VOCABULARY, Pods, training_run
 
-ROWS = [[7, 33, 1], [2, 60], [24, 9, 5], [31]]
 ALONE = ProcessGroup()
 CASES = {
     "context": ("dense", {"context": 2}),
@@ -55,63 +54,8 @@ TRAINING = {
 }
 
 
-def prepare():
-    common = dict(
-        vocab_size=260, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        intermediate_size=96, bos_token_id=1, eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**common)).save_pretrained("dense")
-    Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True)).save_pretrained("tied")
-    moe = Qwen3MoeConfig(**common, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2)
-    Qwen3MoeForCausalLM(moe).save_pretrained("moe")
-
-
-def row(lengths, seed):
-    """Tokens, positions, offsets, and every second token that may be judged."""
-    tokens = torch.randint(0, 260, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    return tokens, positions, [0, *torch.tensor(lengths).cumsum(0).tolist()], (positions > 0).nonzero()[::2, 0]
-
-
-@torch.no_grad()
-def whole(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
-def masters(optimizer):
-    return {name: whole(share) for name, share in optimizer.policy.shares(optimizer.masters).items()}
-
-
-def distance(a, b):
-    """Largest difference, as a share of the largest entry."""
-    assert a.keys() == b.keys()
-    return max(float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1e-30)) for n in a)
-
-
 def start(ranks, name, parallel, read=None):
     return Optimizer(load(name, "float32", ranks, recompute=True, parallel=parallel, read=read), 1e-4)
-
-
-def learn(optimizer, ranks, copies=1):
-    """Takes one step. Returns the loss over all rows, the gradients and their norm."""
-    total = 0.0
-    for seed, lengths in list(enumerate(ROWS))[ranks.rank // copies :: ranks.count // copies]:
-        tokens, positions, offsets, where = row(lengths, seed)
-        logprobs, entropies = optimizer.policy(tokens, positions, offsets, where)
-        loss = (logprobs * torch.linspace(0.5, 1.5, len(tokens))).sum() + 0.3 * (entropies * positions.sin()).sum()
-        loss.backward()
-        total += float(loss.detach())
-    total = sum(ranks.gather(total)[::copies])
-    return total, {n: whole(m.grad) for n, m in optimizer.masters.items()}, optimizer.step()
-
-
-def tensors(folder):
-    found = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}
-    return found
 
 
 def same(a, b):
@@ -249,7 +193,7 @@ def main():
     # With the preset epsilon, rounding decides which way a gradient of nearly nothing moves a weight.
     loop.Optimizer = functools.partial(plain, eps=1e-4)
     if ranks.first:
-        prepare()
+        make_models()
         ends, losses = sample()
     ranks.barrier()
     for name, values in CASES.items():
