@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from megaflow_hpc.config.sections import AgentConfig, Section
+from megaflow_hpc.config.sections import AgentConfig, Section, listed
 from megaflow_hpc.config.slurm import GPU_TYPE, digits_as_text
 
 MAX_SERVERS = 10_000
@@ -129,8 +129,8 @@ class ModelConfig(Section):
     """File with the API key of the ``external`` endpoint. Only its owner may read it (mode 0600). Default: no key."""
     script: str | None = None
     """YAML file with the answers of a ``scripted`` engine."""
-    agent: AgentConfig | None = None
-    """Agent of this policy. Default: the campaign's ``agent``."""
+    agent: tuple[AgentConfig, ...] = ()
+    """Agent of this policy, or a list of them. Default: the campaign's ``agent``."""
     samples: int | None = Field(None, ge=0)
     """Rollouts of each task under this policy. 0: the policy runs no tasks and only answers calls that name it. If it
     is trained, its steps use the groups of the other trained policies' steps. Default: the campaign's ``samples``."""
@@ -159,8 +159,8 @@ class ModelConfig(Section):
 
     @field_validator("agent", mode="before")
     @classmethod
-    def _bare_agent(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+    def _bare_agents(cls, value: Any) -> Any:
+        return listed(value)
 
     @model_validator(mode="before")
     @classmethod
@@ -219,7 +219,7 @@ class ModelConfig(Section):
         """Returns one section for each kind of server of this policy; empty for ``replay``, which needs no servers."""
         if self.engine == "replay":
             return []
-        common = {"also": (), "agent": None}
+        common: dict[str, Any] = {"also": (), "agent": ()}
         return [
             self.model_copy(update=common),
             *(ModelConfig.model_validate({**dict(self), **common, **other}) for other in self.also),

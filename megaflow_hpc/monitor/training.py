@@ -38,6 +38,8 @@ SHOWN = {
     "dropped/amended": "left_out",
 }
 """Commit metric → its name in the status."""
+BY_AGENT = "reward/"
+"""Prefix of the commit metrics that hold the mean reward of each of several agents."""
 
 
 @dataclass(frozen=True)

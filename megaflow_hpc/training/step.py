@@ -23,6 +23,7 @@ from megaflow_hpc.rundir.weights import Version, current, publish
 from megaflow_hpc.training.algorithms.samples import SCORE
 from megaflow_hpc.training.microbatch import Minibatch, split
 from megaflow_hpc.training.plan import Columns, PlannedRollout, StepPlan, TrainingFiles
+from megaflow_hpc.training.policy import TrainedPolicy
 from megaflow_hpc.trajectory import TokenSequence
 
 KEPT_CHECKPOINTS = 3
@@ -48,6 +49,8 @@ class Flow(Protocol):
     trainer: int
     rank: int
     ranks: int
+
+    trained: TrainedPolicy
 
     @property
     def policy(self) -> str:
@@ -156,6 +159,7 @@ class Step:
         ]
         return {
             "reward": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+            **self._by_agent(),
             **({"score": math.fsum(scores) / len(scores)} if scores else {}),
             "rollouts": len(plan.rollouts),
             "groups": len(set(self.groups)),
@@ -164,6 +168,20 @@ class Step:
             "staleness_max": max(stale, default=0),
             **{f"dropped/{cause}": count for cause, count in sorted(causes.items())},
         }
+
+    def _by_agent(self) -> dict[str, float]:
+        """Returns the mean reward of each agent and its number of rollouts, if the policy has several agents."""
+        agents = self._flow.trained.agents
+        if len(agents) < 2:
+            return {}
+        numbers: dict[str, float] = {}
+        for agent in agents:
+            own = [rollout for rollout in self.plan.rollouts if rollout.agent == agent.title and not rollout.replayed]
+            rewards = [rollout.reward for rollout in own if rollout.reward is not None]
+            numbers[f"rollouts/{agent.short_title}"] = len(own)
+            if rewards:
+                numbers[f"reward/{agent.short_title}"] = math.fsum(rewards) / len(rewards)
+        return numbers
 
     def publish(
         self,

@@ -89,7 +89,7 @@ async def measure(folder: Path, image: str, count: int, slots: int) -> str:
     totals: list[float] = []
     async with ApptainerProvider() as provider:
         services = Services(
-            config, {"nop": Policy(agent=AgentConfig(name="nop"))}, {"base": image}, provider, ModelGateway()
+            config, {"nop": Policy(agents=(AgentConfig(name="nop"),))}, {"base": image}, provider, ModelGateway()
         )
 
         async def one(number: int) -> None:

@@ -64,9 +64,9 @@ def test_the_stable_part_of_the_campaign_file_is_read(tmp_path: Path) -> None:
 
 def test_a_list_of_agents_gives_a_policy_each(tmp_path: Path) -> None:
     campaign = load(tmp_path, MINIMAL.replace("oracle", "[oracle, nop]"))
-    assert {name: policy.agent.name for name, policy in campaign.policies().items()} == {
-        "oracle": "oracle",
-        "nop": "nop",
+    assert {name: [agent.name for agent in policy.agents] for name, policy in campaign.policies().items()} == {
+        "oracle": ["oracle"],
+        "nop": ["nop"],
     }
 
 
@@ -76,8 +76,8 @@ def test_a_policy_may_bring_its_own_agent_samples_and_tasks(tmp_path: Path) -> N
         "  b: {engine: scripted, script: s, samples: 1, include: [x*], agent: nop}\n"
     )
     policies = load(tmp_path, MINIMAL + text).policies()
-    assert (policies["a"].samples, policies["a"].agent.name) == (4, "oracle")
-    assert (policies["b"].samples, policies["b"].agent.name, policies["b"].include) == (1, "nop", ("x*",))
+    assert (policies["a"].samples, policies["a"].agents[0].name) == (4, "oracle")
+    assert (policies["b"].samples, policies["b"].agents[0].name, policies["b"].include) == (1, "nop", ("x*",))
 
 
 def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:

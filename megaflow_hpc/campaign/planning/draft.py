@@ -18,7 +18,7 @@ from megaflow_hpc.campaign.planning.training_memory import check_memory
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
-from megaflow_hpc.config.sections import TaskSource
+from megaflow_hpc.config.sections import TaskSource, scaffold
 from megaflow_hpc.config.slurm import LIFTED
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
@@ -295,9 +295,10 @@ def expand(
         ConfigError: There are more than ``most``. They are counted, not listed.
     """
     groups = [
-        (Rollout(task.id, name, 0, policy.agent.name), policy.samples + spare)
+        (Rollout(task.id, name, 0, agent.title, scaffold=scaffold(agent, policy.agents)), policy.samples + spare)
         for task in tasks
         for name, policy in policies.items()
+        for agent in policy.agents
         if policy.samples
         and (not policy.include or any(fnmatch.fnmatchcase(task.id, pattern) for pattern in policy.include))
     ]

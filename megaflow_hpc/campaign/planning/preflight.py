@@ -102,5 +102,5 @@ def _own(draft: Draft) -> list[Task]:
 
 def longest_s(task: Task, policies: Iterable[Policy]) -> float:
     """Returns the maximum duration of a task's rollout in seconds, based on the agent and test timeouts."""
-    agents = [policy.agent.timeout_s or task.agent_timeout_s for policy in policies]
-    return max(agents, default=task.agent_timeout_s) + task.verifier_timeout_s
+    timeouts = [agent.timeout_s or task.agent_timeout_s for policy in policies for agent in policy.agents]
+    return max(timeouts, default=task.agent_timeout_s) + task.verifier_timeout_s

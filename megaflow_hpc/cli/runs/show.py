@@ -16,7 +16,6 @@ from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import content_of, printable
 from megaflow_hpc.trajectories.reading.conversations import heading, main
-from megaflow_hpc.types import without_round
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -97,12 +96,6 @@ def find(store: TrajectoryStore, wanted: str) -> Row:
     near = difflib.get_close_matches(wanted, candidates, 3, 0.4) or candidates[:3]
     hint = f"; there are: {', '.join(near)}" if near else ""
     raise ConfigError(f"{store.path}: no trajectory {wanted!r} among {len(store)}{hint}")
-
-
-def task_and_policy(rollout: str) -> tuple[str, str]:
-    """Splits a rollout id into its task and policy. Both are empty if the id is invalid."""
-    name, policy, _ = f"//{rollout}".rsplit("/", 2)
-    return without_round(name.lstrip("/"))[0], policy
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------

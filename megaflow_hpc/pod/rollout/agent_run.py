@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from megaflow_hpc.agents import create
 from megaflow_hpc.agents.remote import forked
-from megaflow_hpc.config import Policy
+from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import LimitError, LostError, MegaflowError, ModelServiceError, UserCodeError
 from megaflow_hpc.model.gateway.open_rollout import SEEDS
@@ -51,6 +51,7 @@ class AgentRun:
     """Runs the agent of one attempt on each step, and adds its work to the trajectory.
 
     Args:
+        has_model: whether the policy has a model, which the agent calls through the gateway.
         resumed: the checkpoint to continue from, if any.
     """
 
@@ -58,13 +59,14 @@ class AgentRun:
         self,
         services: Services,
         rollout: Rollout,
-        policy: Policy,
+        agent: AgentConfig,
+        has_model: bool,
         sandbox: ApptainerSandbox,
         sandboxes: Sandboxes,
         trajectory: Trajectory,
         resumed: Checkpoint | None,
     ) -> None:
-        self._services, self._rollout, self._policy = services, rollout, policy
+        self._services, self._rollout, self._agent, self._has_model = services, rollout, agent, has_model
         self._sandbox, self._sandboxes = sandbox, sandboxes
         self._trajectory, self._resumed = trajectory, resumed
         self.verdicts: list[StepVerdict] = resumed.verdicts if resumed else []
@@ -113,10 +115,10 @@ class AgentRun:
             UserCodeError: the agent's code failed before the model's first response.
             LostError: the sandbox was lost in the first attempt. In later attempts, the agent is blamed instead.
         """
-        services, rollout, settings = self._services, self._rollout, self._policy.agent
+        services, rollout, settings = self._services, self._rollout, self._agent
         agent = create(settings)
         recorded, state = (resumed.recorded, resumed.agent) if resumed else (None, None)
-        endpoint = await self._open_model(task, agent, recorded) if self._policy.model else None
+        endpoint = await self._open_model(task, agent, recorded) if self._has_model else None
         timeout_s = settings.timeout_s or task.agent_timeout_s
         remaining_s = max(0.0, timeout_s - (resumed.agent_s if resumed else 0.0))
         recording = Recording()
@@ -170,7 +172,7 @@ class AgentRun:
         """Opens the rollout's URL at the gateway, and also inside the sandbox if its agent runs there."""
         gateway, rollout, trajectory = self._services.gateway, self._rollout, self._trajectory
         network = self._services.config.environment.network_of(task)
-        limits = self._policy.agent
+        limits = self._agent
         budget = CallBudget(calls=limits.max_turns, tokens=limits.max_tokens)
         seed = (trajectory.seed + len(trajectory.turns)) % SEEDS if trajectory.seed >= 0 else -1
         if network == "gateway" and getattr(agent, "in_sandbox", False):

@@ -16,7 +16,7 @@ import time
 import traceback
 from dataclasses import dataclass
 
-from megaflow_hpc.config import Policy
+from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.host.process import node_name
@@ -110,12 +110,13 @@ def _end(trajectory: Trajectory, status: Status, kind: str, error: str) -> None:
 
 async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory, checkpoint: str) -> None:
     policy = services.policies[rollout.policy]
+    agent = policy.agent(rollout.agent)
     if policy.model is not None and services.config.seed is not None:
         trajectory.seed = rollout.seed(services.config.seed, trajectory.attempt)
     await asyncio.to_thread(check_unchanged, task)
     sandboxes = Sandboxes(services.provider)
     with timed(trajectory, "setup_s"):
-        sandbox, resumed = await _start_sandbox(services, sandboxes, task, policy, checkpoint)
+        sandbox, resumed = await _start_sandbox(services, sandboxes, task, agent, checkpoint)
     try:
         with timed(trajectory, "setup_s"):
             if resumed is None:
@@ -124,7 +125,9 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
                 checkout.write_note(sandbox, resumed.note)
         if resumed is not None:
             resumed.carry_over(trajectory)
-        agent_run = AgentRun(services, rollout, policy, sandbox, sandboxes, trajectory, resumed)
+        agent_run = AgentRun(
+            services, rollout, agent, policy.model is not None, sandbox, sandboxes, trajectory, resumed
+        )
         verdict = await run_steps(
             task,
             sandbox,
@@ -150,11 +153,11 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
 
 
 async def _start_sandbox(
-    services: Services, sandboxes: Sandboxes, task: Task, policy: Policy, checkpoint: str
+    services: Services, sandboxes: Sandboxes, task: Task, agent: AgentConfig, checkpoint: str
 ) -> tuple[ApptainerSandbox, Checkpoint | None]:
     """Starts a rollout's sandbox, restoring the files of its checkpoint if there is one."""
     try:
-        spec = rollout_spec(task, policy, services.images, services.config.environment)
+        spec = rollout_spec(task, agent, services.images, services.config.environment)
         resumed = await services.preemption.load(checkpoint)
         if resumed is not None:
             try:

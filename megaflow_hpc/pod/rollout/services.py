@@ -63,7 +63,7 @@ class Services:
             sampling={name: Sampling(model.sampling.model_dump()) for name, model in models.items()},
         )
         await gateway.start()
-        agents = Zygote([policy.agent.name for policy in policies.values()], *code_places)
+        agents = Zygote([agent.name for policy in policies.values() for agent in policy.agents], *code_places)
         return cls(config, policies, {}, ApptainerProvider(), gateway, agents, checkpoints)
 
     async def close(self) -> None:

@@ -30,9 +30,8 @@ from megaflow_hpc.rundir.summaries import (
     Summary,
     busy_at,
     digest,
-    policy_of,
 )
-from megaflow_hpc.types import VERIFIED
+from megaflow_hpc.types import VERIFIED, RolloutName
 
 LOOK_S = 5.0
 SUMMARY_INTERVAL_S = 60.0
@@ -211,7 +210,7 @@ class EventAggregator:
         self._bad.pop(event.id, None)
         self._attempts.pop(event.id, None)
         self._running.forget(event.id)
-        policy = policy_of(event.id)
+        policy = RolloutName.parse(event.id).arm
         self._well.setdefault(policy, Counter())[event.status] += 1
         self._digests += digest(event.id)
         if event.inexact:

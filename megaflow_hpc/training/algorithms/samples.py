@@ -65,6 +65,8 @@ class Sample:
     """Reward before a scorer replaced it; NaN without a scorer."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """The scorer's part of :attr:`rewards`."""
+    agent: str = ""
+    """Name of the agent in the campaign."""
 
     @property
     def verified(self) -> bool:
