@@ -123,7 +123,7 @@ class CampaignConfig(Section):
         for agents in (self.agent, *(model.agent for model in self.models.values())):
             _check_distinct(agents)
         for name, policy in self.policies().items():
-            if name not in trained and any("share" in agent.model_fields_set for agent in policy.agents):
+            if name not in trained and any(agent.share != 1 for agent in policy.agents):
                 raise ValueError(
                     f"share: policy {name!r} is not trained, so each of its agents runs every task; leave share out"
                 )
