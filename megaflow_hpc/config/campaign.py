@@ -114,6 +114,8 @@ class CampaignConfig(Section):
             raise ValueError("tasks is empty; name at least one source")
         if not self.agent:
             raise ValueError("agent is empty; name one, for example: agent: oracle")
+        if self.model and self.model.judge:
+            raise ValueError("model.judge: a judge needs a model to judge; name both in models")
         if self.model and self.models:
             raise ValueError("give either model or models, not both")
         for name in self.models:
@@ -148,10 +150,19 @@ class CampaignConfig(Section):
         """Who may read the run directory. An engine pool shares only its servers, so its directory stays private."""
         return "user" if self.is_pool else self.share
 
+    def judges(self) -> tuple[str, ...]:
+        """Returns the policies that only verifiers may call."""
+        return tuple(name for name, model in self.models.items() if model.judge)
+
     def with_ranks(self, ranks: int) -> CampaignConfig:
         """Returns the campaign with ``ranks`` MPI ranks on each node of a pod."""
         pods = self.slurm.pods.model_copy(update={"ranks_per_node": ranks})
         return self.model_copy(update={"slurm": self.slurm.model_copy(update={"pods": pods})})
+
+    def _samples(self, model: ModelConfig | None) -> int:
+        if model is not None and model.judge:
+            return 0
+        return self.samples if model is None or model.samples is None else model.samples
 
     def policies(self) -> dict[str, Policy]:
         """Returns the policies that run tasks, by name."""
@@ -165,7 +176,7 @@ class CampaignConfig(Section):
             name: Policy(
                 agents=(model and model.agent) or self.agent or (AgentConfig(name="nop"),),
                 model=trained_model(model) if model and self.training and name in self.training.policies else model,
-                samples=self.samples if model is None or model.samples is None else model.samples,
+                samples=self._samples(model),
                 include=model.include if model else (),
             )
             for name, model in models.items()

@@ -134,6 +134,8 @@ class ModelConfig(Section):
     samples: int | None = Field(None, ge=0)
     """Rollouts of each task under this policy. 0: the policy runs no tasks and only answers calls that name it. If it
     is trained, its steps use the groups of the other trained policies' steps. Default: the campaign's ``samples``."""
+    judge: bool = False
+    """True if only verifiers may call the model, to judge rollouts. Agents cannot reach it. Default: false."""
     weight: float = Field(1.0, gt=0)
     """Share of requests for each of these servers, relative to the policy's other servers. Default: 1."""
     also: tuple[dict[str, Any], ...] = ()
@@ -199,6 +201,8 @@ class ModelConfig(Section):
             raise ValueError(f"engine {self.engine} needs {field!r}")
         if self.nodes > 1 and self.engine not in ("vllm", "scripted"):
             raise ValueError(f"nodes: engine {self.engine} is started on one node; vllm runs over several")
+        if self.judge and (self.samples or self.agent or self.include):
+            raise ValueError("judge: a judge runs no tasks; leave samples, agent and include out")
         if self.gpu_type and not self.gpus:
             raise ValueError(f"gpu_type: {self.gpu_type}: gpus is 0; raise it, or leave gpu_type out")
         kinds = {self.engine, *(str(other.get("engine", self.engine)) for other in self.also)}

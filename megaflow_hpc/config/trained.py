@@ -63,6 +63,8 @@ def check_trained(
         if model is None:
             known = ", ".join(other for other, (found, *_) in policies.items() if found) or "none"
             raise ValueError(f"training.policies: {name!r} is no policy with a model; this campaign has: {known}")
+        if model.judge:
+            raise ValueError(f"training.policies.{name}: {where} is a judge, whose tokens are not recorded")
         if model.engine not in LOADS_WEIGHTS or model.pool:
             what = "an engine pool" if model.pool else f"engine {model.engine}"
             raise ValueError(f"training.policies.{name}: {where} is served by {what}, which loads no trained weights")

@@ -19,6 +19,9 @@ r"""Tasks written as a Python class: ``tasks: [package.module:Class]``.
         async def solve(self, sandbox):               # optional; run by the oracle agent
             await sandbox.exec("echo 3 > answer")
 
+``score`` may have further parameters: ``messages`` (the agent's conversation), ``patch`` (its changes to the checkout
+in ``workdir``) and ``judge`` (:class:`~megaflow_hpc.tasks.judging.Judge`).
+
 ``setup``, ``score`` and ``solve`` may also be synchronous. They then run in a thread, and the sandbox's ``exec``,
 ``upload``, ``download`` and ``read`` block. A class defines one task, whose id is the class name or ``id``. With a
 class method ``instances`` that returns ``{name: keyword arguments}``, it defines one task per name. A rollout calls
@@ -26,8 +29,8 @@ class method ``instances`` that returns ``{name: keyword arguments}``, it define
 
 The code runs in the worker. It is imported from the campaign file's directory or from the interpreter's path. If
 ``setup`` raises, the rollout fails with kind ``user``, and the error names file and line. If ``score`` raises, the
-reward is 0 and the verdict has an error, because the agent may have caused it. A ``score`` that calls a judge model
-should raise :class:`~megaflow_hpc.errors.ModelServiceError` if the judge is down; the call is then retried.
+reward is 0 and the verdict has an error, because the agent may have caused it. If the judge is down, ``score`` is
+called again, whatever it returned or raised.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -50,6 +54,7 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, OneStep, TaskFormat, VerificationContext
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
+from megaflow_hpc.tasks.judging import Judge
 from megaflow_hpc.tasks.user_code import call, code_of, guarded, origin
 from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
 
@@ -68,6 +73,9 @@ SETTINGS: Mapping[str, tuple[type, ...]] = {
 }
 """Class or instance attribute → accepted types. Only ``image`` is required."""
 
+EXTRAS = frozenset({"messages", "patch", "judge"})
+"""Parameters that ``score`` may have besides the sandbox."""
+
 _instances: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Sandbox → its instance, so that ``score`` sees what ``setup`` stored on ``self``."""
 
@@ -83,6 +91,8 @@ class ClassSource(msgspec.Struct, frozen=True):
     """Keyword arguments for the class."""
     file: str = ""
     """Source file of the class. Empty if it has none."""
+    judged: bool = False
+    """True if ``score`` asks a judge."""
 
 
 def looks_like_class(source: str) -> bool:
@@ -132,6 +142,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
     if not values["image"]:
         raise ConfigError(f"{where}: image is missing; name an image, and map it in environment.images of the campaign")
     user = values["user"]
+    place = ClassSource(source, base, keywords, _file(cls), "judge" in _wanted(task.score))
     made = Task(
         id=name,
         instruction=instruction,
@@ -145,7 +156,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         verifier_timeout_s=float(values["score_timeout_s"] or 600),
         limits=Limits(values["memory_mb"], values["cpus"], values["disk_mb"], values["processes"] or 512),
         network=values["network"],
-        metadata={"python": msgspec.to_builtins(ClassSource(source, base, keywords, _file(cls)))},
+        metadata={"python": msgspec.to_builtins(place)},
     )
     SandboxSpec(made.image, made.env, made.workdir, network=made.network or "none").check()
     return made
@@ -234,8 +245,16 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
         await layer.start(sandbox.spec)
     instance = _instance(task, sandbox)
     del _instances[sandbox]
+    wanted = _wanted(instance.score)
+    more: dict[str, Any] = {}
+    if "messages" in wanted:
+        more["messages"] = context.messages()
+    if "patch" in wanted:
+        more["patch"] = context.patch.data.decode("utf-8", "replace") if context.patch else ""
     try:
-        score = await call(task, instance.score, sandbox, task.verifier_timeout_s)
+        async with _judge(task, context) if "judge" in wanted else nullcontext() as judge:
+            more |= {"judge": judge} if judge else {}
+            score = await call(task, instance.score, sandbox, task.verifier_timeout_s, **more)
     except (SandboxError, ModelServiceError):
         _instances[sandbox] = instance
         raise
@@ -252,6 +271,17 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     if not rewards:
         raise UserCodeError(f"{code_of(instance.score)}: score of task {task.id} returned no reward; expected a number")
     return Verdict.of(rewards)
+
+
+def _wanted(score: Callable[..., Any]) -> frozenset[str]:
+    """Returns which of :data:`EXTRAS` are parameters of a method ``score``."""
+    return EXTRAS & set(inspect.signature(score).parameters)
+
+
+def _judge(task: Task, context: VerificationContext) -> AbstractAsyncContextManager[Judge]:
+    if context.judge is None:
+        raise ConfigError(f"task {task.id}: its score asks a judge; name a model with judge: true in models")
+    return context.judge()
 
 
 def _instance(task: Task, sandbox: ApptainerSandbox) -> Any:

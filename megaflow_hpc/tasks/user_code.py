@@ -17,11 +17,15 @@ from typing import Any
 
 from megaflow_hpc.environments.sandbox.sandbox import READ_LIMIT, ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
+from megaflow_hpc.tasks.judging import Judge, WaitingJudge
 from megaflow_hpc.types import ExecResult, Task
 
 
-async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox, timeout_s: float) -> Any:
+async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox, timeout_s: float, **more: Any) -> Any:
     """Calls one method of a task with its sandbox, in the event loop or in a thread, with a time limit.
+
+    Args:
+        more: further keyword arguments of the method.
 
     Raises:
         UserCodeError: the method raised any other exception, or timed out.
@@ -32,10 +36,13 @@ async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox
     try:
         async with limit:
             if inspect.iscoroutinefunction(method):
-                return await method(sandbox)
+                return await method(sandbox, **more)
             # After a timeout, the thread runs until it next uses the sandbox, which is closed by then.
-            plain = WaitingSandbox(sandbox, asyncio.get_running_loop())
-            result = await _in_thread(lambda: method(plain), task.id)
+            loop = asyncio.get_running_loop()
+            plain = dict(more)
+            if isinstance(judge := more.get("judge"), Judge):
+                plain["judge"] = WaitingJudge(judge, loop)
+            result = await _in_thread(lambda: method(WaitingSandbox(sandbox, loop), **plain), task.id)
             return await result if inspect.isawaitable(result) else result
     except (SandboxError, ModelServiceError):
         raise

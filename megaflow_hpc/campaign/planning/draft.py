@@ -245,6 +245,12 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
     used = {rollout.task_id for rollout in draft.rollouts.firsts()}
     draft.tasks = [task for task in tasks if task.id in used] + held_out
     draft.held_out = tuple(task.id for task in held_out)
+    asking = [task.id for task in draft.tasks if task.metadata.get("python", {}).get("judged")]
+    if asking and not config.judges():
+        draft.mistakes.append(
+            f"{where('tasks')}: the score of {len(asking)} tasks asks a judge ({asking[0]}); name a model with judge: "
+            "true in models"
+        )
     if config.environment.verification == "fresh":
         for task in draft.tasks:
             with draft.noting():

@@ -43,6 +43,7 @@ class Calls:
     Args:
         caller: Calls the engines.
         policies: Model names that select a policy. Any other name selects the rollout's own policy.
+        judges: Further such names, for verifiers only.
         replays: Policies served from a recorded campaign.
         media_domains: Policy → hosts from which its engines may fetch images. Default: none.
         sampling: Policy → its sampling settings. Default: neutral settings.
@@ -53,12 +54,14 @@ class Calls:
         self,
         caller: Caller,
         policies: Sequence[str],
+        judges: Sequence[str],
         replays: Mapping[str, Replay],
         media_domains: Mapping[str, Collection[str]],
         sampling: Mapping[str, Sampling],
         keep_thoughts: Collection[str],
     ) -> None:
-        self._caller, self._policies, self._replays = caller, frozenset(policies), replays
+        self._caller, self._replays = caller, replays
+        self._policies, self._judges = frozenset(policies), frozenset(judges)
         self._media_domains, self._sampling, self._keep_thoughts = media_domains, sampling, keep_thoughts
         self.tokens = 0
         """Tokens sampled by engines so far."""
@@ -139,7 +142,8 @@ class Calls:
     def _policy(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> str:
         """Returns the policy that the request names as its model, or else the rollout's own policy."""
         model = asked.get("model")
-        return model if isinstance(model, str) and model in self._policies else rollout.policy
+        known = self._policies | self._judges if rollout.judging else self._policies
+        return model if isinstance(model, str) and model in known else rollout.policy
 
     def _engine_request(self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int) -> EngineRequest:
         policy = self._policy(rollout, asked)

@@ -22,6 +22,7 @@ from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, Us
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.pod.rollout.agent_run import AgentRun, NoProgramError, timed
 from megaflow_hpc.pod.rollout.checkpoint import Checkpoint, CutShort
+from megaflow_hpc.pod.rollout.judges import Judges, conversation
 from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
@@ -128,10 +129,18 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         agent_run = AgentRun(
             services, rollout, agent, policy.model is not None, sandbox, sandboxes, trajectory, resumed
         )
+        judges = Judges(services.gateway, rollout.id, services.config.judges())
         verdict = await run_steps(
             task,
             sandbox,
-            verification_context(task, services.config.environment, services.images, sandboxes.start),
+            verification_context(
+                task,
+                services.config.environment,
+                services.images,
+                sandboxes.start,
+                lambda: conversation(trajectory),
+                judges.open if judges.models else None,
+            ),
             agent_run.run,
             verdicts=agent_run.verdicts,
             under_way=resumed is not None,
@@ -139,7 +148,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         )
         await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
         output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
-        trajectory.artifacts += [*verdict.artifacts, Artifact("verifier.log", output)]
+        trajectory.artifacts += [*verdict.artifacts, *judges.artifacts(), Artifact("verifier.log", output)]
         trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
         if verdict.agent_error or verdict.error:
             trajectory.error_kind = "verifier" if verdict.error else "agent"
