@@ -22,6 +22,8 @@ class TurnTokens(NamedTuple):
     sequence: int
     start: int
     end: int
+    state: str = ""
+    """Digest of the last message before the call, such as a tool's output. Empty if the call has no messages."""
 
 
 @dataclass(frozen=True, slots=True)
