@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.slurm import limits, resources, site
+from megaflow_hpc.slurm import limits, site
 from megaflow_hpc.slurm.script import Job, option_name
 from megaflow_hpc.slurm.site import Partition
 
@@ -170,7 +170,7 @@ def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     partitions = partitions_of(options)
     if not partitions:
         return []
-    job = resources.asked(options)
+    job = limits.asked(options)
     reasons = []
     names = " or ".join(partition.name for partition in partitions)
     wanted = seconds(options.get("time"))
@@ -194,9 +194,7 @@ def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     return [*reasons, *_gpu_refusals(key, options, job, partitions)]
 
 
-def _gpu_refusals(
-    key: str, options: Mapping[str, Any], job: resources.Amounts, partitions: list[Partition]
-) -> list[str]:
+def _gpu_refusals(key: str, options: Mapping[str, Any], job: limits.Amounts, partitions: list[Partition]) -> list[str]:
     """Explains why no node of the partitions has the requested GPUs."""
     if not job.get("gres/gpu"):
         return []
@@ -242,12 +240,12 @@ def takes_whole_nodes(options: Mapping[str, Any]) -> bool:
     return any(partition.name in site.whole_nodes() for partition in partitions_of(options))
 
 
-def charged(options: Mapping[str, Any]) -> resources.Amounts:
+def charged(options: Mapping[str, Any]) -> limits.Amounts:
     """Returns the resources that accounting charges for a job: the requested ones, or those of whole nodes.
 
     A job on whole nodes gets all of their CPUs and GPUs, but only the requested memory (sbatch --exclusive).
     """
-    amounts = resources.asked(options)
+    amounts = limits.asked(options)
     with contextlib.suppress(SiteError):  # unknown; the request is the minimum
         if site.has_slurm() and takes_whole_nodes(options):
             partitions = partitions_of(options)

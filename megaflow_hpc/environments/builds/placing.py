@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megaflow_hpc.environments.images.layers.listing import LayerListing
-from megaflow_hpc.environments.images.layers.packing import (
+from megaflow_hpc.environments.images.layers.blob import (
     OPEN_DIRECTORY,
     OPEN_FILE,
     Attributes,
@@ -24,7 +23,7 @@ from megaflow_hpc.environments.images.layers.packing import (
     attributes_of,
     scan,
 )
-from megaflow_hpc.environments.images.layers.view import LayerView, ViewEntry
+from megaflow_hpc.environments.images.layers.view import LayerListing, LayerView, ViewEntry
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.unpack import MAX_DEPTH
 

@@ -28,8 +28,7 @@ from typing import Any
 
 from megaflow_hpc.environments.builds.placing import Placement, Placer
 from megaflow_hpc.environments.images.layers import merging
-from megaflow_hpc.environments.images.layers.blob import LayerFacts
-from megaflow_hpc.environments.images.layers.packing import OPEN_DIRECTORY, Packer, pack_tree
+from megaflow_hpc.environments.images.layers.blob import OPEN_DIRECTORY, LayerFacts, Packer, pack_tree
 from megaflow_hpc.environments.images.layers.view import LayerView, Tree
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import child, safe_path

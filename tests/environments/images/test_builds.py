@@ -13,10 +13,9 @@ from typing import NamedTuple
 import pytest
 
 from megaflow_hpc.environments.builds import tree, workspace
-from megaflow_hpc.environments.builds.trees import Trees
+from megaflow_hpc.environments.builds.workspace import Trees
 from megaflow_hpc.environments.images.layered import layer_path, read_layered
-from megaflow_hpc.environments.images.layers import listing
-from megaflow_hpc.environments.images.layers.view import LayerView
+from megaflow_hpc.environments.images.layers.view import LayerView, of_blob
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.rootfs import overlay
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
@@ -161,7 +160,7 @@ def test_a_build_on_an_image_begins_in_its_directory_and_makes_no_step_twice(
     second, _ = made("second", text)
     image = read_layered(second)
     assert (image.workdir, image.settings.splitlines()[0]) == ("/w/sub", "export A=1")
-    view = LayerView([listing.of_blob(layer_path(second, layer.digest)) for layer in reversed(image.layers)])
+    view = LayerView([of_blob(layer_path(second, layer.digest)) for layer in reversed(image.layers)])
     found = {name: view.read(f"w/{name}").decode().strip() for name in ("made", "f", "b", "sub/pwd")}
     assert found == {"made": "made", "f": "second", "b": "1-2", "sub/pwd": "/w/sub"}
     third, said = made("third", text)  # its file differs

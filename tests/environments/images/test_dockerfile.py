@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out, patterns
-from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest
-from megaflow_hpc.environments.images.dockerfile.reader import instructions
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest, instructions
 from megaflow_hpc.environments.images.dockerfile.steps import Copy, RunStep
 from megaflow_hpc.environments.images.dockerfile.words import VariableReference, expand, literal, shell_word
 from megaflow_hpc.errors import ConfigError
