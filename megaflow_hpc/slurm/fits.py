@@ -38,19 +38,20 @@ def seconds(time: str | int | None) -> float | None:
     return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs)
 
 
-def partitions_of(options: Mapping[str, Any]) -> list[Partition]:
+def partitions_of(options: Mapping[str, Any], cluster: str = "") -> list[Partition]:
     """Returns the partitions that Slurm may choose for a job with these sbatch options.
+
+    Args:
+        cluster: Default: this cluster.
 
     Raises:
         SiteError: The controller does not respond.
     """
-    partitions = site.partitions()
-    names = str(options.get("partition") or "").split(",")
-    return [partitions[name] for name in names if name in partitions] if names != [""] else _default(partitions)
-
-
-def _default(partitions: Mapping[str, Partition]) -> list[Partition]:
-    return [partition for partition in partitions.values() if partition.default]
+    partitions = site.partitions(cluster) if cluster else site.partitions()  # "" would be cached separately
+    names = str(options.get("partition") or "")
+    if not names:
+        return [partition for partition in partitions.values() if partition.default]
+    return [partitions[name] for name in names.split(",") if name in partitions]
 
 
 def timed(job: Job, unasked_s: float | None = None) -> Job:
@@ -266,11 +267,8 @@ def ranks_that_fill(jobs: Iterable[Job], cpus_per_rank: int) -> int:
     """
     sizes = []
     for job in jobs:
-        options = job.named
-        by_name = site.partitions(job.cluster)
+        partitions = partitions_of(job.named, job.cluster)
         limits_of = {} if job.cluster else site.cpu_limits()
-        names = str(options.get("partition") or "").split(",")
-        partitions = [by_name[n] for n in names if n in by_name] if names != [""] else _default(by_name)
         if not partitions:
             raise ConfigError("ranks_per_node: fill: the size of a node is unknown; name the partition, or the ranks")
         sizes += [min(part.least_cpus, limits_of.get(part.name, part.least_cpus)) for part in partitions]

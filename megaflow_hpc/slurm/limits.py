@@ -264,16 +264,15 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
     except SiteError:  # no accounting, or slurmdbd is down: sbatch will report what Slurm rejects
         return Allowance(array_size)
     caps = _caps(rows, options)
-    limits = [limit for of, row in rows for limit in _job_limits(row, of)]
-    submits = [limit for limit in limits if limit.kind == "submit"]
-    running = min((limit.value for limit in limits if limit.kind == "jobs"), default=None)
+    submits, jobs_running = _job_limits(rows, "submit"), _job_limits(rows, "jobs")
+    running = min((value for value, _ in jobs_running), default=None)
     if not submits:
         return Allowance(array_size, running=running, caps=caps)
     jobs = Counter[str]()
     for line in site.ask("squeue", "--local", "-h", "-r", "-u", user, "-o", "QOS %q|account %a").splitlines():
         jobs.update(line.split("|"))
-    narrow = min(submits, key=lambda limit: limit.value - jobs[limit.of])
-    return Allowance(array_size, narrow.value, jobs[narrow.of], running, f"{narrow.of} allows {narrow.value}", caps)
+    value, of = min(submits, key=lambda limit: limit[0] - jobs[limit[1]])
+    return Allowance(array_size, value, jobs[of], running, f"{of} allows {value}", caps)
 
 
 def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
@@ -301,16 +300,6 @@ def _caps(rows: Sequence[tuple[str, Mapping[str, str]]], options: Mapping[str, A
     if "," in str(options.get("partition") or ""):  # a limit of one partition may not apply to another
         rows = rows[-2:]
     return tuple(caps(rows))
-
-
-class Limit(NamedTuple):
-    """A limit on the number of jobs."""
-
-    kind: str
-    """``submit`` or ``jobs``."""
-    value: int
-    of: str
-    """Owner of the limit, ``QOS …`` or ``account …``, whose jobs are counted."""
 
 
 def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
@@ -361,9 +350,11 @@ def qos(name: str) -> dict[str, str]:
     return {}
 
 
-def _job_limits(row: Mapping[str, str], name: str) -> list[Limit]:
-    return [
-        Limit("submit" if "submit" in field else "jobs", int(row[field]), name)
-        for field in (*_QOS_JOBS, *_JOBS)
-        if row.get(field, "").isdigit()
-    ]
+def _job_limits(rows: Iterable[tuple[str, Mapping[str, str]]], kind: str) -> list[tuple[int, str]]:
+    """Returns the limits on the number of jobs, each with its owner, ``QOS …`` or ``account …``.
+
+    Args:
+        kind: ``submit`` for limits on pending and running jobs, ``jobs`` for limits on running jobs.
+    """
+    fields = [field for field in (*_QOS_JOBS, *_JOBS) if ("submit" in field) == (kind == "submit")]
+    return [(int(row[field]), of) for of, row in rows for field in fields if row.get(field, "").isdigit()]

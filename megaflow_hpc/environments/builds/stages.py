@@ -327,9 +327,7 @@ def _place(dockerfile: Dockerfile, step: Copy, how: Placement, view: LayerView, 
 def _lay_out(dockerfile: Dockerfile, copy: Copy, items: Path) -> ArchivedAttributes:
     """Copies files of the build context and here-documents to ``items/<number>/<name>``."""
     items.mkdir()
-    archived = lay_out(
-        dockerfile.context, copy.sources, items, extract=copy.extract, parents=copy.parents, exclude=copy.exclude
-    )
+    archived = lay_out(dockerfile.context, copy.sources, items, extract=copy.extract, exclude=copy.exclude)
     for number, (name, content) in enumerate(copy.texts.items()):
         target = items / f"text{number}" / (name if copy.into else os.path.basename(copy.target) or name)
         target.parent.mkdir()

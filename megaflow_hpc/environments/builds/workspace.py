@@ -23,7 +23,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from megaflow_hpc.environments.builds.script import KEEP, STEPS_DIR
 from megaflow_hpc.environments.builds.tree import facts_of, run_tree
@@ -188,9 +187,7 @@ class BuildWorkspace:
     async def __aenter__(self) -> BuildWorkspace:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def open(self) -> None:
@@ -243,14 +240,14 @@ class BuildWorkspace:
         return self._hold(layer.digest, lambda target: unpack(blob, layer, target, self.namespace))
 
     async def start(self, image: LayeredImage, spec: SandboxSpec, view: LayerView) -> ApptainerSandbox:
-        """Starts a sandbox over an image's trees. Like Docker, mounts ``/dev/full`` and an ``/etc/hosts``.
+        """Starts a sandbox over an image's trees. Like Docker, mounts an ``/etc/hosts``.
 
         Args:
             view: Merged view of the image's files.
         """
         assert self._provider is not None
         lowers = await self._lowers(image)
-        binds = [f"{self.items}:{STEPS_DIR}:ro", "/dev/full:/dev/full", *spec.binds]
+        binds = [f"{self.items}:{STEPS_DIR}:ro", *spec.binds]
         if spec.network == "host" and not os.path.lexists(lowers[-1] / _RESOLVER.lstrip("/")):
             binds += [f"{_RESOLVER}:{_RESOLVER}:ro"]  # If the image has the file, Apptainer mounts it.
         hosts = self._hosts(view)

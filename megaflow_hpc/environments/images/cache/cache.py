@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megaflow_hpc.environments.images import sif
@@ -308,19 +308,12 @@ class ImageCache:
         ``made_at`` and ``used_at`` (Unix seconds), and ``in_use``.
         """
         used = self._index.in_use()
-        return [
-            {
-                "name": entry.name,
-                "bytes": entry.size.bytes,
-                "inodes": entry.size.inodes,
-                "image": entry.image,
-                "ahead": entry.ahead,
-                "made_at": entry.made_at,
-                "used_at": entry.used_at,
-                "in_use": entry.name in used,
-            }
-            for entry in self._index.entries()
-        ]
+        rows = []
+        for entry in self._index.entries():
+            row = asdict(entry)
+            size = row.pop("size")
+            rows.append({**row, **size, "in_use": entry.name in used})
+        return rows
 
     def clear(self) -> int:
         """Removes every copy that is not in use. Returns the number of bytes freed."""

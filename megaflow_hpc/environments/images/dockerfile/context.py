@@ -54,14 +54,11 @@ class Context:
         self.root = root
         self.ignored: Excluded = lambda name: False
         """Returns whether ``.dockerignore`` excludes a path."""
-        candidates = [(self, ".dockerignore")]
-        if dockerfile is not None:
-            own = self if dockerfile.parent == root else Context(dockerfile.parent)
-            candidates.insert(0, (own, f"{dockerfile.name}.dockerignore"))
-        for context, name in candidates:
-            status = context._status(name, follow=True)
+        names = [".dockerignore"] if dockerfile is None else [f"{dockerfile.name}.dockerignore", ".dockerignore"]
+        for name in names:
+            status = self._status(name, follow=True)
             if status and stat.S_ISREG(status.st_mode):
-                self.ignored = patterns(context._lines(name), str(context.root / name))
+                self.ignored = patterns(self._lines(name), str(root / name))
                 break
 
     # --- lookup ---------------------------------------------------------------------------------------------------
@@ -260,16 +257,13 @@ def lay_out(
     target: Path,
     *,
     extract: bool = False,
-    parents: bool = False,
     exclude: Sequence[str] = (),
 ) -> ArchivedAttributes:
     """Copies each of ``names`` to ``target/<number>/<name>``.
 
     Args:
         extract: Unpack archives.
-        parents: Keep the parent directories of each name.
-        exclude: Patterns of files to leave out, relative to the copied directory. With ``parents`` they are relative to
-            the context.
+        exclude: Patterns of files to leave out, relative to the copied directory.
 
     Returns:
         The attributes of files unpacked from archives.
@@ -285,11 +279,8 @@ def lay_out(
         with context.opened(name, follow=True) as (_, real, status):  # Follow a link, but keep its name for the copy.
             pass
         item = directory / (context.root.resolve().name if name == "." else posixpath.basename(name))
-        if parents:
-            item = directory / "parents" / real
-            item.parent.mkdir(parents=True)
         if stat.S_ISDIR(status.st_mode):
-            _copy_directory(context, real, item, bounds, excluded if parents else _below(real, excluded))
+            _copy_directory(context, real, item, bounds, excluded)
             continue
         context.copy(real, item, bounds, {})
         if extract and is_archive(item):
@@ -300,15 +291,11 @@ def lay_out(
     return archived
 
 
-def _below(top: str, excluded: Excluded) -> Excluded:
-    return lambda path: excluded(posixpath.relpath(path, top))
-
-
 def _copy_directory(context: Context, top: str, item: Path, bounds: DockerfileBounds, excluded: Excluded) -> None:
     copied: CopiedFiles = {}
     directories: dict[str, os.stat_result] = {}
     directories[top] = context.copy(top, item, bounds, copied)
-    for path in context.files(top, excluded):
+    for path in context.files(top, lambda path: excluded(posixpath.relpath(path, top))):
         # Create an excluded directory anyway if something in it is included.
         missing = [path]
         while (parent := posixpath.dirname(missing[-1]) or ".") not in directories:

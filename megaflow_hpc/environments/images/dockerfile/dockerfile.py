@@ -334,7 +334,7 @@ class Reader:
         return Mount(kind, target, None, "" if owner == "0:0" else owner, mode)
 
     def _take_copy(self, instruction: DockerfileInstruction) -> None:
-        self._copy_or_add(instruction, ("from", "chown", "chmod", "link", "parents", "exclude"))
+        self._copy_or_add(instruction, ("from", "chown", "chmod", "link", "exclude"))
 
     def _take_add(self, instruction: DockerfileInstruction) -> None:
         self._copy_or_add(instruction, ("chown", "chmod", "link", "exclude"))
@@ -362,12 +362,10 @@ class Reader:
             next((self._text(value) for value in options.get(option, [])), None)
             for option in ("from", "chown", "chmod")
         )
-        if "parents" in options and (origin or any(re.search(r"\*\*|[^/]/\./", source) for source in sources)):
-            raise WordError("--parents with **, with /./ or from another stage is not supported; name the directories")
         target = posixpath.join(self._stage().workdir or ".", target)
         copy = self._copy(sources, target, into, origin, tuple(options.get("exclude", [])))
         copy.owner, copy.mode = owner or "", mode or ""
-        copy.extract, copy.parents, copy.texts = name == "ADD", "parents" in options, texts
+        copy.extract, copy.texts = name == "ADD", texts
         self._stage().steps.append(copy)
 
     def _texts(self, instruction: DockerfileInstruction, names: set[str]) -> dict[str, str]:
@@ -452,19 +450,20 @@ def _value(instruction: DockerfileInstruction) -> str:
 
 
 class Dockerfile:
-    """A parsed Dockerfile. ``base``, ``environment``, ``workdir`` and ``user`` describe the end of its last stage.
+    """A parsed Dockerfile, whose directory is the build context.
+
+    ``base``, ``environment``, ``workdir`` and ``user`` describe the end of its last stage.
 
     Args:
-        context: The directory from which ``COPY`` and ``ADD`` read. Default: the directory of the Dockerfile.
         build_args: Values for ``ARG``.
 
     Raises:
         ConfigError: A line is rejected. The message names the file and the line.
     """
 
-    def __init__(self, path: Path, context: Path | None = None, build_args: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, build_args: Mapping[str, str] | None = None) -> None:
         self.path = path
-        self.context = Context(context or path.parent, path)
+        self.context = Context(path.parent, path)
         self.build_args = dict(build_args or {})
         reader = Reader(path, self.context, self.build_args)
         reader.read()

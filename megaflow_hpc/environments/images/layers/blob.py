@@ -15,10 +15,10 @@ import os
 import stat
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_MARK, has_opaque_attribute
@@ -219,9 +219,7 @@ class Packer:
     def __enter__(self) -> Packer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
             if kind is None:
                 self._write(bytes(2 * tarfile.BLOCKSIZE))
@@ -323,24 +321,28 @@ def pack_tree(packer: Packer, directory: int, name: str = "", *, marks: bool = F
             hidden = entry.name.removeprefix(DELETED)
             packer.whiteout(f"{name}/{hidden}" if name else hidden)
         elif stat.S_ISDIR(status.st_mode):
-            below = os.open(entry.name, OPEN_DIRECTORY, dir_fd=directory)
-            try:
+            with opened(entry.name, OPEN_DIRECTORY, directory) as below:
                 packer.directory(path, attributes)
                 pack_tree(packer, below, path, marks=marks)
-            finally:
-                os.close(below)
         elif stat.S_ISREG(status.st_mode):
-            file = os.open(entry.name, OPEN_FILE, dir_fd=directory)
-            try:
+            with opened(entry.name, OPEN_FILE, directory) as file:
                 packer.file(path, file, attributes)
-            finally:
-                os.close(file)
         elif stat.S_ISLNK(status.st_mode):
             packer.link(path, os.readlink(entry.name, dir_fd=directory), attributes)
         elif stat.S_ISFIFO(status.st_mode):
             packer.fifo(path, attributes)
         elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
             packer.whiteout(path)
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], flags: int, directory: int | None = None) -> Iterator[int]:
+    """Yields a descriptor of ``path``, which is relative to the open ``directory`` if given."""
+    descriptor = os.open(path, flags, dir_fd=directory)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def scan(directory: int) -> list[os.DirEntry[str]]:

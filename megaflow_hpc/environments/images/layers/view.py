@@ -99,11 +99,8 @@ class LayerView:
             hidden |= hidden_here
         return shown
 
-    def resolve(self, path: str, *, follow: bool = True) -> str:
+    def resolve(self, path: str) -> str:
         """Resolves the links in ``path``. The result is relative to the root. Missing components are kept.
-
-        Args:
-            follow: Also resolve a link in the last component.
 
         Raises:
             OSError: There are too many levels of links.
@@ -119,7 +116,7 @@ class LayerView:
                 names = names[:-1]
                 continue
             entry, _ = self._look_up([*names, name])
-            if entry is None or not entry.is_link or not (follow or waiting):
+            if entry is None or not entry.is_link:
                 names.append(name)
                 continue
             links += 1
