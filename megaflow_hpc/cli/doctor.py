@@ -177,7 +177,7 @@ def _mpi() -> Iterator[Finding]:
         return
     remedy = "ask the site for Slurm's plug-in mpi/pmi2 or mpi/pmix, or load an MPI that speaks what there is"
     try:
-        plugin = site.mpi_plugin()
+        plugin = site.mpi_plugins()[0]
     except SiteError as error:
         yield Finding("srun --mpi", "FAIL", str(error), remedy)
         return

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaflow_hpc.environments.images.image_file import working_directory
-from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
 from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
 from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.types import Task
 

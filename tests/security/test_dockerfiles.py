@@ -20,7 +20,7 @@ import pytest
 
 from megaflow_hpc.cli.making.images_make import images_of_campaign
 from megaflow_hpc.environments.builds.builder import Builder
-from megaflow_hpc.environments.images.dockerfile import archive as archives
+from megaflow_hpc.environments.images.dockerfile import context as archives
 from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore

@@ -20,8 +20,8 @@ from megaflow_hpc.agents.oracle import OracleAgent
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.image_file import LABEL
-from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.images import image_requests, in_image_directories

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import format_of

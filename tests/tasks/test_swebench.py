@@ -19,7 +19,7 @@ import pytest
 
 from megaflow_hpc.agents.oracle import NopAgent, OracleAgent
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.images.mapping import match_name
+from megaflow_hpc.environments.images.sources import match_name
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.steps import prepare, verify

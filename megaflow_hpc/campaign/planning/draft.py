@@ -28,8 +28,8 @@ from megaflow_hpc.types import Rollout, Task
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments.images.build_progress import BuildProgress
-    from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
     from megaflow_hpc.trajectories.reading.durations import Durations
 
 MAX_ROLLOUTS = 10**7
@@ -184,9 +184,8 @@ def _try_methods(draft: Draft, training: TrainingConfig, base: Path, where: Wher
 
 def _open_images(draft: Draft, base: Path, where: Where) -> None:
     from megaflow_hpc.environments.builds.builder import Builder
-    from megaflow_hpc.environments.images.mapping import ImageMapping
-    from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.sources import ImageMapping, Registries
     from megaflow_hpc.environments.images.store import ImageStore
 
     environment = draft.config.environment

@@ -202,8 +202,8 @@ def _images(
     If ``names`` contains a campaign file, the first one may specify another store to search.
     """
     from megaflow_hpc.config import load
-    from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.sources import Registries
     from megaflow_hpc.environments.images.store import ImageStore
 
     registries = Registries(_pairs(mirrors, "--mirror"), air_gapped)

@@ -13,9 +13,8 @@ from megaflow_hpc.cli.progress import ImageProgress
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments.builds.builder import BuildNetwork
-    from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
-    from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest, Registries
     from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.errors import MegaflowError
 
@@ -61,8 +60,7 @@ def _build_memory_mb() -> int | None:
 
 def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None, build: bool = True) -> Wanted:
     from megaflow_hpc.config import load
-    from megaflow_hpc.environments.images.mapping import ImageMapping
-    from megaflow_hpc.environments.images.registries import Registries
+    from megaflow_hpc.environments.images.sources import ImageMapping, Registries
     from megaflow_hpc.tasks.images import image_requests
     from megaflow_hpc.tasks.loading import load_tasks
 
@@ -91,7 +89,7 @@ def wanted_images(
         mapping: Names of FROM lines, with their images.
         network: Network of build steps. Default: the campaign's.
     """
-    from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
+    from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
 
     wanted: list[Wanted] = []
     dockerfiles: list[ImageRequest] = []
@@ -160,7 +158,7 @@ def _is_dockerfile(source: str) -> bool:
 
 def _dockerfile_request(images: Images, source: str) -> ImageRequest:
     """Returns the build request for a Dockerfile, and prints the instructions that will be ignored."""
-    from megaflow_hpc.environments.images.mapping import ImageRequest
+    from megaflow_hpc.environments.images.sources import ImageRequest
 
     path = Path(source).absolute()
     for line, instruction, reason in images.dockerfiles.read(path).ignored:
@@ -205,7 +203,7 @@ def pull(images: Images, sources: Sequence[str], manifest_file: Path | None, dir
 
 def _pull_source(images: Images, source: str) -> str:
     """Adds a remote image or a SIF file to the store and returns its file there."""
-    from megaflow_hpc.environments.images.registries import is_remote
+    from megaflow_hpc.environments.images.sources import is_remote
     from megaflow_hpc.errors import ConfigError
 
     if is_remote(source):

@@ -180,9 +180,8 @@ def run_validate(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.config import load
     from megaflow_hpc.config.sections import EnvironmentConfig
     from megaflow_hpc.environments.builds.builder import Builder
-    from megaflow_hpc.environments.images.mapping import ImageMapping
-    from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.sources import ImageMapping, Registries
     from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
     from megaflow_hpc.tasks.formats import format_of_source
@@ -254,7 +253,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
 
 
 def _image_beside(task: Path, name: str) -> str:
-    from megaflow_hpc.environments.images.mapping import match_name
+    from megaflow_hpc.environments.images.sources import match_name
 
     place = task.parent if task.is_file() else task.parent.parent
     return str(match_name(name, {"*": f"{place / 'images'}/*.sif"}))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
-from megaflow_hpc.environments.images.mapping import ImageRequest
+from megaflow_hpc.environments.images.sources import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.tasks.formats import TaskFormat

@@ -1,4 +1,7 @@
-"""Registry addresses, such as ``docker://debian:12``, and the site's registry mirrors.
+"""Sources of images: maps the names in tasks to addresses or paths, and addresses to the site's registry mirrors.
+
+An image in a task or Dockerfile is only a name. The campaign's mapping turns it into a path or an address, such as
+``docker://debian:12``.
 
 With the mirror ``docker.io=registry.site.edu/dockerhub``, ``docker://debian:12`` is fetched from
 ``docker://registry.site.edu/dockerhub/library/debian:12``. A mirror that begins with ``http://`` is contacted without
@@ -7,13 +10,14 @@ TLS. The store records the image under the requested address.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaflow_hpc.environments.images.registry.client import Reference
-from megaflow_hpc.errors import SiteError
+from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.resources import docs
 
 SCHEMES = ("docker://", "oras://", "library://")
@@ -92,3 +96,68 @@ def split_name(name: str) -> tuple[str, str]:
     if first in ("docker.io", "index.docker.io", "registry-1.docker.io"):
         return "docker.io", rest if "/" in rest else f"library/{rest}"
     return first, rest
+
+
+BUILD_S = 3600.0
+"""Default timeout for building a Dockerfile."""
+
+
+@dataclass(frozen=True)
+class ImageRequest:
+    """An image that a task needs."""
+
+    name: str
+    """Image name used by the task."""
+    base: str = ""
+    """Name to look up instead of ``name``. Empty means ``name`` itself."""
+    dockerfile: Path | None = None
+    """Dockerfile to build, if any."""
+    timeout_s: float = BUILD_S
+    """Timeout for the build."""
+    path: str = ""
+    """Directory or file of the task, used in messages."""
+
+
+@dataclass(frozen=True)
+class ImageMapping:
+    """Image name → source, as in ``environment.images`` of a campaign."""
+
+    names: Mapping[str, str]
+    base_dir: Path
+    """Directory against which relative paths are resolved."""
+    where: str = "environment.images"
+    """Name of the mapping, used in messages."""
+
+
+def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
+    """Returns the source of an image name, from an exact entry or else from the longest matching pattern.
+
+    A pattern contains one ``*``, which matches any text. The matched text replaces ``*`` in the source, as in
+    ``"swebench/*": docker://swebench/*`` or ``"swebench/sweb.eval.x86_64.*:latest": images/*.sif``. The text comes from
+    a task. If the source is a path, the text must therefore not contain ``..`` or a variable.
+
+    Raises:
+        ConfigError: The matched text is not allowed in a path.
+    """
+    if name in mapping:
+        return _path(mapping[name])
+    for pattern in sorted((key for key in mapping if key.count("*") == 1), key=len, reverse=True):
+        head, tail = pattern.split("*")
+        if len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail):
+            text = name[len(head) : len(name) - len(tail)]
+            source = mapping[pattern]
+            if "*" in source and not is_remote(source) and not _FILE_NAME.fullmatch(text):
+                raise ConfigError(
+                    f"image {name!r}: {text!r} in {source!r}, which {pattern!r} is mapped to, leads elsewhere; map "
+                    "this name by itself"
+                )
+            return _path(source).replace("*", text)
+    return None
+
+
+_FILE_NAME = re.compile(r"(?!~)(?!.*(^|/)\.{0,2}(/|$))[^\0$]+", re.DOTALL)
+"""Matches a relative path without ``..`` and without variables."""
+
+
+def _path(source: str) -> str:
+    return source if is_remote(source) else os.path.expanduser(os.path.expandvars(source))
