@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.agents.oracle import OracleAgent
+from megaflow_hpc.agents.without_model import OracleAgent
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.image_file import LABEL

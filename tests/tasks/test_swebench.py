@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.agents.oracle import NopAgent, OracleAgent
+from megaflow_hpc.agents.without_model import NopAgent, OracleAgent
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.images.sources import match_name
 from megaflow_hpc.errors import ConfigError, SandboxError

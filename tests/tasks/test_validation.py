@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.agents.oracle import OracleAgent
+from megaflow_hpc.agents.without_model import OracleAgent
 from megaflow_hpc.cli import main
 from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
 from megaflow_hpc.environments import ApptainerProvider

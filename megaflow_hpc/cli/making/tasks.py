@@ -176,7 +176,7 @@ def task_directories(directory: str) -> list[Path]:
 
 def run_validate(arguments: argparse.Namespace) -> int:
     """Validates tasks and prints the evidence. Returns 1 if any task is invalid."""
-    from megaflow_hpc.agents.oracle import OracleAgent
+    from megaflow_hpc.agents.without_model import OracleAgent
     from megaflow_hpc.config import load
     from megaflow_hpc.config.sections import EnvironmentConfig
     from megaflow_hpc.environments.builds.builder import Builder
