@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaflow_hpc.model.api import WEIGHT_VERSION
-from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway import failover
 from megaflow_hpc.model.gateway.dialects import DIALECTS, TABLES, BadRequest, bounds, options
@@ -25,6 +25,7 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint
 from tests.support.poison import GOOD, POISON, TOOL, image
 from tests.support.serving import call_failure, endpoint, in_loop, listening
+from tests.support.split_engine import SplitEngine
 
 
 class Upstream:

@@ -145,8 +145,7 @@ def _scripted(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     command = [python, "-m", "megaflow_hpc.model.engines.scripted", *flags(options)]
     slots = int(options.get("slots") or 0)
     env = {"PYTHONPATH": str(Path(__file__).parents[3])} if model.get("image") else {}
-    protocol = "split" if options.get("split") else "plain"
-    return Launch(command, env, uds=uds, model_name=policy, protocol=protocol, slots=slots, start_timeout_s=60.0)
+    return Launch(command, env, uds=uds, model_name=policy, protocol="plain", slots=slots, start_timeout_s=60.0)
 
 
 def _external(model: Mapping[str, Any], policy: str, private: Path) -> Launch:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megaflow_hpc.model.engines.scripted.engine import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.dialects import TABLES
 from megaflow_hpc.model.gateway.dialects.options import CHAT, CONSTRAINING, is_constrained
@@ -18,6 +17,7 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint, Sampling
 from tests.support.serving import call, conversation, gateway_before, in_loop
+from tests.support.split_engine import SplitEngine
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
