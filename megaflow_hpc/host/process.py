@@ -1,4 +1,4 @@
-"""Inspects processes through Linux ``/proc``, and kills them by identity, because pids are reused.
+"""Inspects processes through Linux ``/proc``, kills them by identity, and raises this process's descriptor limit.
 
 This module is cheap to import, because the parent of an engine's processes imports it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import resource
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -205,3 +206,36 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+MAX_DESCRIPTORS = 65_536
+"""Soft limit for processes with many connections, if the hard limit allows it.
+
+The hard limit may be millions. Child processes inherit the soft limit, and some programs loop over all possible
+descriptors.
+"""
+
+
+def descriptor_limit() -> int:
+    """Returns the maximum number of descriptors that this process may open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_descriptor_limit() -> None:
+    """Raises the soft limit to the smaller of the hard limit and :data:`MAX_DESCRIPTORS`. Never lowers it."""
+    global _inherited_limit
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _inherited_limit is None:
+        _inherited_limit = descriptor_limit()
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def inherited_descriptor_limit() -> int | None:
+    """Returns the soft limit with which this process was started. ``None`` if it has not been raised since."""
+    return _inherited_limit if _inherited_limit != descriptor_limit() else None
+
+
+_inherited_limit: int | None = None

@@ -27,7 +27,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from megaflow_hpc.host import descriptors
+from megaflow_hpc.host.process import descriptor_limit
 
 KEY_TIMEOUT_S = 10.0
 """Seconds from accept, including the TLS handshake, until the client must have sent request headers with a valid
@@ -108,7 +108,7 @@ class BoundedLog:
         if number := self._due(message):
             self._log.error(message, *arguments, exc_info=exc_info)  # type: ignore[arg-type]
             if number > 1:
-                self._log.error("the same: %d times more since the one before", number - 1)
+                self._log.error("%d more of these since the previous line", number - 1)
 
     def debug(self, *_: object, **__: object) -> None:
         """Discards aiohttp's debug messages."""
@@ -184,7 +184,7 @@ class HttpServer(web.Server):
 
     def __init__(self, handle: Handler, log: logging.Logger, *, max_per_owner: int) -> None:
         self.log = BoundedLog(log)
-        limit = descriptors.limit()
+        limit = descriptor_limit()
         self._max_waiting = min(MAX_WAITING, max(limit // 8, MIN_CONNECTIONS))
         self._max_per_owner = max_per_owner
         # A call takes two descriptors, one to the agent and one to the engine. A quarter is reserved for other uses.

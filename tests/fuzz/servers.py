@@ -69,7 +69,7 @@ class Site:
         self.loop.set_exception_handler(lambda _, context: self.log.bad.append(repr(context)))
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._protocol, self._at_proxy = protocol, proxy
-        self.proxy = Proxy(host="127.0.0.1")
+        self.proxy = Proxy()
         self.gateway = ModelGateway(wait_s=2.0)
         self.key, self.root = "", ""
         self._runner: web.AppRunner | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megaflow_hpc.model.api import DERENDER, GENERATE, RENDER, TEXTS
+from megaflow_hpc.model.engine_api import DERENDER, GENERATE, RENDER, TEXTS
 from megaflow_hpc.model.engines.scripted.engine import (
     END,
     OTHER,

@@ -23,8 +23,14 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.gateway.engine_call import Call, EngineRequest, RefusedCall, Unavailable, UnusableAnswer
-from megaflow_hpc.model.gateway.engine_client import EngineClient
+from megaflow_hpc.model.gateway.engine_call import (
+    Call,
+    EngineClient,
+    EngineRequest,
+    RefusedCall,
+    Unavailable,
+    UnusableAnswer,
+)
 from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout
 from megaflow_hpc.model.gateway.protocols import control_prompt

@@ -28,8 +28,6 @@ MAX_BODY = 32 * 2**20
 """Maximum size of a request body, in bytes."""
 MAX_BODY_OF_UNKNOWN_SIZE = 8 * 2**20
 """Maximum size in bytes of a body that is compressed or has no ``Content-Length``."""
-MAX_FIELDS = 1000
-"""Maximum number of fields in a request."""
 
 
 class CallError(Exception):
@@ -164,8 +162,6 @@ async def read_object(request: web.BaseRequest, max_bytes: int) -> tuple[dict[st
         raise CallError(400, f"the request's body: {error}") from None
     if not isinstance(body, dict):
         raise CallError(400, "the request's body: expected a JSON object")
-    if len(body) > MAX_FIELDS:
-        raise CallError(400, f"the request's body: {len(body)} fields; {MAX_FIELDS} are allowed")
     return body, size
 
 

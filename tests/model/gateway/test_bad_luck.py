@@ -15,7 +15,7 @@ from aiohttp import web
 
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
-from megaflow_hpc.model.gateway.engine_client import EngineClient, ExchangeFailed
+from megaflow_hpc.model.gateway.engine_call import EngineClient, ExchangeFailed
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import ModelEndpoint

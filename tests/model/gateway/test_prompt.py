@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from megaflow_hpc.model.api import TEXTS
+from megaflow_hpc.model.engine_api import TEXTS
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.scripted import engine as scripted
 from megaflow_hpc.model.engines.scripted.engine import END, START, text_of_tokens

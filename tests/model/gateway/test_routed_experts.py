@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaflow_hpc.host.wire import pack, unpack
-from megaflow_hpc.model.engine_answer import routed_experts
+from megaflow_hpc.model.engine_api import routed_experts
 from megaflow_hpc.model.engines.scripted.script import Script
 from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.trajectory import Recording, TokenSequence

@@ -251,7 +251,7 @@ async def test_the_proxy_asks_for_an_adapter_by_its_name_and_for_nothing_before_
     runner = web.AppRunner(application)
     await runner.setup()
     await web.UnixSite(runner, str(tmp_path / "engine.sock")).start()
-    proxy = Proxy(host="127.0.0.1")
+    proxy = Proxy()
     await proxy.start()
     proxy.opened = False
     await proxy.attach(Launch(uds=str(tmp_path / "engine.sock")))

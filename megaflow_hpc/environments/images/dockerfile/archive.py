@@ -16,8 +16,7 @@ from typing import BinaryIO, cast
 
 from megaflow_hpc.environments.images.layers.unpacking import LayerWriter
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.tar import Member, RefusedMember, TarReader
-from megaflow_hpc.host.unpack import Parts, plain
+from megaflow_hpc.host.tar import Member, Parts, RefusedMember, TarReader, plain
 
 ArchivedAttributes = dict[tuple[int, int], tuple[int, int, int]]
 """Device and inode of a file → its mode, uid and gid as recorded in an archive."""

@@ -23,8 +23,7 @@ from megaflow_hpc.environments.images.layers.packing import Attributes
 from megaflow_hpc.environments.images.layers.view import HIDDEN, ViewEntry, read_regular
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.tar import RefusedMember
-from megaflow_hpc.host.unpack import plain
+from megaflow_hpc.host.tar import RefusedMember, plain
 
 _Node: TypeAlias = dict[str, Union[ViewEntry, "_Node"]]
 _SELF = ""

@@ -20,8 +20,7 @@ from megaflow_hpc.environments.images.layers.blob import (
     deflater,
 )
 from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_MARK, has_opaque_attribute
-from megaflow_hpc.host.tar import RefusedMember
-from megaflow_hpc.host.unpack import MAX_DEPTH
+from megaflow_hpc.host.tar import MAX_DEPTH, RefusedMember
 
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

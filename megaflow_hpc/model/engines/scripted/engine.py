@@ -22,7 +22,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from megaflow_hpc.model.api import CHAT, COMPLETIONS
+from megaflow_hpc.model.engine_api import CHAT, COMPLETIONS
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, text_of
 
 END, START, OTHER = 256, 257, 512

@@ -30,8 +30,8 @@ from megaflow_hpc.model.gateway.dialects.base import (
     of,
     text_of,
     text_part,
+    written_arguments,
 )
-from megaflow_hpc.model.gateway.dialects.bounds import written_arguments
 from megaflow_hpc.model.gateway.dialects.content import Text
 from megaflow_hpc.model.gateway.dialects.options import (
     CONVERTED,

@@ -33,8 +33,8 @@ from megaflow_hpc.model.gateway.dialects.base import (
     text_of,
     text_part,
     typed,
+    written_arguments,
 )
-from megaflow_hpc.model.gateway.dialects.bounds import written_arguments
 from megaflow_hpc.model.gateway.dialects.chat import error
 from megaflow_hpc.model.gateway.dialects.content import InputText, OutputText, Refusal, Text
 from megaflow_hpc.model.gateway.dialects.options import (

@@ -15,8 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from megaflow_hpc.model.gateway.dialects.base import BadRequest, of, shown, typed
-from megaflow_hpc.model.gateway.dialects.bounds import bounded
+from megaflow_hpc.model.gateway.dialects.base import BadRequest, bounded, of, shown, typed
 
 MAX_SCHEMA_BYTES = 2**16
 """Maximum size of a schema that constrains an answer, as JSON, in bytes."""
