@@ -97,4 +97,6 @@ def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> 
         return {}
     variables = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "sockets"}
     interface = interface_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
-    return variables | ({"FI_SOCKETS_IFACE": interface} if interface and "FI_SOCKETS_IFACE" not in environ else {})
+    if interface and "FI_SOCKETS_IFACE" not in environ:
+        variables["FI_SOCKETS_IFACE"] = interface
+    return variables

@@ -163,7 +163,8 @@ def own_directory(base: Path, name: str) -> Path:
 def own_directories(base: Path, name: str) -> list[Path]:
     """Returns all existing directories that :func:`own_directory` has returned for these arguments."""
     plain = base / name
-    return [*([plain] if is_private(plain) else []), *_others(base, name)]
+    others = _others(base, name)
+    return [plain, *others] if is_private(plain) else others
 
 
 def _others(base: Path, name: str) -> list[Path]:

@@ -47,8 +47,7 @@ class Identity:
 
     @classmethod
     def of(cls, pid: int) -> Identity | None:
-        """Returns the identity of the process that currently has ``pid``. ``None`` if there is none or it is a
-        zombie."""
+        """Returns the identity of the process that currently has ``pid``. ``None`` if it is missing or a zombie."""
         fields = stat_fields(pid)
         return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
@@ -78,9 +77,12 @@ class Identity:
             os.close(descriptor)
 
 
-def kill_each(pids: Iterable[int]) -> int:
-    """Sends SIGKILL to the processes that currently have these pids. Returns the number of signals sent."""
-    return sum(identity.kill() for pid in pids if (identity := Identity.of(pid)))
+def kill_each(pids: Iterable[int]) -> None:
+    """Sends SIGKILL to the processes that currently have these pids."""
+    for pid in pids:
+        identity = Identity.of(pid)
+        if identity is not None:
+            identity.kill()
 
 
 def read_proc(path: str) -> bytes:
@@ -93,7 +95,8 @@ def read_proc(path: str) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         content = data = os.read(descriptor, 65536)
-        while data := os.read(descriptor, 65536) if len(data) > 1024 else b"":  # at most a page per read
+        while len(data) > 1024:  # a read returns at most a page
+            data = os.read(descriptor, 65536)
             content += data
         return content
     finally:
@@ -195,7 +198,8 @@ def mapped_files(pid: int) -> set[str]:
     """Returns the paths of a process's mapped files. Empty if it has ended or belongs to another user."""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as file:
-            return {f"/{path}" for line in file if (path := line.rstrip("\n").partition("/")[2])}
+            paths = [line.rstrip("\n").partition("/")[2] for line in file]
+            return {f"/{path}" for path in paths if path}
     except OSError:
         return set()
 

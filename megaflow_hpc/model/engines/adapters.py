@@ -4,8 +4,9 @@ A launch has a command line, environment variables, and an address: a Unix socke
 supports one (vLLM ``--uds``), otherwise a free loopback port. The section's ``args`` become command-line options:
 ``{max-model-len: 8192, enforce-eager: true, override-generation-config: {temperature: 1}}``.
 
-An engine's interpreter is ``model.python`` (a virtual environment or an interpreter) if set, then that of the virtual
-environment ``MEGAFLOW_ENGINE_VENV``, then the server's own. With ``model.image`` it is an interpreter in the image.
+An engine's interpreter is ``model.python`` (a virtual environment or an interpreter) if set. Otherwise it is that of
+the virtual environment ``MEGAFLOW_ENGINE_VENV``, or else the server's own. With ``model.image`` it is an interpreter in
+the image.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks during planning whether an engine can load its model on nodes without network access.
 
-Nothing is loaded. The checks look for the files of a model directory, for a Hugging Face name in the cache, and for the
-engine in its interpreter. The caller checks the contents of safetensors files. ``args`` that name another tokenizer or
-another load format are not checked.
+Nothing is loaded. The checks look for the files of a model directory, or for a Hugging Face name in the cache. They
+also look for the engine in its interpreter. The caller checks the contents of safetensors files. If ``args`` name
+another tokenizer or load format, the checks do not cover it.
 """
 
 from __future__ import annotations

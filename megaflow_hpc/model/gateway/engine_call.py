@@ -1,8 +1,8 @@
 """Posts an agent's request to one engine server, and decides who is at fault if it fails.
 
-Connections stay open between calls. If the server has a fingerprint, the client checks its certificate against it
-before it sends any data, and ignores host names and certificate authorities. Cancelling a call closes its connection,
-so the engine stops working on it.
+Connections stay open between calls. If the endpoint file has a fingerprint, the client compares the server's
+certificate with it before it sends any data. Host names and certificate authorities are then ignored. Cancelling a call
+closes its connection, so the engine stops working on it.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class OpenRollout:
     ended: bool = False
     """True if the rollout was closed. Responses that arrive later are not recorded."""
     waiting: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Calls that wait for an engine's response. Nothing of them is recorded yet."""
+    """Tasks of calls that wait for an engine's response. Nothing is recorded for them yet."""
     reserved_calls: int = 0
     """Choices reserved by calls in progress."""
     reserved_tokens: int = 0

@@ -267,6 +267,7 @@ class Proxy:
             return _refuse(415, "no compressed bodies")
         headers = {name: request.headers[name] for name in PASSED if name in request.headers}
         headers |= self._headers(engine)
+        response: web.StreamResponse | None = None
         body: bytes | bytearray
         try:
             body = await read_body(request, MAX_BODY if tenant is None else MAX_TENANT_BODY)
@@ -301,7 +302,7 @@ class Proxy:
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was just closed
             if request.transport is None or request.transport.is_closing():
                 return _refuse(502, "the client has disconnected")
-            if "response" in locals():
+            if response is not None:
                 raise  # part of the response was sent: abort the connection, so that the client notices
             self.down = f"{engine.url(request.path)} does not answer: {type(error).__name__}"
             return _refuse(502, f"the engine does not answer: {type(error).__name__}")

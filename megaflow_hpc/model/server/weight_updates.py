@@ -203,9 +203,7 @@ class WeightUpdater:
                 self.refused[version.version] = str(error)
             return
         if version.adapter or serving.adapter_name:
-            raise ModelServiceError(
-                "a LoRA adapter is loaded on the campaign's original model: the engine restarts"
-            )
+            raise ModelServiceError("a LoRA adapter is loaded on the campaign's original model: the engine restarts")
         reload = RELOADERS.get(launch.reload)
         if reload is None:
             raise ModelServiceError("this engine cannot load weights in place")

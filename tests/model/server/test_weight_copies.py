@@ -192,9 +192,7 @@ async def test_damaged_bytes_of_a_peer_are_read_again_and_published_ones_are_ref
             file.seek(SIZE // 2)
             file.write(b"damaged")
         for reader in (first, second):
-            with pytest.raises(
-                ModelServiceError, match=r"model.safetensors: its SHA-256 differs from"
-            ):
+            with pytest.raises(ModelServiceError, match=r"model.safetensors: its SHA-256 differs from"):
                 await reader.read(broken)
 
 

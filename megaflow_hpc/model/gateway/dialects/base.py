@@ -191,11 +191,11 @@ def image_part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def content_of(parts: Sequence[Mapping[str, Any]], glue: str = "\n") -> str | list[dict[str, Any]]:
+def content_of(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
     """Returns chat content: a single string if there is only text, which every chat template accepts, otherwise the
     parts."""
     if all(part["type"] == "text" for part in parts):
-        return glue.join(part["text"] for part in parts)
+        return "\n".join(part["text"] for part in parts)
     return [dict(part) for part in parts]
 
 

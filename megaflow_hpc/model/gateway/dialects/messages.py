@@ -178,7 +178,9 @@ def request(body: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("stop_sequences"):
         asked["stop"] = given["stop_sequences"]
     config: OutputConfig | None = given.get("output_config")
-    form: OutputFormat | None = (config and config.format) or given.get("output_format")
+    form: OutputFormat | None = given.get("output_format")
+    if config and config.format:
+        form = config.format
     if form and form.type == "json_schema":
         schema = {"name": "output", "schema": form.schema}
         asked["response_format"] = {"type": "json_schema", "json_schema": schema}
