@@ -79,6 +79,13 @@ async def read_body(request: web.BaseRequest, max_bytes: int) -> bytearray:
     return body
 
 
+def bearer_key(request: web.BaseRequest) -> bytes:
+    """Returns the key of a request, from ``Authorization: Bearer`` or ``x-api-key``; empty if it is missing."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    given = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return given.encode("utf-8", "surrogateescape")  # headers may not be valid UTF-8
+
+
 class BoundedLog:
     """Rate-limited log of events that clients cause: at most one line a minute per kind, with the event count.
 
@@ -164,7 +171,7 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Responds to input that is not HTTP, and counts it."""
+        """Replies with status 400 to input that is not HTTP, and counts it."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
         cast(BoundedLog, self.logger).refused("malformed requests", str(request.remote))

@@ -46,7 +46,7 @@ class Reader:
         what = Assignment(number, "default", {"weights": {"update": update}})
         with mock.patch.dict(os.environ, {"SLURMD_NODENAME": node}):
             self.updater = WeightUpdater(run, what, self.proxy)
-        self.updater.scratch = self._scratch = scratch
+        self.updater.copies.scratch = self._scratch = scratch
         self.copies, self._files = self.updater.copies, EndpointFiles(run)
         self.endpoint = Endpoint(server=what.name, policy="default", url="", key=self.proxy.key, node=node, start="1")
 

@@ -1,4 +1,4 @@
-"""Requests and responses of the gateway's HTTP server: keys, JSON bodies, streams, and errors with their types."""
+"""Requests and responses of the gateway's HTTP server: JSON bodies, streams, and errors with their types."""
 
 from __future__ import annotations
 
@@ -123,13 +123,6 @@ async def _sending(request: web.BaseRequest) -> AsyncIterator[None]:
     except (TimeoutError, ConnectionResetError):
         if request.transport is not None:
             request.transport.abort()
-
-
-def bearer_key(request: web.BaseRequest) -> bytes:
-    """Returns the key of a request, from ``Authorization: Bearer`` or ``x-api-key``; empty if it is missing."""
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    given = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    return given.encode("utf-8", "surrogateescape")  # headers may not be valid UTF-8
 
 
 def body_size(request: web.BaseRequest) -> int:

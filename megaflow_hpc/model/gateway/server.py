@@ -53,7 +53,6 @@ from megaflow_hpc.model.gateway.http_messages import (
     SUSPENDED,
     TOO_MANY_CONNECTIONS,
     CallError,
-    bearer_key,
     body_size,
     error_fields,
     json_response,
@@ -66,7 +65,7 @@ from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout, OverBudget
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.replay import Replay, body_of
-from megaflow_hpc.model.http_server import HttpServer
+from megaflow_hpc.model.http_server import HttpServer, bearer_key
 from megaflow_hpc.model.json_text import offload
 from megaflow_hpc.trajectory import Recording, path_to
 from megaflow_hpc.types import CallBudget, ModelEndpoint, Sampling

@@ -34,7 +34,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.address import listen_everywhere
 from megaflow_hpc.model.engine_api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS, WEIGHT_VERSION
 from megaflow_hpc.model.engines.launch import Launch
-from megaflow_hpc.model.http_server import BadBody, HttpServer, read_body
+from megaflow_hpc.model.http_server import BadBody, HttpServer, bearer_key, read_body
 from megaflow_hpc.model.json_text import TooMuch, check_bounds, decoded, offload, packed
 from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.tenants import Tenants
@@ -219,8 +219,7 @@ class Proxy:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         assert self._server is not None
         endpoint = (request.method, request.path)
-        # Headers may not be valid UTF-8.
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
+        given = bearer_key(request)
         is_campaign = hmac.compare_digest(given, self.key.encode())
         tenant = None
         if self.tenants and not is_campaign and given.isascii():

@@ -120,7 +120,7 @@ class EngineServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             loop.add_signal_handler(number, self.leave, f"signal {signal.Signals(number).name}")
-        private = self.weights.scratch = Path(tempfile.mkdtemp(prefix="megaflow-", dir=scratch()))
+        private = self.weights.copies.scratch = Path(tempfile.mkdtemp(prefix="megaflow-", dir=scratch()))
         try:
             self.files.check_address()
             context = None

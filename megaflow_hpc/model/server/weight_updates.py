@@ -87,15 +87,6 @@ class WeightUpdater:
         self._heartbeats = Heartbeats()
         self.copies = proxy.copies = WeightCopies(run, what.name, what.policy, self._live)
 
-    @property
-    def scratch(self) -> Path:
-        """Node-local directory for copies of versions, and for files built from deltas."""
-        return self.copies.scratch
-
-    @scratch.setter
-    def scratch(self, folder: Path) -> None:
-        self.copies.scratch = folder
-
     def _live(self) -> list[Endpoint]:
         servers = EndpointFiles(self._run).serving(self._what.policy)
         return [server for server in servers if self._heartbeats.alive(server)]
@@ -141,12 +132,12 @@ class WeightUpdater:
                 from megaflow_hpc.rundir.weight_delta import put_together  # imports numpy, which few servers need
 
                 source = self.copies.local(Version(base, str(self._run.weights / str(base)), version.policy))
-                local = put_together(local, source, self.scratch / f"weights-{version.version}")
+                local = put_together(local, source, self.copies.scratch / f"weights-{version.version}")
                 kept.add(base)
         except ConfigError as error:
             raise ModelServiceError(str(error)) from error
         self.copies.keep(kept | {serving.version})
-        for other in self.scratch.glob("weights-*"):
+        for other in self.copies.scratch.glob("weights-*"):
             if other not in (local, Path(serving.path)):
                 remove_tree(other, ignore_errors=True)
         return version if local == Path(version.path) else replace(version, path=str(local))

@@ -131,7 +131,7 @@ async def test_servers_on_a_node_share_one_copy(run: RunDir) -> None:
         third, digest = published(run, 2)
         assert await asyncio.gather(*(reader.read(third) for reader in started)) == [digest] * 5
         for reader in started:  # the version before is kept: another server may still read it
-            assert sorted(path.name for path in reader.updater.scratch.iterdir()) == ["copy-2", "copy-3"]
+            assert sorted(path.name for path in reader.updater.copies.scratch.iterdir()) == ["copy-2", "copy-3"]
 
 
 @in_loop
@@ -160,7 +160,7 @@ async def test_a_server_alone_copies_nothing(run: RunDir) -> None:
     async with readers(run, "a") as (reader,):
         assert reader.updater.whole(version) is version
         assert await reader.read(version) == digest
-        assert not list(reader.updater.scratch.iterdir())
+        assert not list(reader.updater.copies.scratch.iterdir())
     record = RunRecord(policies={"default": PolicyRecord(model={"engine": "vllm"})})
     write_run(run, record)
     source = Path(version.path)  # published again, as it is: with checksums that no longer apply
@@ -213,7 +213,7 @@ async def test_a_full_disk_means_that_the_engine_reads_the_published_files(
     version, digest = published(run)
     async with readers(run, "ab") as (first, second):
         monkeypatch.setattr(first.copies, "_fits", lambda size: False)
-        (second.updater.scratch / f"copy-{version.version}").write_text("in the way")
+        (second.updater.copies.scratch / f"copy-{version.version}").write_text("in the way")
         for reader in (first, second):
             assert await reader.read(version) == digest
             assert reader.proxy.serving.weights.path == version.path

@@ -214,8 +214,8 @@ def test_a_delta_is_put_together_on_the_node_and_its_base_stays(run: RunDir, tmp
         return bytes(5000) + bytes([number]) * 8
 
     updater = WeightUpdater(run, Assignment(0, "a", {}), Proxy())
-    updater.scratch = tmp_path / "scratch"
-    updater.scratch.mkdir()
+    updater.copies.scratch = tmp_path / "scratch"
+    updater.copies.scratch.mkdir()
     base = weights.publish(run, trained(tmp_path / "step0", version(0)), "a")
     assert updater.whole(base) is base
     for step in (1, 2, 3):
@@ -227,7 +227,7 @@ def test_a_delta_is_put_together_on_the_node_and_its_base_stays(run: RunDir, tmp
         whole = Path(updater.whole(published).path)
         assert (whole / "model.safetensors").read_bytes() == safetensors(version(step))
         assert (whole / "tokenizer.json").read_text() == "tokens"
-    assert [path.name for path in updater.scratch.iterdir()] == ["weights-4"]
+    assert [path.name for path in updater.copies.scratch.iterdir()] == ["weights-4"]
     assert [v.version for v in weights.versions(run, "a")] == [1, 4]
     (Path(base.path) / "model.safetensors").write_bytes(safetensors(version(9)))
     damaged = weights.publish(run, folder, "a")
