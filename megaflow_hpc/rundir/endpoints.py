@@ -7,7 +7,6 @@
     <policy>.<n>.starting       :class:`FailedServer`: the latest start failed and will be retried, or its external
                                 endpoint is unavailable
     <policy>.<n>.failed.json    :class:`FailedServer`: the server gave up
-    .<policy>.<n>.admin         :class:`AdminKey`: key for the URL paths that change the engine
     .pool.<policy>.key          :class:`PoolMembership`: the engine pool that serves this policy's model
     .listing                    :class:`EndpointListing`: all endpoints, listed by one pod for the others
 
@@ -103,13 +102,6 @@ class LoadingServer(msgspec.Struct, kw_only=True):
     policy: str
     start: str = ""
     weight_version: int
-
-
-class AdminKey(msgspec.Struct):
-    """Key for the URL paths that change an engine, and the server start that it belongs to."""
-
-    start: str
-    key: str
 
 
 class PoolMembership(msgspec.Struct, kw_only=True):
@@ -220,10 +212,9 @@ class EndpointFiles:
         """Publishes that a server is loading weights."""
         self._write(self._loading_file(server.server), server)
 
-    def publish_admin_key(self, server: str, key: AdminKey) -> None:
-        """Publishes the admin key of a new start, and withdraws the failure of an earlier start."""
+    def withdraw_failed(self, server: str) -> None:
+        """Withdraws the failure of an earlier start."""
         (self._folder / f"{server}{FAILED}").unlink(missing_ok=True)
-        self._write(self._admin_file(server), key)
 
     def publish_membership(self, membership: PoolMembership) -> None:
         """Publishes the key for the engine pool that serves a policy's model."""
@@ -243,7 +234,6 @@ class EndpointFiles:
         if endpoint is None or endpoint.start != start:
             return False
         self._file(server).unlink(missing_ok=True)
-        self._admin_file(server).unlink(missing_ok=True)
         return True
 
     def withdraw_loading(self, server: str, start: str) -> None:
@@ -264,9 +254,6 @@ class EndpointFiles:
 
     def _loading_file(self, server: str) -> Path:
         return self._folder / f"{server}{LOADING}"
-
-    def _admin_file(self, server: str) -> Path:
-        return self._folder / f".{server}.admin"
 
     def _write(self, path: Path, value: msgspec.Struct) -> None:
         write_record(path, value, 0o600)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments.sandbox.commands.container import environment_text
-from megaflow_hpc.host import descriptors as limits
+from megaflow_hpc.host.process import MAX_DESCRIPTORS
 from megaflow_hpc.model import http_server
-from megaflow_hpc.model.gateway.engine_client import EngineClient
+from megaflow_hpc.model.gateway.engine_call import EngineClient
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.types import ModelEndpoint
@@ -279,7 +279,7 @@ def soft_limit(pid: int) -> int:
 
 def test_server_and_runner_raise_their_limit(servers: Servers, tmp_path: Path) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    enough = limits.MAX_SOFT_LIMIT if hard == resource.RLIM_INFINITY else min(hard, limits.MAX_SOFT_LIMIT)
+    enough = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     ours, theirs = socket.socketpair()
     with descriptors(512):
         servers.script(ECHO)
@@ -298,12 +298,13 @@ def test_server_and_runner_raise_their_limit(servers: Servers, tmp_path: Path) -
 
 def test_programs_in_a_sandbox_start_with_the_limit_from_before() -> None:
     program = (
-        "from megaflow_hpc.host.descriptors import raise_limit, limit\n"
+        "from megaflow_hpc.host.process import raise_descriptor_limit, descriptor_limit\n"
         "from megaflow_hpc.environments.sandbox.commands.container import environment_text\n"
         "import subprocess\n"
-        "raise_limit()\n"
+        "raise_descriptor_limit()\n"
         "text = environment_text({}, False) + 'ulimit -Sn; ulimit -Hn\\n'\n"
-        "print(subprocess.run(['/bin/sh', '-c', text], capture_output=True, text=True, check=True).stdout, limit())\n"
+        "shell = subprocess.run(['/bin/sh', '-c', text], capture_output=True, text=True, check=True)\n"
+        "print(shell.stdout, descriptor_limit())\n"
     )
     with descriptors(512):
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

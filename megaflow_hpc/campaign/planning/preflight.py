@@ -12,7 +12,7 @@ from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.host.mpi import LIBRARY
+from megaflow_hpc.host.mpi import LIBRARY_PROGRAM
 from megaflow_hpc.ledger.blocks import count_blocks
 from megaflow_hpc.types import Task
 
@@ -31,7 +31,7 @@ def check_packages(config: CampaignConfig, slurm: bool) -> None:
     """
     command = [sys.executable, "-c", "import aiohttp, cryptography\n"]
     if slurm and not config.is_pool:
-        command[-1] += LIBRARY
+        command[-1] += LIBRARY_PROGRAM
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PACKAGES_S, check=False)
     except subprocess.TimeoutExpired:

@@ -109,9 +109,10 @@ def run(place: Path, scratch: Path, rootfs: str, agent: type, engine: str, attem
     )
 
     class Dying(ScriptedEngine):
-        def on_sampled(self, prompt: Any, tokens: Any) -> None:
+        def sample(self, text: str, prompt: Any) -> list[int]:
             if engine == "dies":
                 self.script = Script(default=(ScriptedAnswer("EngineDeadError", status=500),))
+            return super().sample(text, prompt)
 
     async def main() -> Trajectory:
         poison = ScriptedTask(pattern=re.compile("poison"), answers=(ScriptedAnswer("no", status=500),))

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.host.tar import RefusedMember, TarReader
-from megaflow_hpc.host.unpack import Budget, stays_inside, unpack_tar
+from megaflow_hpc.host.tar import Budget, RefusedMember, TarReader, stays_inside, unpack_tar
 from tests.support.archives import archive, hardlink, hostile, member, symlink
 
 HONEST = [

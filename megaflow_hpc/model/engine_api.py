@@ -1,6 +1,6 @@
-"""Validates an engine's response before it is recorded and passed on.
+"""The engines' HTTP API: paths, headers, and the validation of responses before they are recorded and passed on.
 
-The engine may be a third-party endpoint. Its response becomes recorded rows, messages that dialects convert, and the
+An engine may be a third-party endpoint. Its response becomes recorded rows, messages that dialects convert, and the
 agent's response. So every field that this package reads must have the right type and be within bounds, and deep
 nesting is rejected. Other fields pass unchanged.
 """
@@ -20,6 +20,17 @@ import msgspec
 from megaflow_hpc.model.json_text import TooMuch
 from megaflow_hpc.texts import containers_at
 
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MODELS = "/v1/models"
+GENERATE = "/inference/v1/generate"
+"""vLLM's tokens-in, tokens-out endpoint (``--enable-scale-out``)."""
+RENDER, DERENDER = f"{CHAT}/render", f"{CHAT}/derender"
+"""vLLM's endpoints that convert messages to token ids and back."""
+TEXTS = f"{COMPLETIONS}/derender"
+"""vLLM's endpoint that decodes token ids to plain text."""
+WEIGHT_VERSION = "X-Megaflow-Weight-Version"
+"""Response header set by the proxy: the version of the weights that sampled the response."""
 MAX_TEXT = 8 * 2**20
 """Maximum total length of all strings in a response, in characters."""
 MAX_DEPTH = 64
@@ -29,7 +40,7 @@ _MAX_NAME = 256
 _MAGIC, _HEADER_AT = b"\x93NUMPY\x01\x00", 10
 """First bytes of a ``.npy`` file of version 1, and the offset of its header, after two bytes for its length."""
 _BYTES = {"|u1": 1, "<u2": 2}
-"""Types of the entries → bytes of one."""
+"""Array type → bytes per entry."""
 
 
 class _Function(msgspec.Struct):
@@ -151,37 +162,37 @@ def log_probabilities(values: Any, count: int) -> array[float]:
     if len(logprobs) != count:
         raise ValueError(f"{count} token ids, {len(logprobs)} log-probabilities")
     if not math.isfinite(sum(logprobs)):
-        raise ValueError("a log-probability that is no number")
+        raise ValueError("a log-probability that is not a finite number")
     return logprobs
 
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """Experts of successive tokens of a prompt and its answer."""
+    """The experts that routers chose for consecutive tokens of a prompt and its answer."""
 
     start: int
     """Index of the first token, from the start of the prompt."""
     layers: int
     per_token: int
     row: int
-    """Bytes for each token."""
+    """Bytes per token."""
     data: bytes
 
 
 def routed_experts(value: Any, tokens: int, start: int = 0) -> RoutedExperts | None:
-    """Decodes ``routed_experts`` of a choice; ``None`` if the engine reports none.
+    """Decodes ``routed_experts`` of a choice. Returns ``None`` if the engine does not report experts.
 
-    vLLM, started with ``enable-return-routed-experts``, sends a base64-encoded ``.npy`` file with an array (tokens,
-    layers, experts per token) of uint8, or of uint16 above 256 experts. It has the prompt's tokens (from
-    ``routed_experts_prompt_start`` on) and the sampled ones except for the last, which was never an input. Layers
-    without experts have zeros.
+    vLLM with ``enable-return-routed-experts`` sends a base64-encoded ``.npy`` file. Its array has the shape (tokens,
+    layers, experts per token) and the type uint8, or uint16 for more than 256 experts. It covers the prompt, from
+    ``routed_experts_prompt_start`` on, and all sampled tokens but the last, which was never an input. Layers without
+    experts contain zeros.
 
     Args:
-        tokens: number of tokens of prompt and answer.
-        start: number of prompt tokens that the engine was asked to leave out.
+        tokens: Number of tokens in the prompt and the answer.
+        start: Number of prompt tokens that the request told the engine to omit.
 
     Raises:
-        ValueError, TypeError: it is not such an array, or has another number of tokens.
+        ValueError, TypeError: The value is not such an array, or covers another number of tokens.
     """
     if value is None:
         return None
@@ -198,7 +209,7 @@ def routed_experts(value: Any, tokens: int, start: int = 0) -> RoutedExperts | N
     if header["fortran_order"] or min(rows, layers, per_token) < 1 or len(data) != rows * row:
         raise ValueError(f"routed_experts: {len(data)} bytes for the shape {header['shape']}")
     if rows != tokens - 1 - start:
-        raise ValueError(f"routed_experts: of {rows} tokens, expected {tokens - 1 - start}")
+        raise ValueError(f"routed_experts: {rows} tokens, expected {tokens - 1 - start}")
     return RoutedExperts(start, layers, per_token, row, data)
 
 
