@@ -31,11 +31,14 @@ REMOVED_KEYS = {
     "pool.share": "write share: group at the top of the file",
     "pool.users": "write the users' weights as pool.weights: {alice: 2}; pool.in_flight holds for every user",
     "quotas.slots": "limit rollouts with slurm.pods: count, ranks_per_node and slots_per_rank",
+    "prompts.greso": "write prompts.filter_solved, or order: curriculum, which prefers tasks that are sometimes solved",
     "scheduling.cuts": "a rollout fails after 16 interruptions; leave it out",
     "slurm.pods.throttle": "start fewer pods (slurm.pods.count); each is requeued until the work is done",
     "trainer.cpus_per_gpu": "write slurm.servers.cpus_per_gpu, or slurm.trainer.extra: {cpus-per-gpu: 8}",
     "training.constrained": "such calls are answered, and their tokens get loss mask 0; leave it out",
+    "training.data.replay": "write loss.epochs, or a function such as megaflow_hpc.training.recipes:past_successes",
     "training.mode": "write training.staleness: 0 for synchronous, null for asynchronous, or the bound",
+    "training.nonfinite": "training ends after 3 steps without a finite gradient; leave it out",
     "weights.poll_s": "servers poll often for trained policies; leave it out",
 }
 """Removed key, or its last parts → what to use instead."""

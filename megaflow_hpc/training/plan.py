@@ -82,7 +82,7 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     oldest: int = -1
     """Ordinal of the oldest version that sampled a token; -1 if nothing was sampled."""
     replayed: bool = False
-    """True if an earlier step trained on it too."""
+    """True for a rollout of an earlier step that a function of ``data`` added."""
     lengths: list[int] = []
     """Token count of each of the policy's sequences."""
     sampled: list[int] = []

@@ -50,6 +50,9 @@ MAX_MISMATCH = 1.0
 """Largest plausible mean |engine − trainer log-prob| in the first update after a start. Rounding and staleness
 cannot explain more: bfloat16 against float32 gives 0.01."""
 
+MAX_NOT_FINITE = 3
+"""Number of consecutive steps without a finite gradient after which training ends."""
+
 Proximal = dict[tuple[int, bytes], np.ndarray[Any, Any]]
 """(rollout in the step, digest of a sequence's tokens) → log-probabilities of the sequence."""
 
@@ -306,7 +309,7 @@ class TrainingLoop:
             self._not_finite = 0
         else:
             self._not_finite += bool(metrics["not_finite"])
-        if metrics["not_finite"] and self._not_finite >= self.flow.config.nonfinite:
+        if metrics["not_finite"] and self._not_finite >= MAX_NOT_FINITE:
             raise ConfigError(
                 f"{self.flow.run}: the gradients of the last {self._not_finite} steps were not finite, and the weights "
                 f"are unchanged since; look at grad_norm and log_ratio_max of the steps before in "

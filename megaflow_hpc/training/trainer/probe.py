@@ -24,7 +24,7 @@ from megaflow_hpc.config.sections import Method
 from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes
 from megaflow_hpc.training.algorithms import Prompts, advantages
-from megaflow_hpc.training.algorithms.filters import by_method
+from megaflow_hpc.training.algorithms.choice import by_method
 from megaflow_hpc.training.algorithms.rewards import scores
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, StoredRollout, TurnTokens
 from megaflow_hpc.training.methods import call, digests, guarded, methods_of, numbers, resolve, wrong
