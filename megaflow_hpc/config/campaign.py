@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from megaflow_hpc.config.model import EnginePoolConfig, ModelConfig
 from megaflow_hpc.config.quotas import QuotasConfig
-from megaflow_hpc.config.reading import place_of, read_yaml
+from megaflow_hpc.config.reading import explain, explain_all, place_of, read_yaml
 from megaflow_hpc.config.sections import (
     NAME,
     AgentConfig,
@@ -21,12 +21,12 @@ from megaflow_hpc.config.sections import (
     SchedulingConfig,
     Section,
     TaskSource,
+    as_list,
 )
 from megaflow_hpc.config.site_profile import Profile, completed, find
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.config.trained import check_engine, check_trained, trained_model
 from megaflow_hpc.config.training import TrainingConfig
-from megaflow_hpc.config.validation_errors import explain, explain_all
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.resources import docs
 
@@ -85,17 +85,7 @@ class CampaignConfig(Section):
             )
         return value
 
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _bare_tasks(cls, value: Any) -> Any:
-        items = value if isinstance(value, list | tuple) else [value]
-        return [{"path": item} if isinstance(item, str) else item for item in items]
-
-    @field_validator("agent", mode="before")
-    @classmethod
-    def _bare_agents(cls, value: Any) -> Any:
-        items = value if isinstance(value, list | tuple) else [value]
-        return [{"name": item} if isinstance(item, str) else item for item in items]
+    _lists = field_validator("tasks", "agent", mode="before")(as_list)
 
     @model_validator(mode="after")
     def _policies(self) -> CampaignConfig:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from megaflow_hpc.config.sections import AgentConfig, Section
-from megaflow_hpc.config.slurm import GPU_TYPE, digits_as_text
+from megaflow_hpc.config.slurm import GpuType
 
 MAX_SERVERS = 10_000
 """Maximum number of engine servers of a policy. A larger number is assumed to be a typo."""
@@ -97,7 +97,7 @@ class ModelConfig(Section):
     gpus: int = Field(1, ge=0)
     """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 0 for ``scripted``
     and ``replay``, else 1."""
-    gpu_type: str | None = Field(None, pattern=GPU_TYPE)
+    gpu_type: GpuType | None = None
     """Slurm's name for the type of these GPUs, such as ``a100``. ``sinfo -o %G`` prints the names. Default: any
     type."""
     nodes: int = Field(1, ge=1)
@@ -154,13 +154,6 @@ class ModelConfig(Section):
         if bounds[1] > MAX_SERVERS:
             raise ValueError(f"expected at most {MAX_SERVERS} servers")
         return bounds
-
-    _gpu_type = field_validator("gpu_type", mode="before")(digits_as_text)
-
-    @field_validator("agent", mode="before")
-    @classmethod
-    def _bare_agent(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="before")
     @classmethod

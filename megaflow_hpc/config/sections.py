@@ -86,8 +86,13 @@ class Method(Section):
         return self.name
 
 
+def as_list(value: Any) -> Any:
+    """Returns a single value as a list of one."""
+    return value if isinstance(value, list | tuple) else [value]
+
+
 class TaskSource(Section):
-    """A source of tasks."""
+    """A source of tasks. Its path alone is enough."""
 
     path: str
     """Harbor task directories or ``*.jsonl`` files (a glob), or a Python class ``package.module:Class``."""
@@ -98,9 +103,14 @@ class TaskSource(Section):
     limit: int | None = Field(None, ge=1)
     """Maximum number of tasks, in id order. Useful for a first try. Default: no limit."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
 
 class AgentConfig(Section):
-    """The agent that works on a task, and its limits."""
+    """The agent that works on a task, and its limits. Its name alone is enough."""
 
     name: str
     """Built-in agent (``mini-swe-agent``, ``oracle``, ``nop``, ``command``, ``replay``, …) or a Python class
@@ -116,6 +126,11 @@ class AgentConfig(Section):
     task's timeout."""
     args: dict[str, Any] = {}
     """Arguments of the agent, passed unchanged."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
 
 class SandboxLimits(Section):

@@ -32,9 +32,8 @@ import yaml
 from pydantic import Field, ValidationError
 
 from megaflow_hpc.config.model import ModelConfig
-from megaflow_hpc.config.reading import place_of, read_yaml
+from megaflow_hpc.config.reading import explain_all, place_of, read_yaml
 from megaflow_hpc.config.sections import Section
-from megaflow_hpc.config.validation_errors import explain_all
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.host.private import who_may_replace
 

@@ -30,11 +30,11 @@ chooses tasks.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from megaflow_hpc.config.sections import Method, Section, TaskSource
+from megaflow_hpc.config.sections import Method, Section, TaskSource, as_list
 
 CLIPS: dict[str, tuple[float, float]] = {
     "ppo": (0.2, 0.2),
@@ -256,9 +256,6 @@ class PolicyTraining(Section):
         return self.importance or ("none" if self.loss.kind == "gspo" else "token")
 
 
-Range = tuple[float, float, Literal["inclusive", "exclusive"]]
-
-
 def _range(value: Any) -> Any:
     """Validates the bounds, and adds the default third element, ``inclusive``."""
     if isinstance(value, list | tuple) and len(value) == 2:
@@ -266,6 +263,9 @@ def _range(value: Any) -> Any:
     if isinstance(value, list | tuple) and len(value) == 3 and not (0 <= value[0] <= value[1] <= 1):
         raise ValueError(f"{list(value)}: bounds are pass rates from 0 to 1, the lower one first")
     return value
+
+
+Range = Annotated[tuple[float, float, Literal["inclusive", "exclusive"]], BeforeValidator(_range)]
 
 
 class OverlongConfig(Section):
@@ -332,8 +332,6 @@ class DataStep(Section):
     """Function ``module:function`` that changes weights, penalties or rewards, or drops rollouts. In the list of
     steps, its name alone is enough."""
 
-    _bounds = field_validator("pass_rate", mode="before")(_range)
-
     @model_validator(mode="after")
     def _one(self) -> DataStep:
         if len(self._given()) != 1:
@@ -362,7 +360,6 @@ class PromptsConfig(Section):
     filter_solved: float | None = Field(None, gt=0, le=1)
     """Pass rate, as a moving average, at which a task counts as solved and is not requested again. AstraFlow uses
     0.95. Default: tasks are never left out."""
-    _bounds = field_validator("pass_rate", mode="before")(_range)
 
 
 class HeldOutConfig(Section):
@@ -375,11 +372,7 @@ class HeldOutConfig(Section):
     samples: int = Field(4, ge=1)
     """Rollouts of each task in an evaluation. Default: 4."""
 
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _bare_tasks(cls, value: Any) -> Any:
-        items = value if isinstance(value, list | tuple) else [value]
-        return [{"path": item} if isinstance(item, str) else item for item in items]
+    _list = field_validator("tasks", mode="before")(as_list)
 
 
 class TrainingConfig(Section):

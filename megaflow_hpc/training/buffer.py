@@ -31,6 +31,7 @@ from megaflow_hpc.training.microbatch import Ordinal
 from megaflow_hpc.training.plan import RecordPlace, Settled
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
 from megaflow_hpc.trajectories.reading.follow import MAX_CACHE_AGE_S, Follower
+from megaflow_hpc.trajectories.reading.sources import experts_of
 from megaflow_hpc.trajectory import TokenSequence, Trajectory
 from megaflow_hpc.types import VERIFIED, Rollout
 
@@ -402,3 +403,27 @@ def _turns(trajectory: Trajectory, sequences: list[TokenSequence]) -> tuple[Turn
         if number is not None:
             turns.append(TurnTokens(call, number, turn.token_start, turn.token_end))
     return tuple(turns)
+
+
+Routing = tuple[int, int, int]
+"""Layers (with and without experts) of a mixture of experts, experts per token, and experts."""
+
+
+def check_experts(sequence: TokenSequence, routing: Routing) -> None:
+    """Checks that a model can route a sequence as the engine did.
+
+    Raises:
+        DamagedRecord: the numbers of layers or of experts differ, or the model has no such expert.
+    """
+    experts = experts_of(sequence)
+    if experts is None:
+        return
+    layers, per_token, count = routing
+    if experts.shape[1:] != (layers, per_token):
+        raise DamagedRecord(
+            f"its record has {experts.shape[1]} layers with {experts.shape[2]} experts for each token, but the "
+            f"trainer's model has {layers} with {per_token}"
+        )
+    known = experts[(experts != np.iinfo(experts.dtype).max).any((1, 2))]
+    if len(known) and known.max() >= count:
+        raise DamagedRecord(f"its record names expert {known.max()}, but the trainer's model has {count}")

@@ -16,10 +16,7 @@ import time
 
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.rundir.training import SharedGpu
-from megaflow_hpc.training.dataflow import SAY_INTERVAL_S, Dataflow
-
-FIRST_POLL_S, MAX_POLL_S = 0.05, 0.5
-"""Bounds of the poll interval while waiting for the engine to sleep. The interval doubles after each poll."""
+from megaflow_hpc.training.dataflow import FIRST_POLL_S, MAX_POLL_S, SAY_INTERVAL_S, Dataflow
 
 
 class GpuTurns:

@@ -8,7 +8,7 @@ operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.plan import Columns, PlannedRollout
 from megaflow_hpc.trajectories.reading.sources import experts_of
 from megaflow_hpc.trajectory import TokenSequence
@@ -65,10 +64,6 @@ class MicroBatch:
         step."""
         bounds = zip(self.sample.tolist(), self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)
         return [(rollout, blake2b(self.tokens[a:b].tobytes(), digest_size=16).digest()) for rollout, a, b in bounds]
-
-
-Routing = tuple[int, int, int]
-"""Layers (with and without experts) of a mixture of experts, experts per token, and experts."""
 
 
 class SequencePart(NamedTuple):
@@ -196,26 +191,6 @@ def _experts(sequences: Sequence[TokenSequence]) -> NDArray[np.int16] | None:
     return np.concatenate(joined)
 
 
-def check_experts(sequence: TokenSequence, routing: Routing) -> None:
-    """Checks that a model can route a sequence as the engine did.
-
-    Raises:
-        ConfigError: the numbers of layers or of experts differ, or the model has no such expert.
-    """
-    experts = experts_of(sequence)
-    if experts is None:
-        return
-    layers, per_token, count = routing
-    if experts.shape[1:] != (layers, per_token):
-        raise ConfigError(
-            f"its record has {experts.shape[1]} layers with {experts.shape[2]} experts for each token, but the "
-            f"trainer's model has {layers} with {per_token}"
-        )
-    known = experts[(experts != np.iinfo(experts.dtype).max).any((1, 2))]
-    if len(known) and known.max() >= count:
-        raise ConfigError(f"its record names expert {known.max()}, but the trainer's model has {count}")
-
-
 def _has_advantage(rollout: PlannedRollout, sequence: int) -> bool:
     """Returns whether some token of a sequence has an advantage other than 0."""
     if rollout.turns:
@@ -259,6 +234,20 @@ def _balanced(parts: Sequence[SequencePart], tokens: int, ranks: int) -> list[li
         else:
             return [bins[n] for n in sorted(range(count), key=lambda n: (-costs[n], n)) if bins[n]]
         count += 1
+
+
+def rows_in_order(lengths: Iterable[int], tokens: int) -> Iterator[list[int]]:
+    """Yields the indices of successive sequences that fit into one forward pass of ``tokens`` tokens together."""
+    row: list[int] = []
+    room = tokens
+    for index, length in enumerate(lengths):
+        if row and length > room:
+            yield row
+            row, room = [], tokens
+        row.append(index)
+        room -= length
+    if row:
+        yield row
 
 
 def _first_fit(parts: Sequence[SequencePart], tokens: int) -> list[int]:

@@ -43,6 +43,9 @@ from megaflow_hpc.rundir.training import Commit, Trainer, numbered
 FORMAT_VERSION = 2
 """Version 2 added advantages of sequences and turns."""
 
+COLUMN_PREFIX = "column."
+"""Prefix of a column's name in a file of columns."""
+
 R = TypeVar("R", bound=msgspec.Struct)
 BySequence = Mapping[tuple[int, int], NDArray[np.float32]]
 """(rollout, sequence) in a step → values (L) of its tokens."""
@@ -254,13 +257,10 @@ class TrainingFiles:
         """
         arrays = {
             "plan": np.frombuffer(bytes.fromhex(self.digest(plan.step)), np.uint8),
-            "rollouts": np.array([rollout.id for rollout in plan.rollouts], str),
-            "sequences": np.array([len(rollout.lengths) for rollout in plan.rollouts], np.int64),
-            "lengths": np.array([length for _, length in _sequences(plan)], np.int64),
         }
         for name, by_sequence in values.items():
             parts = [by_sequence.get(key, np.zeros(length, np.float32)) for key, length in _sequences(plan)]
-            arrays[f"column.{name}"] = np.concatenate([np.zeros(0, np.float32), *parts])
+            arrays[COLUMN_PREFIX + name] = np.concatenate([np.zeros(0, np.float32), *parts])
         file = io.BytesIO()
         np.savez(file, **arrays)  # type: ignore[arg-type]
         path = self.columns_file(plan.step)
@@ -269,36 +269,28 @@ class TrainingFiles:
             write_atomic(path, file.getvalue(), exclusive=True)
 
     def columns(self, plan: StepPlan) -> Columns:
-        """Returns the columns of a step, of which amendments may have left out rollouts since.
+        """Returns the columns of a step.
 
         Raises:
             ConfigError: the file is missing or damaged, or belongs to another plan.
         """
         path = self.columns_file(plan.step)
-        try:
-            data = read_regular(path)
-            if not data.startswith(b"PK"):
-                raise ValueError("it is not an .npz file")
-            with np.load(io.BytesIO(data), allow_pickle=False) as file:
-                found = {name: file[name] for name in file.files}
-            if found.pop("plan").tobytes() != bytes.fromhex(self.digest(plan.step)):
-                raise ValueError("it belongs to another plan")
-            stored, lengths = found.pop("rollouts"), found.pop("lengths")
-            owners = np.repeat(stored, found.pop("sequences")).tolist()
-            ours = {rollout.id: rollout.lengths for rollout in plan.rollouts}
-            theirs = [length for id, length in zip(owners, lengths.tolist(), strict=True) if id in ours]
-            if theirs != [length for rollout in ours.values() for length in rollout]:
-                raise ValueError("it has other rollouts or other numbers of tokens")
-            if any(values.shape != (lengths.sum(),) or values.dtype != np.float32 for values in found.values()):
-                raise ValueError("it has another number of values")
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise ConfigError(f"{path}: cannot be read ({error}); remove it, and it is computed again") from None
+        lengths = np.array([length for _, length in _sequences(plan)], np.int64)
         columns = {}
-        for name, values in found.items():
-            parts: dict[str, list[NDArray[np.float32]]] = {id: [] for id in ours}
-            for id, part in zip(owners, np.split(values, np.cumsum(lengths)[:-1]), strict=False):
-                parts.get(id, []).append(part)
-            columns[name.removeprefix("column.")] = list(parts.values())
+        try:
+            with np.load(io.BytesIO(read_regular(path)), allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+            if arrays["plan"].tobytes() != bytes.fromhex(self.digest(plan.step)):
+                raise ValueError("it belongs to another plan")
+            for name, values in arrays.items():
+                if not name.startswith(COLUMN_PREFIX):
+                    continue
+                if len(values) != lengths.sum():
+                    raise ValueError("it has another number of values")
+                parts = iter(np.split(values, np.cumsum(lengths)[:-1]))
+                columns[name.removeprefix(COLUMN_PREFIX)] = [[next(parts) for _ in r.lengths] for r in plan.rollouts]
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"{path}: cannot be read ({error}); remove it, and it is computed again") from None
         return columns
 
     def prune_columns(self, step: int) -> None:

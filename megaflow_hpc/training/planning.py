@@ -18,10 +18,9 @@ from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 from megaflow_hpc.training.buffer import Arrived, Buffer, Sequences
 from megaflow_hpc.training.methods import identity, takes
 from megaflow_hpc.training.microbatch import Ordinal
-from megaflow_hpc.training.peers import Peer
 from megaflow_hpc.training.plan import PlannedRollout, RecordPlace, Settled, StepPlan, TrainingFiles
 from megaflow_hpc.training.policy import TrainedPolicy
-from megaflow_hpc.training.readiness import Readiness
+from megaflow_hpc.training.readiness import Peer, Readiness
 from megaflow_hpc.training.staleness import FIRST_REFILL_ROUND, StalenessControl
 
 KEPT_SUCCESSES = 2

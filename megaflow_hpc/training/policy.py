@@ -29,7 +29,7 @@ class TrainedPolicy:
     policies call too."""
     followed: tuple[str, ...]
     """Policies whose training steps this policy's steps follow, if it samples nothing itself (``samples: 0``);
-    see :mod:`~megaflow_hpc.training.peers`."""
+    see :mod:`~megaflow_hpc.training.readiness`."""
     helpers: tuple[str, ...]
     """Policies that learn from this policy's groups, because they sample nothing themselves."""
     samples: int

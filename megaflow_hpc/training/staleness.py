@@ -1,9 +1,10 @@
 """Bounds the staleness of rollouts by choosing when to request them.
 
-A batch holds the tasks of one step. With a staleness bound k, the batch of step s is requested when step s - 1 - k is
-committed, by every helper policy too (:mod:`~megaflow_hpc.training.peers`), and every engine has loaded the newest
-weights (:mod:`~megaflow_hpc.training.readiness`). A step takes complete groups first. It waits for an incomplete group
-that would be older than k in the next step. With k = 0 training is synchronous.
+A batch holds the tasks of one step. With a staleness bound k, the batch of step s is requested once step s - 1 - k is
+committed, by every helper policy too, and every engine has loaded the newest weights
+(:mod:`~megaflow_hpc.training.readiness`). A step takes complete groups first. It waits for an incomplete group that
+would be older than k in the next step. With k = 0 training is synchronous.
+
 If dropped groups are replaced (``refill``), a step requests further tasks itself. Tasks that a trainer adds
 (:meth:`StalenessControl.add`) make a step larger if other groups would be too old for the next step.
 """
@@ -20,10 +21,9 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.ledger.blocks import add_blocks
 from megaflow_hpc.training.algorithms import Prompts
 from megaflow_hpc.training.algorithms.samples import SampleGroup
-from megaflow_hpc.training.peers import Peer
 from megaflow_hpc.training.plan import Added, Refill, TaskBatch, TrainingFiles
 from megaflow_hpc.training.policy import TrainedPolicy
-from megaflow_hpc.training.readiness import Readiness
+from megaflow_hpc.training.readiness import Peer, Readiness
 from megaflow_hpc.types import Rollout, round_of
 
 ASYNCHRONOUS_BATCHES = 4

@@ -20,10 +20,9 @@ from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
 from megaflow_hpc.training.algorithms.rewards import scored, scores
 from megaflow_hpc.training.algorithms.samples import Sample, TurnTokens
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.methods import digests, methods_of, resolve
 from megaflow_hpc.training.plan import StepPlan
-from megaflow_hpc.training.step import Step
 from megaflow_hpc.training.trainer.probe import _stored, check, example_groups
 from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
 from tests.support.groups import group, sample

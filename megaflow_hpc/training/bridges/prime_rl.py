@@ -44,8 +44,7 @@ from megaflow_hpc.host.files import read_regular, remove_tree
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.safetensors import read_directory
 from megaflow_hpc.training import microbatch
-from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.step import KEPT_VERSIONS, Step
+from megaflow_hpc.training.dataflow import KEPT_VERSIONS, Dataflow, Step
 
 POLL_INTERVAL_S = 0.5
 """Seconds between polls for a broadcast."""

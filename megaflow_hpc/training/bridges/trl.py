@@ -1,7 +1,7 @@
 """TRL's ``GRPOTrainer`` on a campaign's rollouts: TRL's model, optimizer and loss, with the dataflow's steps.
 
     from megaflow_hpc.training.bridges.trl import DataflowTrainer, arguments
-    from megaflow_hpc.training.dataflow import Dataflow
+    from megaflow_hpc.training.dataflow import Dataflow, KEPT_CHECKPOINTS, KEPT_VERSIONS, Step
 
     flow = Dataflow("runs/fix-bugs")
     trainer = DataflowTrainer(flow, "/models/Qwen3-4B", arguments(flow, "out"))
@@ -34,9 +34,8 @@ import torch  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import fsync, fsync_tree
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.dataflow import KEPT_CHECKPOINTS, KEPT_VERSIONS, Dataflow, Step
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
-from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step
 from megaflow_hpc.training.trainer.losses import Loss, Tokens, importance_weights
 
 TRL_VERSION = "1.16"

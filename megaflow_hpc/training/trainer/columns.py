@@ -29,12 +29,11 @@ from megaflow_hpc.host.atomic import fsync_tree, make_directory
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import versions
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.methods import call, numbers, wrong
-from megaflow_hpc.training.microbatch import token_advantages
+from megaflow_hpc.training.microbatch import rows_in_order, token_advantages
 from megaflow_hpc.training.plan import BySequence, Columns
-from megaflow_hpc.training.step import Step
-from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load
+from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load, row_of
 
 KEPT_AVERAGES = 3
 """Number of recent averages of the weights to keep. The next one is computed from the newest."""
@@ -110,33 +109,20 @@ class FrozenModels:
             else load(folder, settings.dtype, self._ranks, parallel=settings.parallel.model_dump())
         )
         model.temperature = self._flow.temperature
-        packed = list(_packed(sequences, settings.microbatch))
-        rounds = max(self._ranks.gather(len(packed)))
+        rows = list(rows_in_order((len(s.tokens) for s in sequences), settings.microbatch))
+        rounds = max(self._ranks.gather(len(rows)))
         found: dict[int, NDArray[np.float32]] = {}
         with torch.no_grad():
-            for row in [*packed, *[[]] * (rounds - len(packed))]:
-                values = model(*self._row([sequences[n] for n in row]))[0].float().cpu().numpy()
-                cuts = np.cumsum([len(sequences[n].tokens) for n in row])[:-1]
+            for row in [*rows, *[[]] * (rounds - len(rows))]:
+                chosen = [sequences[number] for number in row]
+                inputs = row_of([(s.tokens, s.mask.nonzero()[0]) for s in chosen], self._ranks.device)
+                values = model(*inputs)[0].float().cpu().numpy()
+                cuts = np.cumsum([len(s.tokens) for s in chosen])[:-1]
                 found |= dict(zip(row, np.split(values, cuts), strict=False))
         del model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return [found[number] for number in range(len(sequences))]
-
-    def _row(self, sequences: Sequence[ColumnSequence]) -> tuple[Any, Any, list[int], Any]:
-        """Returns a model's inputs. For no sequence, that is a single token to ignore."""
-        device = self._ranks.device
-        if not sequences:
-            nothing = torch.zeros(1, dtype=torch.int64, device=device)
-            return nothing, nothing, [0, 1], nothing[:0]
-        lengths = [len(sequence.tokens) for sequence in sequences]
-        tokens = np.concatenate([sequence.tokens for sequence in sequences])
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        where = np.concatenate([sequence.mask for sequence in sequences]).nonzero()[0]
-        offsets = [0, *np.cumsum(lengths).tolist()]
-        tensors = (torch.from_numpy(a.astype(np.int64)).to(device) for a in (tokens, positions, where))
-        tokens, positions, where = tensors
-        return tokens, positions, offsets, where
 
     def average(self, decay: float) -> Path:
         """Returns a model directory with the exponentially weighted mean of all versions, in float32.
@@ -275,17 +261,3 @@ def _call(method: Method, sequences: Sequence[ColumnSequence], models: FrozenMod
         what = f"the column of sequence {s.sequence} of rollout {s.rollout}"
         found[s.rollout, s.sequence] = numbers(method, array, [s.mask.shape], what)
     return found
-
-
-def _packed(sequences: Sequence[ColumnSequence], tokens: int) -> Iterator[list[int]]:
-    """Yields indices of sequences that fit in one forward pass together."""
-    row: list[int] = []
-    room = tokens
-    for number, sequence in enumerate(sequences):
-        if row and len(sequence.tokens) > room:
-            yield row
-            row, room = [], tokens
-        row.append(number)
-        room -= len(sequence.tokens)
-    if row:
-        yield row

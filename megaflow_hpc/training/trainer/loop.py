@@ -34,16 +34,15 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.amendments import TRAINER, Amendment
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weight_source import why_not_served
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.dataflow import KEPT_CHECKPOINTS, KEPT_VERSIONS, Dataflow, Step, UnreadableRollout
 from megaflow_hpc.training.gpu_turns import GpuTurns
 from megaflow_hpc.training.methods import guarded
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
 from megaflow_hpc.training.staleness import ASYNCHRONOUS_BATCHES
-from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step, UnreadableRollout
 from megaflow_hpc.training.trainer import checkpoint, losses, probe
 from megaflow_hpc.training.trainer.columns import columns_of
 from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
-from megaflow_hpc.training.trainer.model import ProcessGroup, Reader, load
+from megaflow_hpc.training.trainer.model import ProcessGroup, Reader, load, row_of
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 MAX_MISMATCH = 1.0
@@ -345,7 +344,7 @@ class TrainingLoop:
                 values.setdefault(name, []).append(value)
         metrics = {name: sum(of_it) / len(of_it) for name, of_it in values.items()}
         metrics |= {name: max(of_it) for name, of_it in values.items() if name in losses.MAXIMA}
-        metrics |= whole.mismatches() | fresh.sampling()
+        metrics |= fresh.sampling()
         rewards = step.plan.rewards
         threshold = self.flow.trained.pass_threshold
         passed = sum(reward >= threshold for reward in rewards) / len(rewards) if rewards else math.nan
@@ -396,7 +395,7 @@ class TrainingLoop:
                 loss, sums = losses.policy_loss(self.loss, new, entropies, tokens, minibatch, limit)
             with clock("backward"), self._fitting(batch):
                 loss.backward()
-            tally.add(batch, tokens, sums)
+            tally.add(batch, sums)
         with clock("optimizer"):
             tally = tally.of_all(self.ranks, self._copies)
             metrics = tally.report()
@@ -431,8 +430,7 @@ class TrainingLoop:
             )
         device = self.ranks.device
         if not len(batch.tokens):
-            nothing = torch.zeros(1, dtype=torch.int64, device=device)
-            return nothing, nothing, [0, 1], nothing[:0]
+            return row_of([], device)
         tokens, positions = (torch.from_numpy(a).to(device, torch.int64) for a in (batch.tokens, batch.positions))
         where = torch.from_numpy(batch.mask.nonzero()[0]).to(device)
         experts = None if batch.experts is None else torch.from_numpy(batch.experts).to(device)

@@ -1,7 +1,7 @@
 """The policy in the trainer: log-probabilities and entropies of the tokens of a packed row.
 
 A row holds several sequences without padding, and each attends only to itself
-(:mod:`~megaflow_hpc.training.trainer.attention`). Models that mix tokens in other ways (convolutions, state spaces)
+(:mod:`~megaflow_hpc.training.trainer.layers`). Models that mix tokens in other ways (convolutions, state spaces)
 would leak one sequence into another. :func:`load` compares a packed row with its single sequences through the model's
 own forward, and refuses a model that gives different results.
 
@@ -22,19 +22,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch  # type: ignore[import-not-found]
 import torch.distributed as dist  # type: ignore[import-not-found]
 from torch.utils.checkpoint import checkpoint  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.layout import Layout
-from megaflow_hpc.training.trainer import attention
-from megaflow_hpc.training.trainer.attention import Packing
-from megaflow_hpc.training.trainer.router import RouterReplay
+from megaflow_hpc.training.trainer import layers
+from megaflow_hpc.training.trainer.layers import Packing, RouterReplay
 from megaflow_hpc.training.trainer.sharding import Grid, SumOverRanks, divide_adapters, read_sharded
 
 CHUNK_LOGITS = 2**26
@@ -162,6 +162,30 @@ def _exit(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def row_of(sequences: Sequence[tuple[Any, Any]], device: Any) -> tuple[Any, Any, list[int], Any]:
+    """Returns the inputs of :meth:`PolicyModel.forward` for a row of sequences.
+
+    Without any sequence, the row is a single token to ignore, because every rank must take part in a pass.
+
+    Args:
+        sequences: tokens of each sequence, and the indices of those to judge.
+        device: the device of the model.
+    """
+    if not sequences:
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        return nothing, nothing, [0, 1], nothing[:0]
+    offsets = [0, *accumulate(len(tokens) for tokens, _ in sequences)]
+    columns = (
+        [tokens for tokens, _ in sequences],
+        [np.arange(len(tokens)) for tokens, _ in sequences],
+        [begin + np.asarray(judged) for begin, (_, judged) in zip(offsets, sequences, strict=False)],
+    )
+    tokens, positions, where = (
+        torch.from_numpy(np.concatenate(column).astype(np.int64)).to(device) for column in columns
+    )
+    return tokens, positions, offsets, where
 
 
 class PolicyModel(torch.nn.Module):
@@ -329,8 +353,8 @@ def load(
     policy.to(ranks.device)
     policy.router.attach(causal)
     alone = _alone(policy, ranks.device)
-    attention.register()
-    causal.set_attn_implementation(attention.ATTENTION_NAME)
+    layers.register()
+    causal.set_attn_implementation(layers.ATTENTION_NAME)
     _check_packing(policy, alone, ranks.device, DTYPES[dtype])
     if lora is not None:
         policy._adapter = (_with_lora(causal, lora),)

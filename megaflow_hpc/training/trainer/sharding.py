@@ -2,7 +2,7 @@
 
 The ranks form one grid (:mod:`~megaflow_hpc.training.layout`). ``tensor`` ranks divide each layer's heads and features,
 by transformers' plan for the model. ``context`` ranks divide the tokens of a row
-(:mod:`~megaflow_hpc.training.trainer.attention`). Both compute the same micro-batch. All ranks but those of ``tensor``
+(:mod:`~megaflow_hpc.training.trainer.layers`). Both compute the same micro-batch. All ranks but those of ``tensor``
 and ``replicas`` store a share of each parameter (FSDP2); ``replicas`` store the same shares, so a layer is gathered
 within a node and gradients cross nodes once (HSDP). ``expert`` ranks, which follow each other, store different experts
 of each layer, and tokens travel to them (transformers' token dispatch).

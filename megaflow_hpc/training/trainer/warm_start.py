@@ -60,8 +60,9 @@ def _train(arguments: argparse.Namespace) -> None:
     # Import after the check: torch takes seconds to load.
     import torch  # type: ignore[import-not-found]
 
+    from megaflow_hpc.training.microbatch import rows_in_order
     from megaflow_hpc.training.trainer import checkpoint
-    from megaflow_hpc.training.trainer.model import join, load
+    from megaflow_hpc.training.trainer.model import join, load, row_of
     from megaflow_hpc.training.trainer.optimizer import Optimizer
 
     ranks = join()
@@ -74,11 +75,12 @@ def _train(arguments: argparse.Namespace) -> None:
     ]
     for number, batch in enumerate(batches):
         count = sum(len(written) for _, written in batch)
-        rows = list(_rows(batch[ranks.rank :: ranks.count], arguments.microbatch))
+        mine = batch[ranks.rank :: ranks.count]
+        rows = list(rows_in_order((len(tokens) for tokens, _ in mine), arguments.microbatch))
         rows += [[]] * (max(ranks.gather(len(rows))) - len(rows))
         total = 0.0
         for row in rows:
-            logprobs = policy(*_inputs(row, ranks.device))[0]
+            logprobs = policy(*row_of([mine[index] for index in row], ranks.device))[0]
             nll = -logprobs.sum() / count
             nll.backward()
             total += float(nll.detach())
@@ -144,34 +146,6 @@ def _shuffled(demonstrations: Sequence[Example], size: int, epoch: int) -> Itera
     random.Random(epoch).shuffle(order)
     for first in range(0, len(order), size):
         yield order[first : first + size]
-
-
-def _rows(batch: Sequence[Example], most: int) -> Iterator[list[Example]]:
-    """Yields conversations that fit in one forward pass together."""
-    row: list[Example] = []
-    for example in batch:
-        if row and sum(len(tokens) for tokens, _ in [*row, example]) > most:
-            yield row
-            row = []
-        row.append(example)
-    if row:
-        yield row
-
-
-def _inputs(row: Sequence[Example], device: Any) -> tuple[Any, Any, list[int], Any]:
-    """Returns a policy's inputs. For an empty row, that is a single token to ignore."""
-    import torch
-
-    tokens = [token for example, _ in row for token in example] or [0]
-    positions = [place for example, _ in row for place in range(len(example))] or [0]
-    offsets = [0]
-    where: list[int] = []
-    for example, written in row:
-        where += [offsets[-1] + place for place in written]
-        offsets.append(offsets[-1] + len(example))
-    tensors = (torch.tensor(values, dtype=torch.int64, device=device) for values in (tokens, positions, where))
-    tokens_, positions_, where_ = tensors
-    return tokens_, positions_, offsets if row else [0, 1], where_
 
 
 if __name__ == "__main__":
