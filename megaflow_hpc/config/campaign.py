@@ -43,8 +43,8 @@ class CampaignConfig(Section):
     run_dir: str = "runs"
     """Directory in which each run gets its own directory. All nodes must see it. Default: ``runs``."""
     share: Literal["user", "group"] = "user"
-    """Who may read the run directory: only the ``user``, or also the ``group``. Files with keys are never shared.
-    For an engine pool: whose campaigns may use the servers. Default: ``user``."""
+    """Access to the run directory: only the ``user``, or also the ``group``. Files with keys are never shared. For an
+    engine pool: access to its servers. Default: ``user``."""
     tasks: tuple[TaskSource, ...] = ()
     """Sources of tasks. A campaign without tasks and agent is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()
@@ -62,7 +62,7 @@ class CampaignConfig(Section):
     models: dict[str, ModelConfig] = Field(default_factory=dict)
     """Models of a campaign with several policies, keyed by policy name."""
     pool: EnginePoolConfig | None = None
-    """How the users of this engine pool share its servers."""
+    """Rules for sharing the servers of this engine pool."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """Sandboxes: images, network, limits."""
     slurm: SlurmConfig = SlurmConfig()
@@ -134,7 +134,7 @@ class CampaignConfig(Section):
 
     @property
     def run_share(self) -> Literal["user", "group"]:
-        """Who may read the run directory. An engine pool shares only its servers, so its directory stays private."""
+        """Access to the run directory. An engine pool shares only its servers, so its directory stays private."""
         return "user" if self.is_pool else self.share
 
     def with_ranks(self, ranks: int) -> CampaignConfig:

@@ -29,7 +29,7 @@ SERVER_COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "ar
 
 
 class WeightsConfig(Section):
-    """How running servers load newly published weights."""
+    """Settings for loading newly published weights into running servers."""
 
     update: Literal["rolling", "together"] = "rolling"
     """``rolling``: servers load one after another, so that some are always available. ``together``: all load at
@@ -104,14 +104,14 @@ class ModelConfig(Section):
     """Nodes of each server, for pipeline parallelism (``vllm`` only). Raise it for models that do not fit on one node.
     Default: 1."""
     weights: WeightsConfig = WeightsConfig()
-    """How servers load published weights."""
+    """Settings for loading published weights."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling settings. Default: sample from the model's own distribution."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Command-line options of the engine, without leading dashes."""
     thoughts: Literal["template", "keep"] = "template"
-    """How earlier answers appear in a prompt. ``template``: as the chat template renders them; if it drops thoughts, a
-    new sequence starts. ``keep``: as they were sampled, so that a conversation stays one sequence (``vllm`` only).
+    """Form of earlier answers in a prompt. ``template``: as the chat template renders them; if it drops thoughts, a new
+    sequence starts. ``keep``: as they were sampled, so that a conversation stays one sequence (``vllm`` only).
     Default: ``template``."""
     media_domains: tuple[str, ...] = ()
     """Hosts from which engines may fetch images that agents name by URL. Default: none; agents must send images as
@@ -220,7 +220,7 @@ class ModelConfig(Section):
 
 
 class EnginePoolConfig(Section):
-    """How users share the servers of an engine pool. The top-level key ``share`` sets who may use them."""
+    """Rules for sharing an engine pool's servers. The top-level key ``share`` sets who may use them."""
 
     in_flight: int | None = Field(None, ge=1)
     """Maximum number of concurrent requests per user at each server. Further requests wait. Default: no limit."""

@@ -62,7 +62,7 @@ class _Loader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key that is no text", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, "a key that is not text", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
             seen.add(key.value)

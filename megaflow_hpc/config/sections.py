@@ -174,7 +174,7 @@ class EnvironmentConfig(Section):
     """Allow commands to create user namespaces (bubblewrap, containers). Limits do not fully cover what runs in
     them. Default: false."""
     verification: Verification | None = None
-    """Which of the agent's changes the tests see. ``fresh``: those in the work directory and in declared artifacts.
+    """Changes of the agent that the tests see. ``fresh``: those in the work directory and in declared artifacts.
     ``shared``: also files that the agent added outside the system directories. ``as-left``: all of them; an agent
     that replaces programs can then choose its own reward. Default: ``fresh`` for tasks with a work directory, else
     ``shared``."""

@@ -7,14 +7,14 @@ the directories of ``MEGAFLOW_PROFILES``, else from the profiles of public sites
     environment: {image_store: /group/ml/images, mirrors: {docker.io: registry.site.edu/hub}}
     model: {python: /group/ml/vllm}
 
-``recognise`` says where ``init`` offers the profile; one match is enough::
+``recognise`` tells ``init`` where to offer the profile. One match is enough::
 
     recognise: {cluster: [perlmutter], host: ["login*.site.edu"], environment: {NERSC_HOST: perlmutter}}
 
 Mappings are merged key by key, and the campaign's keys win. Lists are not merged. ``model`` completes every model of
 the campaign, but adds none. Relative paths are relative to the campaign file, so a profile should use absolute ones. A
-profile may contain shell lines for jobs (``slurm.setup``). So it is rejected if anyone but the current user, root and
-the owner of its directory could change it.
+profile may contain shell lines for jobs (``slurm.setup``). So it is rejected if a user other than the current one, root
+and the owner of its directory could change it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHIPPED = Path(__file__).resolve().parent / "sites"
 
 
 class Recognition(Section):
-    """How ``init`` recognises a site. All values are shell patterns, and one match is enough."""
+    """Patterns by which ``init`` recognises a site. All values are shell patterns, and one match is enough."""
 
     cluster: tuple[str, ...] = ()
     """Slurm's ClusterName."""
@@ -55,7 +55,7 @@ class Recognition(Section):
     """Environment variable → its value."""
 
     def match(self, cluster: str) -> str:
-        """Describes what matches on this machine. Empty if nothing does."""
+        """Returns a description of the match on this machine, or an empty string if nothing matches."""
         for pattern in self.cluster:
             if cluster and fnmatchcase(cluster, pattern):
                 return f"ClusterName={cluster}"

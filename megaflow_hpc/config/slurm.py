@@ -18,14 +18,14 @@ CPUS_PER_RANK = 2
 MIN_LEAD_S = 40
 """Minimum of ``lead_s``. After a drain, the workers need most of it to stop."""
 LIFTED = " (no error because of slurm.check: false)"
-"""Added to findings about the site that would be errors without ``slurm.check: false``."""
+"""Suffix of a warning that would be an error without ``slurm.check: false``."""
 DEFAULT_RANKS = 2
 """Default of ``ranks_per_node``."""
 LEAST_GB = 0.001
 """Minimum memory: Slurm counts in MB, and treats 0 as all memory of a node."""
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
 _SRUN_OPTION = re.compile(r"-[\w.,:=/@%+-]+\Z", re.ASCII)
-"""Options that need no quoting in a shell."""
+"""Matches options that need no quoting in a shell."""
 _REMEDY = "write minutes (30), HH:MM:SS or D-HH:MM:SS"
 
 
@@ -124,7 +124,7 @@ class PodsConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """Ranks on each node. The default until planning has replaced ``fill`` with a number."""
+        """Ranks on each node. The default number until planning replaces ``fill``."""
         return DEFAULT_RANKS if self.ranks_per_node == "fill" else self.ranks_per_node
 
     @property
@@ -134,7 +134,7 @@ class PodsConfig(Section):
 
     @property
     def here(self) -> int:
-        """Number of pods on this cluster."""
+        """Number of pods on the cluster of the login node."""
         return self.count + sum(pool.count for pool in self.pools if not pool.cluster)
 
 

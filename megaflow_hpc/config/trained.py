@@ -134,8 +134,8 @@ def _check_defaults(where: str, engine: str, args: Mapping[str, Any]) -> None:
     for name, value in args.items():
         if str(name).replace("_", "-") == option and value != good:
             raise ValueError(
-                f"{where}.args.{name} {value!r}: takes temperature and top-p from a model's files, and a loss the "
-                f"probabilities without them; leave it out, or write {good}"
+                f"{where}.args.{name} {value!r}: reads temperature and top-p from the model's files, but the loss "
+                f"needs probabilities without them; leave it out, or write {good}"
             )
 
 

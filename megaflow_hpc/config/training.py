@@ -60,8 +60,8 @@ class LossConfig(Section):
     limited. ``rloo``: log-probabilities without ratios, divided by rollouts. Or
     ``module:function``. Default: ``dapo``."""
     length: int | None = Field(None, ge=1)
-    """Constant of ``dr_grpo``, which needs it: the number of sampled tokens that a rollout may have at most. Default:
-    none."""
+    """Maximum number of sampled tokens in a rollout, the constant by which ``dr_grpo`` divides. Required there.
+    Default: none."""
     clip: tuple[float, float] | None = None
     """Clip range of ratios, as distances from 1: ``[below, above]``, or one number for both. Default: the paper's
     values for each kind; 0.2 and 0.28 for ``dapo``."""
@@ -110,7 +110,7 @@ class LossConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """How a rollout's reward is compared with the others in its group."""
+    """Comparison of a rollout's reward with the other rewards in its group."""
 
     kind: Literal["grpo", "dr_grpo", "rloo", "median"] | Method = "dr_grpo"
     """``dr_grpo``: reward minus the group's mean. ``grpo``: the same, divided by the group's standard deviation.
@@ -165,7 +165,7 @@ class OptimizerConfig(Section):
     16 bytes per parameter there instead of on the GPU, and makes steps slower. Default: false."""
 
     def rate(self, step: int, steps: int) -> float:
-        """Returns the learning rate of a step (from 1) out of ``steps``. A function of the user's starts from it."""
+        """Returns the learning rate of a step (from 1) out of ``steps``, before a user's schedule function."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         if self.schedule != "linear" or steps <= self.warmup + 1:
@@ -186,7 +186,7 @@ class LoraConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the trainer's ranks, one for each GPU, divide the model and its rows. The default, FSDP over all ranks,
+    """Division of the model and its rows among the trainer's ranks, one for each GPU. The default, FSDP over all ranks,
     suits models whose rows fit one GPU. Replicas × context × tensor must divide the number of ranks."""
 
     replicas: int = Field(1, ge=1)
@@ -207,7 +207,7 @@ class ParallelConfig(Section):
 
 
 class PolicyTraining(Section):
-    """How one policy learns."""
+    """Training settings of one policy."""
 
     base: str | None = None
     """Model directory from which training starts. Set it if engines serve another copy, such as a quantised one.
@@ -225,10 +225,10 @@ class PolicyTraining(Section):
     sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training). Or
     ``module:function``. Default: ``token``; ``none`` for ``gspo``, as in its paper."""
     columns: dict[str, Method] = Field(default_factory=dict)
-    """Further values of each token, by name: functions ``module:function`` that are called before a step's first
-    update. A loss function reads them. Default: none."""
+    """Extra values of each token, by name. Each is computed by a function ``module:function`` before a step's first
+    update, and read by a loss function. Default: none."""
     truncate: float = Field(2.0, ge=1)
-    """Cap on importance weights. Default: 2."""
+    """Maximum of importance weights. Default: 2."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its learning-rate schedule."""
     lora: LoraConfig | None = None
@@ -242,7 +242,7 @@ class PolicyTraining(Section):
     recompute: bool = True
     """Recompute activations in the backward pass. Saves memory but slows down steps. Default: true."""
     parallel: ParallelConfig = ParallelConfig()
-    """How several GPUs divide the model."""
+    """Division of the model among several GPUs."""
 
     @model_validator(mode="after")
     def _whole_adapters(self) -> PolicyTraining:

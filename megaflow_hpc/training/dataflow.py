@@ -76,7 +76,7 @@ KEPT_VERSIONS = 3
 
 
 class UnreadableRollout(ConfigError):
-    """The record of a planned rollout is damaged. ``rollout`` is its id."""
+    """A damaged record of a planned rollout. ``rollout`` is the rollout's id."""
 
     def __init__(self, rollout: str, cause: object) -> None:
         super().__init__(f"rollout {rollout}: {cause}")
@@ -88,8 +88,8 @@ class Step:
 
     Attributes:
         plan: the stored plan, without the rollouts that amendments leave out.
-        amendments: number of amendments that are known to the step.
-        columns: further values of each token, set by a trainer before it takes minibatches.
+        amendments: number of amendments recorded when the step started.
+        columns: extra values of each token, set by a trainer before it takes minibatches.
         wait_s: seconds spent waiting for its rollouts.
         plan_s: seconds spent reading and planning.
     """
@@ -191,7 +191,7 @@ class Step:
             folder: weights in the engine's format.
             move: move the directory instead of copying it. It must be on the run directory's file system.
             keep: number of the policy's newest versions to keep; older ones are removed.
-            checksums: checksums of files in ``folder`` that are known, so that they are not read again.
+            checksums: known checksums of files in ``folder``, so that these are not read again.
 
         Raises:
             ConfigError: ``folder`` is not a model directory with weights.
@@ -262,7 +262,7 @@ class Dataflow:
         rank, ranks: this process of a distributed trainer, and the number of its processes.
         training: a section ``training`` for a campaign without one. Training then uses the planned rollouts as they
             arrive, whatever their staleness, and requests no others.
-        say: called with a line about what a step is waiting for, at most every 30 s; by default, it is logged.
+        say: receives a line about what a step waits for, at most every 30 s; by default, the line is logged.
         agree: broadcasts rank 0's value to all ranks, so that all apply the same amendments. By default, each rank
             applies those that it reads when a step starts.
 
@@ -394,7 +394,7 @@ class Dataflow:
             self._lease = None
 
     def leave(self) -> None:
-        """Ends this process's part, but keeps the campaign open for the trainer to resume."""
+        """Releases this process's lease, but keeps the campaign open for a later start of the trainer."""
         if self._lease is not None:
             self._lease.leave()
             self._lease = None
@@ -411,14 +411,14 @@ class Dataflow:
     # --- amendments ---
 
     def amend(self, amendment: Amendment) -> None:
-        """Records a change to a step that cannot be trained as planned, and reports it."""
+        """Records and reports a change to a step that cannot be trained as planned."""
         self.check()
         number = self._amendments.claim(amendment)
         left_out = f"leaves out {', '.join(amendment.rollouts)}" if amendment.rollouts else "changes"
         self.tell(f"{self.run}: amendment {number}: step {amendment.step} {left_out}: {amendment.cause}")
 
     def again(self, step: Step) -> Step:
-        """Returns a step with the amendments that were recorded since it started."""
+        """Returns a step with the amendments recorded since it started."""
         plan = self.files.read(StepPlan, step.number)
         assert plan is not None, step.number
         return self._step(plan, step.wait_s, step.plan_s)
@@ -428,7 +428,7 @@ class Dataflow:
         return Step(self, amended(plan, amendments), wait_s, plan_s, known)
 
     def _amend(self, step: int) -> tuple[int, list[Amendment]]:
-        """Applies the settings in force in a step. Returns the number of amendments known to it, and those in force."""
+        """Applies the settings of a step. Returns the number of recorded amendments, and those in force."""
         commit = self.files.read(Commit, step)
         known = commit.amendments if commit else None
         in_force = self._amendments.in_force(step, known)
@@ -451,7 +451,7 @@ class Dataflow:
                 self.leave_out(plan.step, rollout.id, error)
 
     def leave_out(self, step: int, rollout: str, cause: object) -> None:
-        """Leaves a rollout out of a step, by an amendment, unless it is left out already."""
+        """Leaves a rollout out of a step by an amendment, unless an earlier one does."""
         if all(rollout not in amendment.rollouts for amendment in self._amendments.in_force(step)):
             amendment = Amendment(step=step, rollouts=(rollout,), cause=str(cause), by=TRAINER, at=time.time())
             self.amend(amendment)
@@ -490,7 +490,7 @@ class Dataflow:
             request_evaluation(self.run, self.trained, evaluate.samples, commit.step)
 
     def add_checkpoint(self, step: int, checkpoint: str | os.PathLike[str]) -> None:
-        """Names a checkpoint in the commit of its step, which was committed before the checkpoint was durable.
+        """Adds a checkpoint to the commit of its step, which was written before the checkpoint was durable.
 
         Raises:
             ConfigError: the checkpoint directory is missing.

@@ -1,4 +1,4 @@
-"""Takes turns with the policy's engine on shared GPUs (``slurm.trainer.share: sleep``).
+"""Alternates with the policy's engine on shared GPUs (``slurm.trainer.share: sleep``).
 
     turns = GpuTurns(flow)
     turns.take(step.number)                      # the engine sleeps now
@@ -20,7 +20,7 @@ from megaflow_hpc.training.dataflow import FIRST_POLL_S, MAX_POLL_S, SAY_INTERVA
 
 
 class GpuTurns:
-    """Takes the shared GPUs for this rank of a dataflow, and returns them."""
+    """Acquires the shared GPUs for this rank of a dataflow, and releases them."""
 
     def __init__(self, flow: Dataflow) -> None:
         self._flow = flow
@@ -58,6 +58,6 @@ class GpuTurns:
         return turn_given.wake_s
 
     def give(self) -> None:
-        """Returns the GPUs to the engine. Call it only once no rank has data on them."""
+        """Releases the GPUs to the engine. Call it only once no rank has data on them."""
         if self.shared and not self._flow.rank:
             self._gpu.release()

@@ -49,7 +49,7 @@ class MicroBatch:
     rollout_tokens: NDArray[np.int64]
     """(S), number of tokens to train on in the whole rollout of each sequence."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """(T) for each name: further values of sampled tokens; see :mod:`megaflow_hpc.training.trainer.columns`."""
+    """(T) for each name: extra values of sampled tokens; see :mod:`megaflow_hpc.training.trainer.columns`."""
     experts: NDArray[np.int16] | None = None
     """(T, layers, experts per token), the engine's routing; -1 for tokens whose experts are unknown. ``None`` if no
     sequence has experts."""
@@ -77,8 +77,8 @@ class SequencePart(NamedTuple):
 
 
 EQUAL_LENGTH = 12 * 4096
-"""Length of a sequence for which causal attention costs as much as all else in a layer: about 12 × the hidden size,
-here that of a model with 8 billion parameters. It only guides packing."""
+"""Sequence length at which causal attention costs as much as the rest of a layer: about 12 × the hidden size, here that
+of a model with 8 billion parameters. It only guides packing."""
 
 Load = Callable[[int], list[TokenSequence]]
 """Index of a rollout in the plan → the policy's sequences."""
@@ -192,15 +192,17 @@ def _experts(sequences: Sequence[TokenSequence]) -> NDArray[np.int16] | None:
 
 
 def _has_advantage(rollout: PlannedRollout, sequence: int) -> bool:
-    """Returns whether some token of a sequence has an advantage other than 0."""
+    """Returns whether any token of a sequence has a non-zero advantage."""
     if rollout.turns:
         return any(a for turn, a in zip(rollout.turns, rollout.advantages, strict=True) if turn[0] == sequence)
     return bool(rollout.advantages[sequence] if rollout.advantages else rollout.advantage)
 
 
 def token_advantages(rollout: PlannedRollout, sequence: int, length: int) -> NDArray[np.float32]:
-    """Returns the advantage of each of a sequence's ``length`` tokens. Tokens outside all turns have 0 if each turn has
-    its own."""
+    """Returns the advantage of each of a sequence's ``length`` tokens.
+
+    If turns have advantages of their own, tokens outside all turns get 0.
+    """
     if not rollout.advantages:
         return np.full(length, rollout.advantage, np.float32)
     if not rollout.turns:

@@ -7,14 +7,14 @@
     added/3610421.json      :class:`Added`: extra tasks that the trainer requested
     steps/000012.json       :class:`StepPlan`: the rollouts that step 12 trains on and drops; never changed
     amendments/000003.json  changes to steps that are not committed (:mod:`megaflow_hpc.rundir.amendments`)
-    columns/000012.npz      further values of its tokens, computed by the trainer; names the plan's digest
+    columns/000012.npz      extra values of its tokens, computed by the trainer; contains the plan's digest
     commits/000012.json     commit of step 12: its checkpoint, weights and metrics
     trainers/000002.json    the second start of the trainer; earlier starts can no longer commit
     checkpoints/12/         the trainer's own files
 
 A plan is claimed before it is used: its file is linked to the step's number, which succeeds only once. A trainer that
 loses this race uses the existing plan. So a step always has the same rollouts, no matter which process dies. A trainer
-that was wrongly presumed dead can repeat a step, but cannot commit it. Other subpackages read commits and starts too,
+that was wrongly assumed dead can repeat a step, but cannot commit it. Other subpackages read commits and starts too,
 so these records are defined in :mod:`megaflow_hpc.rundir.training`.
 """
 
@@ -73,7 +73,7 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     reward: float | None = None
     """The verifier's reward; ``None`` if the rollout was not verified."""
     scores: dict[str, float] = {}
-    """Rewards from a scorer, by name; ``score`` is the one of the whole rollout, which counts instead of ``reward``."""
+    """Rewards from a scorer, by name. ``score`` rates the whole rollout, and counts instead of ``reward``."""
     advantage: float = 0.0
     """Advantage of each sampled token; the mean over them if :attr:`advantages` is set."""
     advantages: list[float] = []
@@ -96,7 +96,7 @@ class Settled(msgspec.Struct, kw_only=True, frozen=True):
     """Groups settled after a step, and the rollouts still waiting."""
 
     cursor: dict[str, Any] = {}
-    """Journal position at which reading resumes."""
+    """Position in each journal at which reading resumes."""
     waiting: list[RecordPlace] = []
     """Rollouts that were read but are not in any step yet."""
     first_block: int = 0
@@ -124,7 +124,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
     trainer: int = 0
     """Start number of the trainer that made the plan."""
     scorer: str = ""
-    """Function that scored the rollouts, and the SHA-256 digest of its file."""
+    """Name of the function that scored the rollouts, and the SHA-256 digest of its file."""
 
     @property
     def staleness(self) -> list[int]:
@@ -294,7 +294,7 @@ class TrainingFiles:
         return columns
 
     def prune_columns(self, step: int) -> None:
-        """Removes the columns of steps up to ``step``, which are never repeated."""
+        """Removes the columns of steps up to ``step``, because these steps are never repeated."""
         for path in self.columns_file(step).parent.glob("[0-9]*.npz"):
             if int(path.stem) <= step:
                 path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Rank 0's part of the dataflow: it requests rollouts, follows them, and plans steps of complete groups."""
+"""Requests and plans on rank 0: follows the rollouts that arrive, and plans steps of complete groups."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Planner:
         self._scorer = identity(score) if score else ""
         self._keeps_successes = any(step.method and takes(step.method, "earlier") for step in config.data)
         self._read: dict[RecordPlace, tuple[Sample, Arrived] | None] = {}
-        """Kept successes that were read. ``None`` for a damaged record."""
+        """Location of a kept success → what was read there; ``None`` for a damaged record."""
 
     def plan(
         self,
@@ -77,7 +77,7 @@ class Planner:
             least: minimum number of groups to settle, oldest first, if more than ``want`` are complete.
             last: no more rollouts will arrive, so fewer groups are enough.
             replace: do not count dropped groups towards ``want``.
-            short: accept fewer groups to train on if ``want`` groups are complete.
+            short: accept fewer groups to train on, provided that ``want`` groups are complete.
             only: ids of the groups that the step may settle; by default, all.
             due: ids of the groups to settle before others.
         """
@@ -142,7 +142,7 @@ class Planner:
     def _with_successes(
         self, kept: Mapping[str, list[Any]], settled: Iterable[SampleGroup], drops: Collection[str]
     ) -> dict[str, list[Any]]:
-        """Returns task → (place, scores) of the newest rollouts that passed, those of settled groups included."""
+        """Returns task → (place, scores) of the newest passed rollouts, including those of settled groups."""
         successes = dict(kept)
         passed = [
             sample
@@ -216,7 +216,7 @@ class Planning:
         files: where plans and requests are recorded.
         policy: the policy that is trained.
         config: the section ``training``.
-        paced: whether the training is the campaign's own, so that its staleness bound holds. Otherwise, the planned
+        paced: True if the campaign itself defines the training, so that its staleness bound holds. Otherwise, planned
             rollouts are used as they arrive, whatever their age.
         sequences: reads token sequences.
         ordinal: converts a campaign-wide weight version to the policy's own count.
@@ -242,7 +242,7 @@ class Planning:
         self._readiness = Readiness(run)
         self._flags = Marks(run)
         self._planner: Planner | None = None
-        """Rollouts not settled by any plan. Rebuilt from the last plan when needed."""
+        """Holds the rollouts that no plan settles. Rebuilt from the last plan when needed."""
         helpers = [Peer(run, helper) for helper in policy.helpers] if paced else []
         self.control = StalenessControl(files, policy, config, self._readiness, helpers)
         self.ends = ""
@@ -256,7 +256,7 @@ class Planning:
             committed: number of the last step that is committed.
 
         Raises:
-            OSError: the run directory does not answer; the next call continues.
+            OSError: the run directory is unavailable; the next call continues.
         """
         if self._requests:
             self.control.keep(committed, self._learned_prompts())
@@ -298,7 +298,7 @@ class Planning:
             trainer: number of this trainer's start.
 
         Raises:
-            OSError: the run directory does not answer; the next call continues.
+            OSError: the run directory is unavailable; the next call continues.
         """
         if self._planner is None:
             self._planner = self._new_planner(step)

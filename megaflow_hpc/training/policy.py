@@ -1,4 +1,4 @@
-"""The policy to train, as described by the campaign."""
+"""The policy to train, and the function that reads it from a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megaflow_hpc.rundir.record import RunRecord
 
 @dataclass(frozen=True)
 class TrainedPolicy:
-    """The trained policy of a run, with everything needed to request and plan its rollouts."""
+    """A policy that a run trains, with all that is needed to request and plan its rollouts."""
 
     name: str
     settings: PolicyTraining

@@ -44,8 +44,7 @@ LEASE_READS_PER_S = 10
 GIVE_UP_S = 900.0
 """Seconds without pods after which a trainer gives up. Until then, the user or ``watch`` may start new pods."""
 ASK_VARIABLE = "MEGAFLOW_ASK_PODS"
-"""Environment variable naming a command that prints the number of running and queued pods, or fails if that is
-unknown."""
+"""Environment variable with a command that prints the number of running and queued pods, or fails if it is unknown."""
 QUEUED = "no pod runs yet; some are queued or starting"
 ASK_TIMEOUT_S = 120.0
 """Timeout of the command in seconds."""
@@ -88,9 +87,9 @@ class PodWatch:
         self._seen: dict[str, object] = {}
         """``<pod>.<start>`` → lease counter at the last poll."""
         self._next_at = self._alive_at = clock()
-        """When to poll next, and when a pod was last known to be alive."""
+        """Time of the next poll, and the last time at which a pod was known to be alive."""
         self._gone_at: float | None = None
-        """When pods were first found to be missing; ``None`` if they are not."""
+        """Time at which pods were first found to be missing; ``None`` if any is alive or queued."""
         self._said = ""
 
     def begin(self) -> None:
@@ -142,7 +141,7 @@ class ServedWeights:
     """The engines of one policy at one moment."""
 
     missing: str
-    """Describes what a request must wait for; empty if nothing."""
+    """Names the engines that a request must wait for; empty if there are none."""
     serve_newest: bool
     """True if a live engine serves the newest weights."""
 
@@ -159,7 +158,7 @@ class Readiness:
         self._run, self._files, self._clock = run, EndpointFiles(run), clock
         self._heartbeats = Heartbeats(clock)
         self._polled: dict[tuple[str, int], tuple[ServedWeights, float]] = {}
-        """(policy, version) → the engines at the last poll, and when to poll next."""
+        """(policy, version) → the engines at the last poll, and the time of the next one."""
 
     def ordinal(self, policy: str) -> int:
         """Returns the ordinal of a policy's newest weights."""
@@ -176,12 +175,12 @@ class Readiness:
         if last is not None and now < last[1]:
             return last[0]
         endpoints = self._files.serving(policy)
-        engines = self._judge(policy, endpoints, version)
+        engines = self._compared(policy, endpoints, version)
         self._polled = {key: value for key, value in self._polled.items() if key[0] != policy}
         self._polled[policy, version] = engines, now + len(endpoints) // ENDPOINT_READS_PER_S
         return engines
 
-    def _judge(self, policy: str, endpoints: list[Endpoint], version: int) -> ServedWeights:
+    def _compared(self, policy: str, endpoints: list[Endpoint], version: int) -> ServedWeights:
         alive = [endpoint for endpoint in endpoints if self._heartbeats.alive(endpoint)]
         behind = [endpoint for endpoint in alive if endpoint.weight_version < version]
         serve_newest = len(behind) < len(alive)
@@ -200,7 +199,7 @@ def _refuses(endpoint: Endpoint, version: int) -> bool:
 
 
 def _cause(endpoint: Endpoint, version: int) -> str:
-    """Describes why an engine is not waited for, with the remedy."""
+    """Returns why a request does not wait for an engine, and the remedy."""
     again = f"scontrol requeue {endpoint.job_id}" if endpoint.job_id else "start it again"
     if endpoint.refused is not None and _refuses(endpoint, version):
         return f"{endpoint.server} refuses them ({endpoint.refused.cause}); to try again: {again}"
@@ -211,7 +210,7 @@ def _cause(endpoint: Endpoint, version: int) -> str:
 
 
 class Peer:
-    """Another policy's training, as the run directory shows it. Only reads.
+    """Reads the progress of another policy's training from the run directory.
 
     Args:
         run: the run directory.
@@ -243,7 +242,7 @@ class Peer:
         return None if plan is None else plan.groups
 
     def waited_for(self, act: str) -> str:
-        """Returns a message that a step waits for this policy's trainer to do something.
+        """Returns a message which says that a step waits for this policy's trainer.
 
         Args:
             act: an infinitive, such as ``commit step 3``.

@@ -27,8 +27,8 @@ from megaflow_hpc.training.readiness import Peer, Readiness
 from megaflow_hpc.types import Rollout, round_of
 
 ASYNCHRONOUS_BATCHES = 4
-"""Batches in flight in asynchronous training, which has no staleness bound. Enough to keep pods busy, but few enough
-that their samples are still useful."""
+"""Number of batches in flight in asynchronous training, which has no staleness bound. It keeps pods busy, and samples
+recent enough to be useful."""
 FIRST_ADDED_ROUND = 10**9
 """First round number of tasks that a trainer adds."""
 FIRST_REFILL_ROUND = 10**10
@@ -68,7 +68,7 @@ class StalenessControl:
         self._added = max(0, *files.numbers(TaskBatch), 0)
         """Number of batches whose blocks exist. The blocks of the last recorded batch may be missing."""
         self._refills_are_complete = False
-        """True once the blocks of every refill exist. Before that, those of the last recorded refill may be missing."""
+        """True once the blocks of every refill exist. Until then, those of the last recorded refill may be missing."""
 
     @property
     def ahead(self) -> int:
@@ -139,7 +139,7 @@ class StalenessControl:
             learned: state of task selection after the steps planned so far.
 
         Raises:
-            OSError: the run directory does not answer; the next call continues.
+            OSError: the run directory is unavailable; the next call continues.
         """
         if not self._refills_are_complete:
             number, refill = self._last_refill()
@@ -178,7 +178,7 @@ class StalenessControl:
 
         Raises:
             LedgerError: the token is not a valid file name, or was used for other tasks.
-            OSError: the run directory does not answer; the call may be repeated.
+            OSError: the run directory is unavailable; the call may be repeated.
         """
         number = zlib.crc32(token.encode())
         version = self._version()

@@ -175,7 +175,7 @@ def within_pass_rates(
 
 
 def inside(rate: float, bounds: Range) -> bool:
-    """Returns whether a pass rate is within a range."""
+    """Returns whether a pass rate is within the bounds."""
     lower, upper, kind = bounds
     return lower < rate < upper if kind == "exclusive" else lower <= rate <= upper
 
@@ -197,25 +197,27 @@ def by_method(
     drops: Drops,
     earlier: Earlier | None = None,
 ) -> list[SampleGroup]:
-    """Calls a function of the user's on the groups.
+    """Calls a user's function on the groups.
 
-    It is called as ``function(groups, version, random, **args)`` with the ordinal of the newest weights and a seeded
-    generator. It returns the groups to keep, in any order. It may leave out samples and groups, and change
-    the rewards, penalties and weights of samples (``dataclasses.replace``). A function with a parameter ``earlier``
-    also gets the passed samples of earlier steps by that name, and may add each of them to one group of its task.
+    The function is called as ``function(groups, version, random, **args)`` with the ordinal of the newest weights and a
+    seeded generator. It returns the groups to keep, in any order. It may leave out samples and groups, and change the
+    rewards, penalties and weights of samples (``dataclasses.replace``). A function with a parameter ``earlier`` also
+    gets the passed samples of earlier steps. It may add each of them to one group of its task.
 
     Raises:
-        ConfigError: the function returned something else.
+        ConfigError: the function broke this contract.
     """
-    past = earlier or {}
-    named = {"earlier": past} if takes(method, "earlier") else {}
+    named = {"earlier": earlier or {}} if takes(method, "earlier") else {}
     returned = call(method, list(groups), version, random, **named)
     if not isinstance(returned, list | tuple) or not all(isinstance(group, SampleGroup) for group in returned):
         raise wrong(method, f"returned {type(returned).__name__}", "a list of SampleGroup")
     before = {(group.id, sample.id): sample for group in groups for sample in group.samples}
     own = {sample.id for group in groups for sample in group.samples}
-    for group in groups if named else ():
-        before |= {(group.id, s.id): replace(s, group=group.id) for s in past.get(group.task, ()) if s.id not in own}
+    if named:
+        for group in groups:
+            for sample in named["earlier"].get(group.task, ()):
+                if sample.id not in own:
+                    before[group.id, sample.id] = replace(sample, group=group.id)
     kept: dict[str, Sample] = {}
     for group in returned:
         for sample in group.samples:

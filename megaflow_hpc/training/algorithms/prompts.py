@@ -92,14 +92,14 @@ class Prompts:
         count: int,
         random: np.random.Generator,
     ) -> list[str]:
-        """Calls a function of the user's to choose tasks.
+        """Calls a user's function to choose tasks.
 
-        It is called as ``function(tasks, count, statistics, random, **args)`` with the eligible tasks, the number of
-        tasks to choose, :class:`TaskStatistics` of tasks that were tried, and a seeded generator. It returns ``count``
-        of the tasks. A task that it returns several times gets that many groups.
+        The function is called as ``function(tasks, count, statistics, random, **args)`` with the eligible tasks, the
+        number of tasks to choose, :class:`TaskStatistics` of tasks that were tried, and a seeded generator. It returns
+        ``count`` of the tasks. A task that it returns several times gets that many groups.
 
         Raises:
-            ConfigError: the function returned something else.
+            ConfigError: the function broke this contract.
         """
         returned = call(method, list(eligible), count, dict(statistics), random)
         chosen = list(returned) if isinstance(returned, list | tuple) else None
@@ -123,7 +123,7 @@ class Prompts:
         state: Mapping[str, Any],
         random: np.random.Generator,
     ) -> tuple[list[str], dict[str, Any]]:
-        """Cycles through all tasks, reshuffled on each pass, and skips ineligible ones."""
+        """Cycles through all tasks, reshuffling them on each pass, and skips ineligible ones."""
         chosen: list[str] = []
         seed, position, of, late = state.get("turn", (0, 0, 0, []))
         while len(chosen) < count:
@@ -146,7 +146,7 @@ class Prompts:
         count: int,
         random: np.random.Generator,
     ) -> list[str]:
-        """Draws tasks by weight without replacement. Starts again once every eligible task has been drawn."""
+        """Draws tasks by weight without replacement, and starts over once every eligible task has been drawn."""
         rates = np.array([statistics.get(task, TaskStatistics()).recent for task in eligible])
         weights = rates * (1 - rates) + MIN_TASK_WEIGHT
         chosen: list[str] = []

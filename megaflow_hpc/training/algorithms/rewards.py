@@ -94,7 +94,7 @@ def _each(group: SampleGroup, change: Callable[[Sample], Sample]) -> SampleGroup
 
 
 def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns the values by which the samples are compared.
+    """Returns the values by which samples are compared with each other.
 
     Returns:
         Values (n, k), NaN if a sample lacks one, and the weights (k) of the columns.
@@ -116,14 +116,14 @@ def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray
 def scores(method: Method, rollouts: Sequence[StoredRollout]) -> dict[str, dict[str, float] | None]:
     """Calls a user's function for the rewards of stored rollouts.
 
-    It is called as ``function(rollouts, **args)``. It returns, by sample id, one number, or one for each of the
-    sample's sequences or turns, or ``None`` for a rollout that it cannot score.
+    The function is called as ``function(rollouts, **args)``. It returns, by sample id, one number, or one for each of
+    the sample's sequences or turns, or ``None`` for a rollout that it cannot score.
 
     Returns:
         Sample id → name → reward: ``score``, or ``sequence.N`` for each sequence, or ``turn.N`` for each model call.
 
     Raises:
-        ConfigError: the function raised an exception or returned something else.
+        ConfigError: the function raised an exception or broke this contract.
     """
     returned = mapping(method, call(method, list(rollouts)), {r.sample.id for r in rollouts}, "rollout")
     named: dict[str, dict[str, float] | None] = {}
@@ -145,7 +145,7 @@ def scores(method: Method, rollouts: Sequence[StoredRollout]) -> dict[str, dict[
 
 
 def scored(sample: Sample, own: Mapping[str, float] | None) -> Sample:
-    """Returns a sample with a scorer's rewards, which replace others of the same name; ``score`` is its reward.
+    """Returns a sample with a scorer's rewards, which replace those of the same name. ``score`` replaces its reward.
 
     Args:
         sample: the sample as its verifier rewarded it.
@@ -186,8 +186,7 @@ def advantages(config: PolicyTraining, groups: Iterable[SampleGroup]) -> dict[st
         Sample id → advantage and weight. Samples without a reward are left out.
 
     Raises:
-        ConfigError: a reward is infinite, or too large for an advantage in float32; or a function returned something
-            else than its contract says.
+        ConfigError: a reward is infinite, or too large for an advantage in float32, or a function broke its contract.
     """
     if isinstance(config.advantage.kind, Method):
         return _of_method(config, config.advantage.kind, list(groups))
@@ -216,11 +215,11 @@ def advantages(config: PolicyTraining, groups: Iterable[SampleGroup]) -> dict[st
 
 
 def _of_method(config: PolicyTraining, method: Method, groups: list[SampleGroup]) -> dict[str, tuple[Values, float]]:
-    """Calls a function for the advantages.
+    """Calls a user's function for the advantages.
 
-    It is called as ``function(groups, **args)``. The groups have only verified samples; ``sample.reward`` includes
-    penalties and the weights of ``advantage.rewards``. It returns a mapping from the id of each sample to a number, or
-    to an array with one number for each of its sequences (``sample.sequences``) or turns (``sample.turns``).
+    The function is called as ``function(groups, **args)``. The groups have only verified samples; ``sample.reward``
+    includes penalties and the weights of ``advantage.rewards``. It returns a mapping from the id of each sample to a
+    number, or to an array with one number for each of its sequences (``sample.sequences``) or turns (``sample.turns``).
     """
     compared = []
     for group in groups:
@@ -246,7 +245,7 @@ def _checked(method: Method, sample: Sample, value: object) -> NDArray[np.float3
 
 
 def _tokens(sample: Sample, count: int) -> NDArray[np.float64]:
-    """Returns the number of tokens that each of a sample's ``count`` advantages applies to."""
+    """Returns the number of tokens to which each of a sample's ``count`` advantages applies."""
     if not sample.weight:
         return np.zeros(count)
     if count == 1:

@@ -223,7 +223,7 @@ class DataflowTrainer(GRPOTrainer):
             self._proximal = {}
             for minibatch in minibatches:
                 for batch in self._packed(minibatch):
-                    self._judge(batch)
+                    self._add_proximal(batch)
             for number, minibatch in enumerate(minibatches, 1):
                 yield {"item": _Item(step, minibatch, number == len(minibatches))}
 
@@ -251,7 +251,7 @@ class DataflowTrainer(GRPOTrainer):
             "num_items_in_batch": torch.tensor(float(tokens)),
         }
 
-    def _judge(self, batch: MicroBatch) -> None:
+    def _add_proximal(self, batch: MicroBatch) -> None:
         """Computes the proximal log-probabilities of sequences that lack them."""
         if all(key in self._proximal for key in batch.sequence_keys()):
             return

@@ -75,9 +75,9 @@ def _train(arguments: argparse.Namespace) -> int | None:
 
 
 def _train_by(method: Method, arguments: argparse.Namespace) -> int:
-    """Calls a function of the user's that trains: ``training.trainer``.
+    """Calls a user's function that trains: ``training.trainer``.
 
-    It is called as ``function(flow, **args)`` on each rank with the policy's dataflow, and returns when
+    The function is called as ``function(flow, **args)`` on each rank with the policy's dataflow, and returns when
     ``flow.steps()`` ends. It may raise ``SystemExit(75)`` after SIGTERM to be started again.
     """
     from megaflow_hpc.training.dataflow import Dataflow
@@ -118,7 +118,7 @@ def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
         rank=ranks.rank,
         ranks=ranks.count,
         say=lambda text: print(text, file=sys.stderr, flush=True),
-        agree=ranks.tell,
+        agree=ranks.broadcast,
     )
     trainer = TrainingLoop(flow, ranks, read)
     signal.signal(signal.SIGTERM, trainer.stop)

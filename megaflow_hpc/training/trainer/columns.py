@@ -1,9 +1,9 @@
-"""Columns: further values of each token of a step, which functions of the user's compute before its first update.
+"""Computes columns: extra values of each token of a step, by user functions that run before its first update.
 
 Examples are the log-probabilities of a frozen reference, of an average of earlier weights, or of a teacher. A loss
 reads them as ``batch.columns[NAME]``. The columns of a step are stored next to its plan
-(:meth:`~megaflow_hpc.training.plan.TrainingFiles.claim_columns`). A repeated step reads them again, so it does not need
-the earlier weights, nor the teacher.
+(:meth:`~megaflow_hpc.training.plan.TrainingFiles.claim_columns`). A repeated step reads the stored columns, so it needs
+neither the earlier weights nor the teacher.
 
 A function is called on every rank as ``function(sequences, models, **args)`` with the rank's share of the step's
 sequences (:class:`ColumnSequence`). All rollouts of a group are on one rank. It returns one float array (L) for each
@@ -36,7 +36,7 @@ from megaflow_hpc.training.plan import BySequence, Columns
 from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load, row_of
 
 KEPT_AVERAGES = 3
-"""Number of recent averages of the weights to keep. The next one is computed from the newest."""
+"""Number of recent weight averages to keep. The next one is computed from the newest."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class ColumnSequence:
 
 
 class FrozenModels:
-    """Earlier weights of a policy, for the functions that compute columns. Every rank must call each method equally
-    often, because ranks share the models.
+    """Loads earlier weights of a policy for the functions that compute columns. Every rank must call each method
+    equally often, because ranks share the models.
 
     Attributes:
         base: model directory from which training started.
@@ -136,7 +136,7 @@ class FrozenModels:
                 self._write_averages(decay)
             except MegaflowError as error:
                 failure = str(error)
-        if failure := self._ranks.tell(failure):
+        if failure := self._ranks.broadcast(failure):
             raise ConfigError(failure)
         return self._average_folder(decay, self.newest) if self.newest else self.base
 
@@ -144,7 +144,7 @@ class FrozenModels:
         return self._flow.files.path / "averages" / f"{decay:g}-{version}"
 
     def _write_averages(self, decay: float) -> None:
-        """Writes the mean after the newest version, from the last one that is stored."""
+        """Writes the mean after the newest version, starting from the last stored one."""
         folder = self._average_folder(decay, self.newest).parent
         make_directory(folder)
         for left in folder.glob(".[0-9]*"):
@@ -163,7 +163,7 @@ class FrozenModels:
 
 
 def _average(mean: Path, version: Path, decay: float, target: Path) -> None:
-    """Writes ``decay`` × ``mean`` + (1 − ``decay``) × ``version``, one file of the version after the other."""
+    """Writes ``decay`` × ``mean`` + (1 − ``decay``) × ``version``, file by file."""
     from safetensors import safe_open  # type: ignore[import-not-found]
     from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
 
@@ -189,11 +189,11 @@ def columns_of(
     """Returns name → values of each sequence of each rollout of a step. Computes them unless they are stored.
 
     Raises:
-        ConfigError: a function failed on some rank, or returned something else than its contract says.
+        ConfigError: a function failed on a rank, or broke its contract.
     """
     if not methods:
         return {}
-    if not ranks.tell(flow.files.columns_file(step.number).exists()):
+    if not ranks.broadcast(flow.files.columns_file(step.number).exists()):
         mine = list(sequences_of(flow, step))
         sampled = {int(v) for s in mine for v in np.unique(s.versions[s.mask == 1])}
         models = FrozenModels(flow, policy, ranks, step, sampled)
@@ -241,7 +241,7 @@ def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
 
 
 def _tried(method: Method, sequences: Sequence[ColumnSequence], models: FrozenModels) -> Any:
-    """Returns the values, or the error as text: a rank that stops alone would leave the others waiting."""
+    """Returns the values, or the error as text, because a rank that raised alone would leave the others waiting."""
     try:
         return _call(method, sequences, models)
     except MegaflowError as error:

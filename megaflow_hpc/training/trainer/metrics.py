@@ -1,4 +1,4 @@
-"""Metrics of a step: seconds per stage, token statistics and TensorBoard output."""
+"""Collects the metrics of a step: seconds per stage and token statistics. Writes them for TensorBoard."""
 
 from __future__ import annotations
 
@@ -55,8 +55,12 @@ class WeightedMean:
         self.rows += other.rows
 
     def of_all(self, ranks: ProcessGroup, copies: int = 1) -> WeightedMean:
-        """Combines the statistics of all ranks, of which ``copies`` successive ones have the same. Every rank must call
-        it, and gets the result."""
+        """Combines the statistics of all ranks. Every rank must call it, and gets the result.
+
+        Args:
+            ranks: all ranks.
+            copies: number of successive ranks that have the same statistics.
+        """
         self._sums = {name: value.cpu() for name, value in self._sums.items()}
         mean = WeightedMean()
         for part in ranks.gather(self)[::copies]:

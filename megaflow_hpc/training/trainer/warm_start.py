@@ -5,7 +5,8 @@
 Run it in an environment with torch and transformers, or by torchrun on several GPUs. Each line of DEMONSTRATIONS is a
 conversation, {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}. The loss is the
 mean negative log-likelihood of the tokens in the assistant's messages. OUT is a model directory with the tokenizer of
-MODEL, for `model.path` of a campaign. A model without it seldom earns a reward by chance, and learns nothing.
+MODEL, for `model.path` of a campaign. A model without demonstrations seldom earns a reward by chance, and then learns
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megaflow_hpc.texts import printable
 WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 """Endings of files that hold weights. Others are copied from MODEL."""
 Example = tuple[list[int], list[int]]
-"""Tokens of a conversation, and the positions of those that the assistant wrote."""
+"""Tokens of a conversation, and the indices of those that the assistant wrote."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,7 +89,7 @@ def _train(arguments: argparse.Namespace) -> None:
         loss = sum(ranks.gather(total))
         if ranks.first:
             print(json.dumps({"update": number + 1, "updates": len(batches), "loss": loss}), flush=True)
-    staged = arguments.out.absolute().with_name(f".{arguments.out.name}.{ranks.tell(os.getpid())}")
+    staged = arguments.out.absolute().with_name(f".{arguments.out.name}.{ranks.broadcast(os.getpid())}")
     checkpoint.export(staged, policy, ranks)
     if ranks.first:
         for path in arguments.model.iterdir():
@@ -104,7 +105,7 @@ def examples(model: Path, demonstrations: Path) -> list[Example]:
     If the template changes earlier messages when a further one is added, each later answer is an example of its own.
 
     Raises:
-        ConfigError: a line is no conversation, or the template does not add an answer to its prompt.
+        ConfigError: a line is not a conversation, or the template does not add an answer to its prompt.
     """
     from transformers import AutoTokenizer  # type: ignore[import-not-found]
 
