@@ -41,7 +41,7 @@ class CampaignConfig(Section):
     site: str | None = None
     """Name of the site profile that supplies missing keys, such as partitions and accounts. Default: none."""
     run_dir: str = "runs"
-    """Directory in which each run gets its own directory. All nodes must see it. Default: ``runs``."""
+    """Directory that contains a directory for each run. All nodes must see it. Default: ``runs``."""
     share: Literal["user", "group"] = "user"
     """Access to the run directory: only the ``user``, or also the ``group``. Files with keys are never shared. For an
     engine pool: access to its servers. Default: ``user``."""
@@ -106,7 +106,9 @@ class CampaignConfig(Section):
         if self.model and self.models:
             raise ValueError("give either model or models, not both")
         if len(self.agent) > 1 and (self.model or self.models):
-            raise ValueError("a list of agents goes without a model; give each policy of models its own agent")
+            raise ValueError(
+                "a list of agents needs a campaign without a model; give each policy of models its own agent"
+            )
         names = list(self.models) or [agent.name.rpartition(":")[2] for agent in self.agent]
         for name in names:
             if self.models and not NAME.match(name):

@@ -1,4 +1,4 @@
-"""Reads YAML with line numbers, and explains invalid values: position, value and what is expected.
+"""Reads YAML with line numbers, and explains invalid values: their position, and the expected values.
 
 Pydantic's messages are written for programmers ("input should be a valid dictionary or instance of …"). Here the
 expectation is read from the JSON Schema of the sections, so that messages state the bounds and choices of the key.
@@ -226,8 +226,14 @@ def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema
     if problem["type"] == "missing":
         return f"{'.'.join(map(str, location))!r} is missing; add it"
     value = problem.get("input")
-    many = "a list" if isinstance(value, list | tuple) else "keys" if isinstance(value, dict) else ""
-    named = ".".join(map(str, key)) + ("" if many else f" {json.dumps(value) if value is None else repr(value)}")
+    many = ""
+    if isinstance(value, list | tuple):
+        many = "a list"
+    elif isinstance(value, dict):
+        many = "keys"
+    named = ".".join(map(str, key))
+    if not many:
+        named += " null" if value is None else f" {value!r}"
     kinds = _expected(_at(schema, location)) if OF_KIND.match(problem["type"]) else []
     if not kinds:
         message = problem["msg"].removeprefix("Value error, ")

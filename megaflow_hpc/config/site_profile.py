@@ -121,7 +121,7 @@ def find(name: str, place: str) -> Profile:
         raise ConfigError(why)
     fields, node = read_yaml(path)
     if not isinstance(fields, dict) or not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{path}: holds no sections; a site profile is YAML such as slurm: {{account: NAME}}")
+        raise ConfigError(f"{path}: has no sections; a site profile is YAML such as slurm: {{account: NAME}}")
     rule = fields.pop("recognise", None)
     wrong = [
         f"{place_of(node, [key], str(path))}: {key!r} is not allowed in a site profile; allowed: "
@@ -151,11 +151,12 @@ def completed(
 ) -> tuple[dict[str, Any], yaml.Node | None]:
     """Returns the values and YAML nodes of a campaign, completed by the profile."""
     adds, nodes = dict(profile.fields), profile.node
-    model = adds.pop("model", None)
-    extra = {} if model is None else {"model": model} if isinstance(fields.get("model"), dict) else {}
-    merged = _merged(fields, adds | extra)
+    model = adds.get("model")
+    if not isinstance(fields.get("model"), dict):  # a profile completes models, but adds none
+        adds.pop("model", None)
+    merged = _merged(fields, adds)
     model_node = next((value for key, value in nodes.value if key.value == "model"), None)
-    kept = [pair for pair in nodes.value if pair[0].value in merged and (pair[0].value != "model" or extra)]
+    kept = [(key, value) for key, value in nodes.value if key.value in adds]
     both = _merged_nodes(node, yaml.MappingNode(nodes.tag, kept, nodes.start_mark)) if node else None
     models = merged.get("models")
     if isinstance(model, dict) and isinstance(models, dict):

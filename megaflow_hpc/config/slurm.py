@@ -163,8 +163,8 @@ class TrainerConfig(Section):
     commit."""
 
     kind: Literal["own", "veomni"] = "own"
-    """Engine that makes the model and divides it among GPUs. ``own``: transformers and this package. ``veomni``: VeOmni
-    with its kernels, which must be installed in the trainer's environment. Checkpoints of both are the same.
+    """Engine that creates the model and divides it among GPUs. ``own``: transformers and this package. ``veomni``:
+    VeOmni with its kernels, which must be installed in the trainer's environment. Checkpoints of both are the same.
     Default: ``own``."""
     partition: str | None = None
     """GPU partition. Default: ``servers.partition``."""

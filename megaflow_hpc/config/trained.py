@@ -55,14 +55,14 @@ def check_trained(
         key: Key of a policy's model in the file, with ``{}`` for the policy.
 
     Raises:
-        ValueError: A policy cannot be trained; names the key.
+        ValueError: A policy cannot be trained. The message names the key.
     """
     for name, config in training.policies.items():
         where = key.format(name)
         model, agent, samples = policies.get(name, (None, None, 0))
         if model is None or agent is None:
             known = ", ".join(other for other, (found, *_) in policies.items() if found) or "none"
-            raise ValueError(f"training.policies: {name!r} is no policy with a model; this campaign has: {known}")
+            raise ValueError(f"training.policies: {name!r} is not a policy with a model; this campaign has: {known}")
         if model.engine not in LOADS_WEIGHTS or model.pool:
             what = "an engine pool" if model.pool else f"engine {model.engine}"
             raise ValueError(f"training.policies.{name}: {where} is served by {what}, which loads no trained weights")
@@ -86,10 +86,10 @@ def check_trained(
 
 
 def check_engine(training: TrainingConfig, kind: str) -> None:
-    """Checks that an engine (``slurm.trainer.kind``) can train like this.
+    """Checks that an engine (``slurm.trainer.kind``) supports these training settings.
 
     Raises:
-        ValueError: It cannot; names the key.
+        ValueError: It does not. The message names the key.
     """
     if kind == "own":
         return

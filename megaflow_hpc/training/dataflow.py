@@ -288,7 +288,7 @@ class Dataflow:
         self.run = run if isinstance(run, RunDir) else RunDir(run)
         self.run.check_ours()
         self.record = read_run(self.run)
-        planned = self.record.config.training if self.record.campaign else None
+        planned = self.record.config.training
         self.config = training or planned or _missing(self.run)
         methods.prepare(self.run, self.config, self.record.beside)
         self.trained = trained_policy(self.run, self.record, policy, self.config)

@@ -24,8 +24,7 @@ class GpuTurns:
 
     def __init__(self, flow: Dataflow) -> None:
         self._flow = flow
-        planned = flow.record.config if flow.record.campaign else None
-        self.shared = planned is not None and planned.slurm.trainer.share == "sleep"
+        self.shared = flow.record.config.slurm.trainer.share == "sleep"
         """True if the trainer and the engine share GPUs."""
         self._gpu = SharedGpu(flow.run, flow.policy)
         # With several ranks, their parent process (torch's launcher) ends last.

@@ -149,9 +149,6 @@ class Minibatch:
         mask = _joined([np.frombuffer(s.loss_mask, np.uint8) for s in sequences], np.uint8)
         logprobs = _joined([np.frombuffer(s.logprobs, np.float32) for s in sequences], np.float32)
         versions = _joined([np.frombuffer(s.weight_versions, np.int32) for s in sequences], np.int32)
-        for number in np.unique(versions[versions >= 0]).tolist():
-            versions[versions == number] = -2 - self._ordinal(number)  # negative, so that no version is converted twice
-        versions[versions < -1] = -2 - versions[versions < -1]
         weights = np.repeat(np.array([self._planned[p.rollout].weight for p in parts], np.float32), lengths)
         advantages = _joined(
             [token_advantages(self._planned[part.rollout], part.sequence, part.length) for part in parts], np.float32
@@ -162,7 +159,7 @@ class Minibatch:
             offsets=offsets,
             mask=mask,
             logprobs=np.where(mask == 1, logprobs, np.float32(0)),
-            versions=versions,
+            versions=ordinals_of(versions, self._ordinal),
             advantages=np.where(mask == 1, advantages, np.float32(0)),
             weights=np.where(mask == 1, weights, np.float32(0)),
             sample=np.array([part.rollout for part in parts], np.int32),
@@ -174,6 +171,13 @@ class Minibatch:
             },
             experts=_experts(sequences),
         )
+
+
+def ordinals_of(versions: NDArray[np.int32], ordinal: Ordinal) -> NDArray[np.int32]:
+    """Converts campaign-wide weight versions (T) to the policy's own count. Keeps -1 for tokens without a version."""
+    distinct, inverse = np.unique(versions, return_inverse=True)
+    converted = [ordinal(version) if version >= 0 else -1 for version in distinct.tolist()]
+    return np.array(converted, np.int32)[inverse]
 
 
 def _experts(sequences: Sequence[TokenSequence]) -> NDArray[np.int16] | None:
@@ -256,9 +260,11 @@ def _first_fit(parts: Sequence[SequencePart], tokens: int) -> list[int]:
     """Returns the free tokens of each bin after first-fit packing."""
     room: list[int] = []
     for part in parts:
-        chosen = next((n for n, left in enumerate(room) if left >= part.length), len(room))
-        room += [tokens] * (chosen == len(room))
-        room[chosen] -= part.length
+        chosen = next((n for n, left in enumerate(room) if left >= part.length), None)
+        if chosen is None:
+            room.append(tokens - part.length)
+        else:
+            room[chosen] -= part.length
     return room
 
 

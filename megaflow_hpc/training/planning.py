@@ -128,16 +128,22 @@ class Planner:
 
     def _earlier(self, groups: Iterable[SampleGroup]) -> dict[str, list[Sample]]:
         """Reads the kept successes of the groups' tasks. Damaged records are left out."""
-        tasks = {group.task for group in groups}
-        kept = {
-            task: [(RecordPlace(*place), scores) for place, scores in of_task]
-            for task, of_task in self.learned.get("successes", {}).items()
-            if self._keeps_successes and task in tasks
-        }
         before, self._read = self._read, {}
-        for place, scores in (success for of_task in kept.values() for success in of_task):
-            self._read[place] = before[place] if place in before else self.buffer.read(place, scores)
-        return {task: [read[0] for p, _ in of_task if (read := self._read[p])] for task, of_task in kept.items()}
+        if not self._keeps_successes:
+            return {}
+        tasks = {group.task for group in groups}
+        earlier: dict[str, list[Sample]] = {}
+        for task, successes in self.learned.get("successes", {}).items():
+            if task not in tasks:
+                continue
+            earlier[task] = []
+            for fields, scores in successes:
+                place = RecordPlace(*fields)
+                read = before[place] if place in before else self.buffer.read(place, scores)
+                self._read[place] = read
+                if read:
+                    earlier[task].append(read[0])
+        return earlier
 
     def _with_successes(
         self, kept: Mapping[str, list[Any]], settled: Iterable[SampleGroup], drops: Collection[str]
@@ -209,7 +215,7 @@ def _planned(sample: Sample, arrived: Arrived, valued: tuple[Values, float], rep
 
 
 class Planning:
-    """Requests and plans for one policy.
+    """Requests the rollouts of one policy, and plans its steps.
 
     Args:
         run: the run directory.

@@ -66,8 +66,9 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
         tasks = [task for task in tasks if any(fnmatch.fnmatchcase(task, pattern) for pattern in include)]
     samples = planned.samples if planned else 1
     own = [other for other in config.policies if other not in record.policies or record.policies[other].samples]
-    if samples and record.campaign:  # pods close a group once it has enough rewards
-        samples += record.config.scheduling.spare
+    campaign = record.config
+    if samples:  # pods close a group once it has enough rewards
+        samples += campaign.scheduling.spare
     return TrainedPolicy(
         name=name,
         settings=config.policies[name],
@@ -78,9 +79,9 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
         followed=() if samples else tuple(own),
         helpers=tuple(other for other in config.policies if other not in own) if samples else (),
         samples=samples,
-        pods=record.config.slurm.pods.total if record.campaign else 1,
-        pass_threshold=record.config.pass_threshold if record.campaign else 1.0,
-        seed=(record.config.seed if record.campaign else None) or 0,
+        pods=campaign.slurm.pods.total,
+        pass_threshold=campaign.pass_threshold,
+        seed=campaign.seed or 0,
         temperature=float(model.get("sampling", {}).get("temperature", 1.0)),
     )
 

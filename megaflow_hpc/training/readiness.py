@@ -49,7 +49,7 @@ QUEUED = "no pod runs yet; some are queued or starting"
 ASK_TIMEOUT_S = 120.0
 """Timeout of the command in seconds."""
 ENDPOINT_READS_PER_S = 100
-"""Number of endpoint files to read per second. If there are fewer, they are read at every call."""
+"""Maximum number of endpoint files to read per second. If there are fewer files, every call reads them."""
 
 
 # --- pods ---

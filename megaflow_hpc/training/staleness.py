@@ -154,7 +154,7 @@ class StalenessControl:
             self._added += 1
 
     def may_request(self, commits: int) -> bool:
-        """Returns whether rollouts requested now can keep the bound. If not, :attr:`waits_for` says why.
+        """Returns whether rollouts requested now can keep the bound. If not, :attr:`waits_for` names the reason.
 
         Args:
             commits: number of steps that helpers must have committed.

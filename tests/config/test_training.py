@@ -103,7 +103,7 @@ def test_gspo_has_no_importance_weights_unless_the_file_asks_for_them() -> None:
     ("text", "expected"),
     [
         ("policies: {}", "names no policy; write policies: {default: {}}"),
-        ("policies: {other: }", "'other' is no policy with a model; this campaign has: default"),
+        ("policies: {other: }", "'other' is not a policy with a model; this campaign has: default"),
         ("policies: {default: {loss: {kind: median}}}", "median is an advantage; write advantage: {kind: median}"),
         ("policies: {default: {advantage: {kind: gspo}}}", "gspo is a loss; write loss: {kind: gspo}"),
         ("policies: {default: {loss: {minibatch: {tasks: 4}}}}", "expected a whole number"),

@@ -186,5 +186,4 @@ class Prompts:
 
 
 def _statistics(state: Mapping[str, Any]) -> dict[str, TaskStatistics]:
-    fields = len(TaskStatistics._fields)  # earlier versions stored one more
-    return {task: TaskStatistics(*row[:fields]) for task, row in state.get("tasks", {}).items()}
+    return {task: TaskStatistics(*row) for task, row in state.get("tasks", {}).items()}

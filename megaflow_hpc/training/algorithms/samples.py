@@ -62,7 +62,7 @@ class Sample:
     weight: float = 1.0
     """Weight of the sample's tokens in the loss. At 0 the sample still counts in its group, but is not trained on."""
     verdict: float = math.nan
-    """Reward before a scorer replaced it; NaN without a scorer."""
+    """The verifier's reward, if a scorer replaced it; NaN without a scorer."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """The rewards in :attr:`rewards` that a scorer gave."""
 

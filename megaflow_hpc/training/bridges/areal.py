@@ -1,4 +1,4 @@
-"""AReaL: converts each step to a list of groups of padded tensors, with the keys of AReaL's workflows.
+"""Converts each step to AReaL's form: a list of groups of padded tensors, with the keys of AReaL's workflows.
 
     from megaflow_hpc.training.bridges import areal
 

@@ -1,4 +1,4 @@
-"""prime-rl: feeds its trainer from a run, by the files that it exchanges with its own orchestrator.
+"""Feeds prime-rl's trainer from a run, through the files that it otherwise exchanges with prime-rl's orchestrator.
 
     python -m megaflow_hpc.training.bridges.prime_rl RUN --policy default --output DIR --ranks 8 --tokens 32768
 

@@ -1,4 +1,4 @@
-"""Individual sequences of a step, for trainers that take padded rows."""
+"""Splits a step into sequences, for trainers that take padded rows."""
 
 from __future__ import annotations
 

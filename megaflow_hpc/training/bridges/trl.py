@@ -1,4 +1,4 @@
-"""TRL's ``GRPOTrainer`` on a campaign's rollouts: TRL's model, optimizer and loss, with the dataflow's steps.
+"""Trains on a campaign's rollouts with TRL's ``GRPOTrainer``: its model, optimizer and loss, and the dataflow's steps.
 
     from megaflow_hpc.training.bridges.trl import DataflowTrainer, arguments
     from megaflow_hpc.training.dataflow import Dataflow, KEPT_CHECKPOINTS, KEPT_VERSIONS, Step
@@ -7,7 +7,7 @@
     trainer = DataflowTrainer(flow, "/models/Qwen3-4B", arguments(flow, "out"))
     trainer.train()                                   # continues from the last commit that has a checkpoint
 
-``GRPOTrainer`` normally samples and scores completions. Here it does neither. Each of its steps is one minibatch of the
+``GRPOTrainer`` normally samples and scores completions. Here it does neither. Each optimizer step is one minibatch of the
 dataflow, cut into micro-batches. It receives ids, masks, proximal log-probabilities and advantages. The advantages
 include the sample weights and the importance weights of proximal over engine, which equals weighting the loss. TRL
 averages over each batch that it receives, and in each row where this package averages in each rollout. So the loss of a

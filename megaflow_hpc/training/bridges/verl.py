@@ -1,4 +1,4 @@
-"""verl: converts each step to the tensors of a ``DataProto``, padded like those of verl's agent loop.
+"""Converts each step to the tensors of verl's ``DataProto``, padded like those of verl's agent loop.
 
     from verl import DataProto
     from megaflow_hpc.training.bridges import verl

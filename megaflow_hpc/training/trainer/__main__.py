@@ -67,11 +67,10 @@ def _train(arguments: argparse.Namespace) -> int | None:
     from megaflow_hpc.rundir.layout import RunDir
     from megaflow_hpc.rundir.record import read_run
 
-    record = read_run(RunDir(arguments.run))
-    training = record.config.training if record.campaign else None
-    if training and training.trainer:
-        return _train_by(training.trainer, arguments)
-    return _train_here(arguments, record.config.slurm.trainer.kind if record.campaign else "own")
+    campaign = read_run(RunDir(arguments.run)).config
+    if campaign.training and campaign.training.trainer:
+        return _train_by(campaign.training.trainer, arguments)
+    return _train_here(arguments, campaign.slurm.trainer.kind)
 
 
 def _train_by(method: Method, arguments: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.methods import call, numbers, wrong
-from megaflow_hpc.training.microbatch import rows_in_order, token_advantages
+from megaflow_hpc.training.microbatch import ordinals_of, rows_in_order, token_advantages
 from megaflow_hpc.training.plan import BySequence, Columns
 from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load, row_of
 
@@ -225,8 +225,7 @@ def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
             mask = np.frombuffer(sequence.loss_mask, np.uint8)
             if not mask.any():
                 continue
-            found, inverse = np.unique(np.frombuffer(sequence.weight_versions, np.int32), return_inverse=True)
-            ordinals = np.array([flow.ordinal(v) if v >= 0 else -1 for v in found.tolist()], np.int32)[inverse]
+            versions = ordinals_of(np.frombuffer(sequence.weight_versions, np.int32), flow.ordinal)
             advantages = token_advantages(rollout, number, len(mask))
             yield ColumnSequence(
                 rollout=index,
@@ -235,7 +234,7 @@ def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
                 tokens=np.frombuffer(sequence.tokens, np.int32),
                 mask=mask,
                 logprobs=np.where(mask == 1, np.frombuffer(sequence.logprobs, np.float32), np.float32(0)),
-                versions=np.where(mask == 1, ordinals, np.int32(-1)),
+                versions=np.where(mask == 1, versions, np.int32(-1)),
                 advantages=np.where(mask == 1, advantages, np.float32(0)),
             )
 

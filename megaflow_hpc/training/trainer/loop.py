@@ -395,7 +395,7 @@ class TrainingLoop:
                 loss, sums = losses.policy_loss(self.loss, new, entropies, tokens, minibatch, limit)
             with clock("backward"), self._fitting(batch):
                 loss.backward()
-            tally.add(batch, sums)
+            tally.add(len(batch.tokens), sums)
         with clock("optimizer"):
             tally = tally.of_all(self.ranks, self._copies)
             metrics = tally.report()
@@ -437,19 +437,20 @@ class TrainingLoop:
         return tokens, positions, batch.offsets.tolist(), where, experts
 
     def _tokens(self, batch: MicroBatch, proximal: Any, device: Any) -> losses.Tokens:
-        empty = not len(batch.tokens)
-        mask, engine, advantages, weights = (
-            torch.from_numpy(np.zeros(1, a.dtype) if empty else a).to(device)
-            for a in (batch.mask, batch.logprobs, batch.advantages, batch.weights)
+        def on_device(values: np.ndarray[Any, Any]) -> Any:
+            """Copies a column to the device. An empty column gets a single 0, because an empty row has a single token."""
+            return torch.from_numpy(values if len(values) else np.zeros(1, values.dtype)).to(device)
+
+        return losses.Tokens(
+            offsets=on_device(batch.offsets if len(batch.tokens) else np.array([0, 1])),
+            mask=on_device(batch.mask).bool(),
+            proximal=proximal.to(device),
+            engine=on_device(batch.logprobs),
+            advantages=on_device(batch.advantages),
+            weights=on_device(batch.weights),
+            rollout_tokens=on_device(batch.rollout_tokens),
+            columns={name: on_device(values) for name, values in batch.columns.items()},
         )
-        offsets = torch.tensor([0, 1]) if empty else torch.from_numpy(batch.offsets)
-        counts = torch.zeros(1, dtype=torch.int64) if empty else torch.from_numpy(batch.rollout_tokens)
-        offsets, counts, proximal = (a.to(device) for a in (offsets, counts, proximal))
-        columns = {
-            name: torch.from_numpy(np.zeros(1, np.float32) if empty else values).to(device)
-            for name, values in batch.columns.items()
-        }
-        return losses.Tokens(offsets, mask.bool(), proximal, engine, advantages, weights, counts, columns)
 
     def _known(self, batch: MicroBatch, proximal: Proximal | None) -> Any:
         """Returns the known proximal log-probabilities (T) of a micro-batch."""

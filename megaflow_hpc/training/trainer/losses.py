@@ -17,7 +17,7 @@ gspo     the same; r of the sequence: the geometric  in each rollout, then over 
          mean of its tokens'
 cispo    clip(r) A log p, clip(r) without gradient   over all tokens                       2506.13585
 m2po     r A, without the tokens of the largest      over all tokens                       2510.01161
-         |log r| among those that moved as A asks
+         |log r| among those with log r × A > 0
 rloo     A log p                                     sum / rollouts                        2402.14740
 ======== =========================================== ===================================== ================
 
@@ -322,12 +322,12 @@ _MEANS = ("entropy", "clipped_low", "clipped_high", "kl", "engine_kl", "mismatch
 
 
 def _sums(values: Tensor, offsets: Tensor) -> Tensor:
-    """Sums (T) per sequence to (S). Unlike ``index_add``, it adds in token order on every device."""
+    """Sums values (T) per sequence (S). Unlike ``index_add``, it adds in token order on every device."""
     return torch.segment_reduce(values, "sum", offsets=offsets, initial=0)
 
 
 def _spread(values: Tensor, offsets: Tensor) -> Tensor:
-    """Repeats (S) for each token, giving (T)."""
+    """Repeats each sequence's value (S) for its tokens (T)."""
     return values.repeat_interleave(offsets.diff())
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch  # type: ignore[import-not-found]
 
-from megaflow_hpc.training.microbatch import MicroBatch
 from megaflow_hpc.training.trainer import losses
 from megaflow_hpc.training.trainer.model import ProcessGroup
 
@@ -43,16 +42,14 @@ class WeightedMean:
         self._sums: losses.Statistics = {}
         self.rows = 0
 
-    def add(self, batch: MicroBatch, sums: losses.Statistics) -> None:
-        """Adds the loss statistics of a micro-batch."""
-        mean = WeightedMean()
-        mean._sums, mean.rows = sums, len(batch.tokens)
-        self.join(mean)
+    def add(self, rows: int, sums: losses.Statistics) -> None:
+        """Adds the loss statistics of ``rows`` tokens."""
+        self._sums = losses.add(self._sums, sums)
+        self.rows += rows
 
     def join(self, other: WeightedMean) -> None:
         """Adds the statistics of another instance."""
-        self._sums = losses.add(self._sums, other._sums) if self._sums else other._sums
-        self.rows += other.rows
+        self.add(other.rows, other._sums)
 
     def of_all(self, ranks: ProcessGroup, copies: int = 1) -> WeightedMean:
         """Combines the statistics of all ranks. Every rank must call it, and gets the result.

@@ -324,7 +324,7 @@ def load(
             peft.
         recompute: compute layers again in the backward pass instead of keeping their results.
         parallel: ``replicas``, ``context``, ``tensor`` and ``expert``, as in the campaign file.
-        read: makes and divides the model. By default, transformers makes it and this package divides it.
+        read: creates and divides the model. By default, transformers creates it and this package divides it.
 
     Raises:
         ConfigError: the directory is not a model, peft is missing, the model cannot be divided as ``parallel`` says,
@@ -468,7 +468,7 @@ def _with_lora(causal: Any, lora: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _whole_shapes(causal: Any) -> Iterator[None]:
-    """Hides that parameters are divided, because peft would make adapters for this rank's share."""
+    """Replaces divided parameters by placeholders of their whole shapes, from which peft derives those of adapters."""
     divided = [
         (module, name, parameter)
         for module in causal.modules()

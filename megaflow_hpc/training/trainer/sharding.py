@@ -60,7 +60,7 @@ class Grid:
         """Divides the parameters of ``causal``, a part of ``policy``. They may be placeholders.
 
         Raises:
-            ConfigError: transformers cannot divide this model like this.
+            ConfigError: transformers cannot divide this model according to the layout.
         """
         check_model(self.layout, causal)
         causal.tie_weights()  # FSDP must know which parameters are the same
@@ -218,7 +218,7 @@ def divide_adapters(causal: Any) -> None:
     """Makes the adapters of divided linear layers compute this rank's share.
 
     Every rank stores the adapters whole, and the gradients of all ranks are added up. So each rank must contribute only
-    its part of them: that of its share of the outputs or inputs, or an equal part where all ranks compute the same.
+    its part of them: the part of its outputs or inputs, or an equal part if all ranks compute the same.
 
     Raises:
         ConfigError: an adapted layer is divided in another way.

@@ -1,4 +1,4 @@
-"""VeOmni: trains with its model implementations and kernels, by ``slurm.trainer.kind: veomni``.
+"""Creates models with VeOmni's implementations and kernels, for ``slurm.trainer.kind: veomni``.
 
 VeOmni (ByteDance Seed) creates the model, divides it among the ranks (FSDP2, experts) and reads its weights. Loss,
 optimizer, checkpoints and publishing are those of this package's trainer, and parameters have the same names. So the
@@ -63,7 +63,8 @@ def read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Polic
     """Reads a model with VeOmni. All ranks must call it.
 
     Raises:
-        ConfigError: VeOmni is missing or has another version, does not have this model, or cannot divide it like this.
+        ConfigError: VeOmni is missing or has another version, lacks this model, or cannot divide it according to the
+        layout.
     """
     if (found := _installed()) != VERSION:
         raise ConfigError(
@@ -91,7 +92,7 @@ def read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Polic
 
 
 def divided(config: Any, source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> VeOmniModel:
-    """Makes a model of transformers' ``config``, divides it, and reads its weights from ``source``.
+    """Creates a model from transformers' ``config``, divides it, and reads its weights from ``source``.
 
     Raises:
         ConfigError: the layout does not suit the model.

@@ -102,7 +102,7 @@ def _train(arguments: argparse.Namespace) -> None:
 def examples(model: Path, demonstrations: Path) -> list[Example]:
     """Returns the conversations, encoded by the model's chat template.
 
-    If the template changes earlier messages when a further one is added, each later answer is an example of its own.
+    If the template changes earlier messages when one is added, each later answer becomes a separate example.
 
     Raises:
         ConfigError: a line is not a conversation, or the template does not add an answer to its prompt.
