@@ -7,13 +7,12 @@
     trainer = DataflowTrainer(flow, "/models/Qwen3-4B", arguments(flow, "out"))
     trainer.train()                                   # continues from the last commit that has a checkpoint
 
-``GRPOTrainer`` normally samples and scores completions. Here it does neither. Each optimizer step is one minibatch of the
-dataflow, cut into micro-batches. It receives ids, masks, proximal log-probabilities and advantages. The advantages
+``GRPOTrainer`` normally samples and scores completions. Here it does neither. Each optimizer step is one minibatch of
+the dataflow, cut into micro-batches. It receives ids, masks, proximal log-probabilities and advantages. The advantages
 include the sample weights and the importance weights of proximal over engine, which equals weighting the loss. TRL
 averages over each batch that it receives, and in each row where this package averages in each rollout. So the loss of a
 micro-batch is scaled by its share of the minibatch, and a row's advantages by its share of the rollout. The sum is the
-loss of this package's own trainer. After the last minibatch of a step, the model is published and the step
-committed.
+loss of this package's own trainer. After the last minibatch of a step, the model is published and the step committed.
 
 The bridge depends on private parts of TRL: ``_compute_loss`` and its inputs, ``_prepare_inputs``,
 ``_get_per_token_logps_and_entropies``, and ``_save_checkpoint`` of transformers. So the version is checked on import.

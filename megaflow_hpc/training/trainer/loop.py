@@ -438,7 +438,7 @@ class TrainingLoop:
 
     def _tokens(self, batch: MicroBatch, proximal: Any, device: Any) -> losses.Tokens:
         def on_device(values: np.ndarray[Any, Any]) -> Any:
-            """Copies a column to the device. An empty column gets a single 0, because an empty row has a single token."""
+            """Copies a column to the device. An empty one gets a single 0, because an empty row has one token."""
             return torch.from_numpy(values if len(values) else np.zeros(1, values.dtype)).to(device)
 
         return losses.Tokens(
