@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from megaflow_hpc.config.model import EnginePoolConfig, ModelConfig
 from megaflow_hpc.config.quotas import QuotasConfig
-from megaflow_hpc.config.reading import place_of, read_yaml
+from megaflow_hpc.config.reading import explain, explain_all, place_of, read_yaml
 from megaflow_hpc.config.sections import (
     NAME,
     AgentConfig,
@@ -21,13 +21,12 @@ from megaflow_hpc.config.sections import (
     SchedulingConfig,
     Section,
     TaskSource,
-    listed,
+    as_list,
 )
 from megaflow_hpc.config.site_profile import Profile, completed, find
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.config.trained import check_engine, check_trained, trained_model
 from megaflow_hpc.config.training import TrainingConfig
-from megaflow_hpc.config.validation_errors import explain, explain_all
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.resources import docs
 
@@ -42,10 +41,10 @@ class CampaignConfig(Section):
     site: str | None = None
     """Name of the site profile that supplies missing keys, such as partitions and accounts. Default: none."""
     run_dir: str = "runs"
-    """Directory in which each run gets its own directory. All nodes must see it. Default: ``runs``."""
+    """Directory that contains a directory for each run. All nodes must see it. Default: ``runs``."""
     share: Literal["user", "group"] = "user"
-    """Who may read the run directory: only the ``user``, or also the ``group``. Files with keys are never shared.
-    For an engine pool: whose campaigns may use the servers. Default: ``user``."""
+    """Access to the run directory: only the ``user``, or also the ``group``. Files with keys are never shared. For an
+    engine pool: access to its servers. Default: ``user``."""
     tasks: tuple[TaskSource, ...] = ()
     """Sources of tasks. A campaign without tasks and agent is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()
@@ -64,7 +63,7 @@ class CampaignConfig(Section):
     models: dict[str, ModelConfig] = Field(default_factory=dict)
     """Models of a campaign with several policies, keyed by policy name."""
     pool: EnginePoolConfig | None = None
-    """How the users of this engine pool share its servers."""
+    """Rules for sharing the servers of this engine pool."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """Sandboxes: images, network, limits."""
     slurm: SlurmConfig = SlurmConfig()
@@ -87,16 +86,7 @@ class CampaignConfig(Section):
             )
         return value
 
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _bare_tasks(cls, value: Any) -> Any:
-        items = value if isinstance(value, list | tuple) else [value]
-        return [{"path": item} if isinstance(item, str) else item for item in items]
-
-    @field_validator("agent", mode="before")
-    @classmethod
-    def _bare_agents(cls, value: Any) -> Any:
-        return listed(value)
+    _lists = field_validator("tasks", "agent", mode="before")(as_list)
 
     @model_validator(mode="after")
     def _policies(self) -> CampaignConfig:
@@ -147,7 +137,7 @@ class CampaignConfig(Section):
 
     @property
     def run_share(self) -> Literal["user", "group"]:
-        """Who may read the run directory. An engine pool shares only its servers, so its directory stays private."""
+        """Access to the run directory. An engine pool shares only its servers, so its directory stays private."""
         return "user" if self.is_pool else self.share
 
     def judges(self) -> tuple[str, ...]:

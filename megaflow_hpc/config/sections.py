@@ -93,8 +93,13 @@ class Method(Section):
         return self.name
 
 
+def as_list(value: Any) -> Any:
+    """Returns a single value as a list of one."""
+    return value if isinstance(value, list | tuple) else [value]
+
+
 class TaskSource(Section):
-    """A source of tasks."""
+    """A source of tasks. Its path alone is enough."""
 
     path: str
     """Harbor task directories or ``*.jsonl`` files (a glob), or a Python class ``package.module:Class``."""
@@ -105,9 +110,14 @@ class TaskSource(Section):
     limit: int | None = Field(None, ge=1)
     """Maximum number of tasks, in id order. Useful for a first try. Default: no limit."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
 
 class AgentConfig(Section):
-    """The agent that works on a task, and its limits."""
+    """The agent that works on a task, and its limits. Its name alone is enough."""
 
     name: str
     """Built-in agent (``mini-swe-agent``, ``oracle``, ``nop``, ``command``, ``replay``, …) or a Python class
@@ -128,6 +138,11 @@ class AgentConfig(Section):
     share: float = Field(1.0, gt=0)
     """Share of a trained policy's groups that this agent works on, relative to the policy's other agents. Default:
     1."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
     @field_validator("label")
     @classmethod
@@ -150,12 +165,6 @@ class AgentConfig(Section):
 def scaffold(agent: AgentConfig, agents: Sequence[AgentConfig]) -> str:
     """Returns an agent's name in the ids of its rollouts; empty if it is the only agent of its policy."""
     return agent.short_title if len(agents) > 1 else ""
-
-
-def listed(value: Any) -> list[Any]:
-    """Returns the agents of a key ``agent``, which may be one name, one section, or a list of both."""
-    items = value if isinstance(value, list | tuple) else [value]
-    return [{"name": item} if isinstance(item, str) else item for item in items]
 
 
 class SandboxLimits(Section):
@@ -199,7 +208,7 @@ class EnvironmentConfig(Section):
     """Allow commands to create user namespaces (bubblewrap, containers). Limits do not fully cover what runs in
     them. Default: false."""
     verification: Verification | None = None
-    """Which of the agent's changes the tests see. ``fresh``: those in the work directory and in declared artifacts.
+    """Changes of the agent that the tests see. ``fresh``: those in the work directory and in declared artifacts.
     ``shared``: also files that the agent added outside the system directories. ``as-left``: all of them; an agent
     that replaces programs can then choose its own reward. Default: ``fresh`` for tasks with a work directory, else
     ``shared``."""

@@ -55,14 +55,14 @@ def check_trained(
         key: Key of a policy's model in the file, with ``{}`` for the policy.
 
     Raises:
-        ValueError: A policy cannot be trained; names the key.
+        ValueError: A policy cannot be trained. The message names the key.
     """
     for name, config in training.policies.items():
         where = key.format(name)
         model, agents, samples = policies.get(name, (None, (), 0))
         if model is None:
             known = ", ".join(other for other, (found, *_) in policies.items() if found) or "none"
-            raise ValueError(f"training.policies: {name!r} is no policy with a model; this campaign has: {known}")
+            raise ValueError(f"training.policies: {name!r} is not a policy with a model; this campaign has: {known}")
         if model.judge:
             raise ValueError(f"training.policies.{name}: {where} is a judge, whose tokens are not recorded")
         if model.engine not in LOADS_WEIGHTS or model.pool:
@@ -89,10 +89,10 @@ def check_trained(
 
 
 def check_engine(training: TrainingConfig, kind: str) -> None:
-    """Checks that an engine (``slurm.trainer.kind``) can train like this.
+    """Checks that an engine (``slurm.trainer.kind``) supports these training settings.
 
     Raises:
-        ValueError: It cannot; names the key.
+        ValueError: It does not. The message names the key.
     """
     if kind == "own":
         return
@@ -137,8 +137,8 @@ def _check_defaults(where: str, engine: str, args: Mapping[str, Any]) -> None:
     for name, value in args.items():
         if str(name).replace("_", "-") == option and value != good:
             raise ValueError(
-                f"{where}.args.{name} {value!r}: takes temperature and top-p from a model's files, and a loss the "
-                f"probabilities without them; leave it out, or write {good}"
+                f"{where}.args.{name} {value!r}: reads temperature and top-p from the model's files, but the loss "
+                f"needs probabilities without them; leave it out, or write {good}"
             )
 
 

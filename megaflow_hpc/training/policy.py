@@ -1,4 +1,4 @@
-"""The policy to train, as described by the campaign."""
+"""The policy to train, and the function that reads it from a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megaflow_hpc.types import Rollout
 
 @dataclass(frozen=True)
 class TrainedPolicy:
-    """The trained policy of a run, with everything needed to request and plan its rollouts."""
+    """A policy that a run trains, with all that is needed to request and plan its rollouts."""
 
     name: str
     settings: PolicyTraining
@@ -35,7 +35,7 @@ class TrainedPolicy:
     policies call too."""
     followed: tuple[str, ...]
     """Policies whose training steps this policy's steps follow, if it samples nothing itself (``samples: 0``);
-    see :mod:`~megaflow_hpc.training.peers`."""
+    see :mod:`~megaflow_hpc.training.readiness`."""
     helpers: tuple[str, ...]
     """Policies that learn from this policy's groups, because they sample nothing themselves."""
     samples: int
@@ -113,8 +113,9 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
         tasks = [task for task in tasks if any(fnmatch.fnmatchcase(task, pattern) for pattern in include)]
     samples = planned.samples if planned else 1
     own = [other for other in config.policies if other not in record.policies or record.policies[other].samples]
-    if samples and record.campaign:  # pods close a group once it has enough rewards
-        samples += record.config.scheduling.spare
+    campaign = record.config
+    if samples:  # pods close a group once it has enough rewards
+        samples += campaign.scheduling.spare
     return TrainedPolicy(
         name=name,
         settings=config.policies[name],
@@ -125,9 +126,9 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
         followed=() if samples else tuple(own),
         helpers=tuple(other for other in config.policies if other not in own) if samples else (),
         samples=samples,
-        pods=record.config.slurm.pods.total if record.campaign else 1,
-        pass_threshold=record.config.pass_threshold if record.campaign else 1.0,
-        seed=(record.config.seed if record.campaign else None) or 0,
+        pods=campaign.slurm.pods.total,
+        pass_threshold=campaign.pass_threshold,
+        seed=campaign.seed or 0,
         temperature=float(model.get("sampling", {}).get("temperature", 1.0)),
     )
 

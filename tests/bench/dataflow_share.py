@@ -19,9 +19,8 @@ from statistics import mean, median
 from typing import TypeVar
 
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
-from megaflow_hpc.training.step import Step
 
 R = TypeVar("R")
 LOOKS = 200

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaflow_hpc.config.data_algorithms import PromptsConfig
-from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
+from megaflow_hpc.config.training import PolicyTraining, PromptsConfig, TrainingConfig
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
 from megaflow_hpc.training.algorithms.prompts import TaskStatistics
 from megaflow_hpc.training.algorithms.samples import Sample, TurnTokens
