@@ -23,8 +23,6 @@ from msgspec import Meta
 from megaflow_hpc.host.atomic import file_mode
 from megaflow_hpc.types import Status
 
-FORMAT_VERSION = 1
-"""Written to the first line of a file. Files without it, from the first releases, also have version 1."""
 ERROR_CHARS = 300
 """Maximum length of an error in an event, in characters. The trajectory contains the full error."""
 
@@ -55,7 +53,6 @@ class PodEvent(Event, tag="pod"):
     """The pod started, is draining or ended. ``state`` is ``started``, ``draining`` or the pod's last word."""
 
     state: str
-    format_version: Count | None = None
     job_id: str | None = None
     node: str | None = None
     ranks: Count | None = None
