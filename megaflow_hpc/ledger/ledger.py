@@ -26,14 +26,13 @@ from typing import Any
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.ledger import names
+from megaflow_hpc.ledger.accounts import Facts, accounts, add_facts, read_record, recent
 from megaflow_hpc.ledger.calls import Clock, Names, Read, Steps
+from megaflow_hpc.ledger.coordinator import Pruning, Surveyed, survey
 from megaflow_hpc.ledger.files import Files, Operation, boot_clock
+from megaflow_hpc.ledger.leader import Survey
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
-from megaflow_hpc.ledger.past import Facts, accounts, add_facts, read_record, recent
-from megaflow_hpc.ledger.pruning import Pruning
-from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.ledger.rules import Claim, LedgerRules, Outlook
-from megaflow_hpc.ledger.survey import Surveyed, survey
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JOB_ID, array_of
@@ -138,7 +137,7 @@ class Ledger:
         return leases
 
     def accounts(self, leases: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Facts]:
-        """Returns core-seconds and other facts of every start that the run ever had (:mod:`megaflow_hpc.ledger.past`).
+        """Returns core-seconds and other facts of every start that the run ever had.
 
         Args:
             leases: Result of :meth:`leases`. Read if not given.

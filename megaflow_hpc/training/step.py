@@ -18,8 +18,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit
-from megaflow_hpc.rundir.weight_checksums import Checksum
-from megaflow_hpc.rundir.weights import Version, current, publish
+from megaflow_hpc.rundir.weights import Checksum, Version, current, publish
 from megaflow_hpc.training.algorithms.samples import SCORE
 from megaflow_hpc.training.microbatch import Minibatch, split
 from megaflow_hpc.training.plan import Columns, PlannedRollout, StepPlan, TrainingFiles

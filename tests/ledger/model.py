@@ -17,7 +17,8 @@ from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger.blocks import add
 from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Remove, Rewrite, There, Touch
 from megaflow_hpc.ledger.calls import Stored as StoredBy
-from megaflow_hpc.ledger.ending import finish
+from megaflow_hpc.ledger.consumers import finish
+from megaflow_hpc.ledger.coordinator import Pruning
 from megaflow_hpc.ledger.lease import PodIdentity, Times
 from megaflow_hpc.ledger.ledger import Seals, all_seals
 from megaflow_hpc.ledger.names import (
@@ -32,7 +33,6 @@ from megaflow_hpc.ledger.names import (
     seals_in,
     task_path,
 )
-from megaflow_hpc.ledger.pruning import Pruning
 from megaflow_hpc.ledger.rules import LedgerRules
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, planned
 from megaflow_hpc.rundir.marks import counts as counts_all

@@ -12,10 +12,10 @@ import pytest
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
 from megaflow_hpc.ledger.calls import Names, Read
+from megaflow_hpc.ledger.coordinator import PRUNE_S
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.leader import STALE_S
 from megaflow_hpc.ledger.lease import TIMES
-from megaflow_hpc.ledger.pruning import PRUNE_S
 from megaflow_hpc.pod.master.coordination import CALLS_PER_TURN, Coordination, Role
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
