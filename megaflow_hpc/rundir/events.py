@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -195,16 +196,12 @@ class EventWriter:
         if not self._lines:
             return
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
-        try:
+        with suppress(OSError):
             self._file.write(b"".join(lines))
             self._file.flush()
-        except OSError:
-            pass
 
     def close(self) -> None:
         """Writes queued events and closes the file. Disk errors are ignored."""
         self.flush()
-        try:
+        with suppress(OSError):
             self._file.close()
-        except OSError:
-            pass

@@ -21,7 +21,6 @@ another version, the rollout restarts from the beginning.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import math
 import os
@@ -40,6 +39,7 @@ from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot, pack
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host import wire
+from megaflow_hpc.host.atomic import new_file
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import StepVerdict
@@ -146,10 +146,9 @@ class Checkpoint:
             "layer": {"image": self.layer.image, "marks": self.layer.marks},
         }
         data = wire.pack(content)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         output: _HashedFile | None = None
         try:
-            with open(temporary, "xb", opener=_private) as file:
+            with new_file(path, 0o600) as file:
                 output = _HashedFile(file, quota)
                 file.write(bytes(_DIGEST))
                 output.write(_LENGTH.pack(len(data)))
@@ -157,16 +156,10 @@ class Checkpoint:
                 pack(self.layer, output.write, max_bytes - len(data))
                 file.seek(0)
                 file.write(output.digest())
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(temporary, path)
         except BaseException:
             if output is not None:
                 quota.give_back(output.written)
             raise
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
@@ -228,10 +221,6 @@ class _HashedFile:
         self.written += len(data)
         self._hash.update(data)
         return self._file.write(data)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def _combined(combine: Any, *values: float | None) -> float | None:
