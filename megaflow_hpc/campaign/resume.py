@@ -11,7 +11,7 @@ from megaflow_hpc.campaign.planning.draft import wanted, whole_groups
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
-from megaflow_hpc.ledger.report import process_here
+from megaflow_hpc.ledger.lease import process_here
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.overrides import Changes, override

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from megaflow_hpc.config.campaign import pass_threshold_of
+from megaflow_hpc.ledger.tasks import accepted_line
 from megaflow_hpc.monitor.training import BY_AGENT, SHOWN
 from megaflow_hpc.monitor.usage import JobUse
 from megaflow_hpc.report.cost import Cost, Prices, cost_of
@@ -38,7 +39,6 @@ from megaflow_hpc.report.rollouts import attempt_spans, read_rollouts
 from megaflow_hpc.report.series import significant, thinned
 from megaflow_hpc.report.timeline import Concurrency, Events, PodFigures, concurrency_of, pods_of, read_events
 from megaflow_hpc.report.troubles import Failure, Straggler, counted, failures_of, stragglers_of
-from megaflow_hpc.rundir.accepted import accepted_line
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_jobs, read_run

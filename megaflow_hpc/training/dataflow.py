@@ -47,8 +47,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.training import Commit, Trainer
-from megaflow_hpc.rundir.weight_checksums import Checksum
-from megaflow_hpc.rundir.weights import Version, current, ordinals, publish
+from megaflow_hpc.rundir.weights import Checksum, Version, current, ordinals, publish
 from megaflow_hpc.training import methods
 from megaflow_hpc.training.algorithms.samples import SCORE
 from megaflow_hpc.training.buffer import DamagedRecord, Routing, Sequences, check_experts

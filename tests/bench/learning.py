@@ -39,7 +39,7 @@ import numpy as np
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.campaign.job_environment import trainer_python
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.report import process_here
+from megaflow_hpc.ledger.lease import process_here
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit, Trainer, TrainingView
 from megaflow_hpc.training.plan import TrainingFiles

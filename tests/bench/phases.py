@@ -26,7 +26,7 @@ from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout import rollout as attempt
-from megaflow_hpc.pod.rollout.agent_run import AgentRun
+from megaflow_hpc.pod.rollout.rollout import AgentRun
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.harbor import verifier

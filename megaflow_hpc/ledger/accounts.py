@@ -1,23 +1,67 @@
-"""Facts about pod starts whose leases were removed: sums for limits and reports. Pure: performs no I/O itself.
+"""Accounts of pod starts: progress, core-seconds and stored rollouts, from leases, events and the record of ended pods.
 
-A start takes over the sums of the element's earlier starts into its own lease, under the key ``earlier``. For pods
-that ended for good, the coordinator adds them to the record ``ledger/ended/<n>``. A new version of the record is linked
-under the next number, so of two coordinators only one can add to the same version. The latest number counts.
+A start takes over the sums of the element's earlier starts into its own lease, under the key ``earlier``. For pods that
+ended for good, the coordinator adds them to the record ``ledger/ended/<n>``. A new version of the record is linked
+under the next number, so only one of two coordinators can add to the same version. The latest number counts.
 
-An element may start again after its last start was recorded and before that lease is removed. So a lease states under
-``took`` which leases it has taken over. The record keeps the facts of each start apart, under ``recent``, until the
+An element may start again after its last start was recorded and before that lease is removed. So a lease lists under
+``took`` the leases that it has taken over. The record keeps the facts of each start apart, under ``recent``, until the
 start's lease has been absent for long enough. Facts of a start that a lease has taken over do not count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from megaflow_hpc.ledger.calls import Names, Read, Steps, Stored
 from megaflow_hpc.ledger.names import ENDED, newest_starts
 from megaflow_hpc.rundir.budget import measured
+from megaflow_hpc.rundir.events import Count, Number, PodEvent, RolloutEvent, Time
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.logs import last_events
 from megaflow_hpc.rundir.record import JOB_ID, array_of
+
+RECENT_EVENTS = 200
+"""Number of latest events to read of a start that has not ended."""
+
+
+class Progress(NamedTuple):
+    """Progress of a pod, as published in its lease."""
+
+    t: Time
+    """Unix seconds, by the pod's clock."""
+    running: Count
+    queued: Count
+    stored: Count
+    tokens: Count = 0
+    """Number of tokens that engines have sampled for the pod."""
+    tokens_per_s: Number = 0.0
+
+
+def progress_of(lease: Mapping[str, object]) -> Progress | None:
+    """Returns the progress published in a pod's lease, or ``None``."""
+    try:
+        content = {**Progress._field_defaults, **lease}
+        return msgspec.convert([content[name] for name in Progress._fields], Progress)
+    except (KeyError, ValueError):
+        return None
+
+
+def stored_by(run: RunDir, pod: str, lease: Mapping[str, Any]) -> int:
+    """Returns the number of rollouts that a pod start (``<pod>.<start>``) has stored.
+
+    Its last events are newer than its last lease renewal, for instance if it was killed or its run was moved.
+    """
+    progress = progress_of(lease)
+    events, all_of_them = last_events(run, pod, 1 if lease.get("ended") else RECENT_EVENTS)
+    said = max((event.stored or 0 for event in events if isinstance(event, PodEvent)), default=0)
+    counted, since = (0, 0.0) if all_of_them or not progress else (progress.stored, progress.t)
+    counted += len({event.id for event in events if isinstance(event, RolloutEvent) and event.t > since})
+    return max(progress.stored if progress else 0, counted, said)
+
 
 Facts = dict[str, Any]
 """``starts``: their number, ``core_s``, ``began_at`` of the first in Unix seconds, ``stored`` rollouts, ``journals``:
