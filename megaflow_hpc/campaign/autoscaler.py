@@ -17,15 +17,18 @@ from collections import Counter
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.config.model import ServerCount
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger import Ledger, read_blocks
+from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.ledger.leader import RENEW_S, SCALER, Leader
 from megaflow_hpc.model.server.load import Load, wanted
-from megaflow_hpc.monitor.backlog import Backlog
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.endpoints import EndpointFiles
+from megaflow_hpc.rundir.event_reader import EventReader
+from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_run
+from megaflow_hpc.rundir.summaries import Summary, WantedPods
 
 POLL_INTERVAL_S = RENEW_S
 FIRST_POLL_INTERVAL_S = 5.0
@@ -97,6 +100,47 @@ class Autoscaler:
         if not any(pod["state"] == "started" for pod in pods):
             return Counter()
         return self._backlog.look()
+
+
+class Backlog:
+    """Tracks the remaining rollouts from the blocks of a run and the events of its pods."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._policies: dict[str, str] = {}
+        """Rollout → policy, for rollouts not yet stored."""
+        self._read_blocks: set[int] = set()
+        self._events = EventReader(run.events, only="rollout", use_summaries=True)
+        self._ended: list[str] = []
+        """Rollouts that ended in the last poll. They may belong to a block written in the meantime."""
+
+    def look(self) -> Counter[str]:
+        """Reads new blocks and events. Returns the number of remaining rollouts per policy."""
+        new = set(numbers(self._run)) - self._read_blocks
+        for block in read_blocks(self._run, sorted(new)):
+            self._policies.update((rollout.id, rollout.policy) for rollout in block.rollouts)
+        self._read_blocks |= new
+        ended = self._read_ended()
+        for rollout in (*self._ended, *ended):
+            self._policies.pop(rollout, None)
+        self._ended = ended
+        return Counter(self._policies.values())
+
+    def _read_ended(self) -> list[str]:
+        summaries: list[Summary] = []
+        ended: list[str] = []
+        for _, events in self._events.read():
+            for event in events:
+                if isinstance(event, Summary):
+                    summaries.append(event)
+                elif isinstance(event, RolloutEvent):
+                    ended.append(event.id)
+        if summaries:
+            remaining = WantedPods(self._policies)
+            for each in summaries:
+                ended += remaining.among(each.digests)
+                ended += [rollout.id for rollout in each.ended_badly]
+        return ended
 
 
 def main(argv: list[str]) -> int:

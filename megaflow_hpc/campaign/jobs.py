@@ -17,8 +17,7 @@ import msgspec
 from megaflow_hpc.campaign import replacements
 from megaflow_hpc.campaign.job_requests import beside, pod_options, together
 from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, DISABLED, LiveJobs
-from megaflow_hpc.campaign.replacements import BARREN_ROUNDS, PAUSE_S, Replacements
-from megaflow_hpc.campaign.successors import Successors
+from megaflow_hpc.campaign.replacements import BARREN_ROUNDS, PAUSE_S, Replacements, Successors
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.quotas import check_scale
 from megaflow_hpc.errors import ConfigError, SiteError

@@ -21,8 +21,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import Ledger, OpenLease
-from megaflow_hpc.monitor.engines import pool_warnings
-from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.monitor.status import Monitor, pool_warnings
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.monitor.usage import JobUse, totals
 from megaflow_hpc.resources import require_running

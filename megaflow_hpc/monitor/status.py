@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -23,11 +24,11 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader import COORDINATOR, Leader
 from megaflow_hpc.ledger.progress import Progress, progress_of
 from megaflow_hpc.ledger.report import FEW, process_here, reported
-from megaflow_hpc.monitor.engines import servers
 from megaflow_hpc.monitor.outcomes import Outcomes, broken_verifiers, causes, failing_agents
 from megaflow_hpc.monitor.state import PodView, lives, run_state
 from megaflow_hpc.monitor.training import TrainerJob, Trainings
 from megaflow_hpc.rundir.endpoints import EndpointFiles
+from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
@@ -379,3 +380,61 @@ class Monitor:
         clocks."""
         unseen_s = time.monotonic() - pod.grown_at
         return unseen_s if pod.grown_at > self._first_look_at else max(unseen_s, time.time() - pod.seen_at)
+
+
+def servers(run: RunDir, over: bool) -> list[dict[str, Any]]:
+    """Returns the engine servers of a run, with the cause of each failure.
+
+    Args:
+        over: True if the campaign has ended. Servers that are not serving yet are then omitted.
+    """
+    files = EndpointFiles(run)
+    shown: list[dict[str, Any]] = []
+    for server in files.serving():
+        entry: dict[str, Any] = {
+            "server": server.server,
+            "policy": server.policy,
+            "node": server.node,
+            "job_id": server.job_id,
+            "model_name": server.model_name,
+            "weight_version": server.weight_version,
+            "template": server.template,
+            "waiting": server.waiting,
+            "state": "down" if server.down else "serving",
+        }
+        if server.down:
+            entry["cause"] = server.down
+        if refused := server.refused:
+            entry["cause"] = f"weights {refused.version} could not be loaded: {refused.cause}"
+        shown.append(entry)
+    others = [(failed, "failed") for failed in files.failed()]
+    if not over:
+        others += [(starting, "down" if starting.down else "starting") for starting in files.starting()]
+    for other, state in others:
+        shown.append(
+            {
+                "server": other.server,
+                "policy": other.policy,
+                "job_id": other.job_id,
+                "cause": other.cause,
+                "log": other.log,
+                "state": state,
+            }
+        )
+    return sorted(shown, key=lambda entry: str(entry["server"]))
+
+
+def pool_warnings(run: RunDir) -> list[str]:
+    """Returns a warning for each engine pool that the campaign uses and that is not responding."""
+    warnings = []
+    with suppress(OSError):  # memberships of another user's run are not readable
+        for member in EndpointFiles(run).memberships():
+            pool = EnginePool(member.pool)
+            if closed := pool.closed:
+                warnings.append(f"{member.policy}: {closed}; until then its rollouts fail")
+            elif not pool.serving(member.theirs):
+                warnings.append(
+                    f"{member.policy}: no server of the engine pool {member.pool} answers now, and rollouts wait "
+                    f"for one; see: megaflow-hpc status {member.pool}"
+                )
+    return warnings

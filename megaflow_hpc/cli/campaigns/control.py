@@ -12,8 +12,7 @@ from typing import Any
 from megaflow_hpc.cli.campaigns.following import add_launcher, say_notices, start_and_follow
 from megaflow_hpc.cli.output import note, print_json, say, unstarted_lines
 from megaflow_hpc.cli.progress import under_way
-from megaflow_hpc.cli.values import limit, request, whole
-from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
+from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb, limit, request, whole
 from megaflow_hpc.errors import ConfigError
 
 STOPPED = 75

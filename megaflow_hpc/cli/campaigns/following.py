@@ -18,7 +18,7 @@ from megaflow_hpc.cli.output import (
     unstarted_lines,
 )
 from megaflow_hpc.cli.progress import ProgressLine, under_way
-from megaflow_hpc.cli.values import whole
+from megaflow_hpc.cli.verb import whole
 from megaflow_hpc.errors import MegaflowError, SiteError
 from megaflow_hpc.texts import in_one_line
 
@@ -135,14 +135,4 @@ def add_launcher(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks", type=whole(1), default=1, metavar="N", help="local only: MPI ranks of the pod (1: no MPI)"
-    )
-
-
-def add_max_rollouts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-rollouts",
-        type=whole(1),
-        default=10**7,
-        metavar="N",
-        help="refuse a campaign with more rollouts than N (10,000,000)",
     )

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.runs.artifacts import VERIFIER_LOG
-from megaflow_hpc.cli.runs.show import find, task_and_policy
-from megaflow_hpc.cli.values import whole
-from megaflow_hpc.cli.verb import add_run, add_verb
+from megaflow_hpc.cli.runs.show import VERIFIER_LOG, find, task_and_policy
+from megaflow_hpc.cli.verb import add_run, add_verb, whole
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir import logs

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import estimate, note, print_json, say, table
 from megaflow_hpc.cli.progress import PlanProgress
-from megaflow_hpc.cli.values import zero_or_more
-from megaflow_hpc.cli.verb import add_output, add_run, add_verb
+from megaflow_hpc.cli.verb import add_output, add_run, add_verb, zero_or_more
 from megaflow_hpc.errors import ConfigError, SiteError
 
 if TYPE_CHECKING:

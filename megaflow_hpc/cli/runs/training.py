@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.values import above_zero, whole, zero_or_more
-from megaflow_hpc.cli.verb import Subparsers, add_group, add_run, add_verb
+from megaflow_hpc.cli.verb import Subparsers, above_zero, add_group, add_run, add_verb, whole, zero_or_more
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import amendments
 from megaflow_hpc.rundir.layout import RunDir

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import FINAL, note, print_json, queue_lines, say, seconds
-from megaflow_hpc.cli.values import above_zero
-from megaflow_hpc.cli.verb import add_run, add_verb
+from megaflow_hpc.cli.verb import above_zero, add_run, add_verb
 from megaflow_hpc.texts import in_one_line
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.progress import under_way
-from megaflow_hpc.cli.values import whole
-from megaflow_hpc.cli.verb import Subparsers, add_group, add_run, add_verb
+from megaflow_hpc.cli.verb import Subparsers, add_group, add_run, add_verb, whole
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.endpoints import EndpointFiles
