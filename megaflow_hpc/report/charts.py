@@ -143,7 +143,7 @@ def pass_at(runs: Named) -> Chart | None:
     return Chart(name="pass-at-k", title="pass@k", note=note, spec=spec)
 
 
-def differences(of_runs: Sequence[Difference]) -> Chart | None:
+def mean_differences(of_runs: Sequence[Difference]) -> Chart | None:
     """Charts the difference of each run from the first, with its interval."""
     values = []
     for one in of_runs:
@@ -542,7 +542,7 @@ def charts_of(
         timelines.append(timeline(label, run, own, several=len(runs) > 1))
     found = (
         pass_at(named),
-        differences(differences),
+        mean_differences(differences),
         rewards(named),
         *timelines,
         concurrency(named),
