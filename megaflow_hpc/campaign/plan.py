@@ -52,7 +52,6 @@ def make(
     where: Where,
     source: str = "",
     only: Sequence[str] = (),
-    build: bool = True,
     watch: PlanWatch | None = None,
     site: Callable[[Draft], None] | None = None,
     most: int = MAX_ROLLOUTS,
@@ -62,7 +61,6 @@ def make(
     Args:
         base: Directory against which relative paths are resolved.
         only: Rollout or task ids (shell patterns). Empty selects all.
-        build: Build missing images. If False, images are only looked up.
         watch: Receives progress reports.
         site: Checks that the site can run the campaign. Called once the file is known to be valid.
         most: Maximum number of rollouts.
@@ -75,12 +73,17 @@ def make(
     draft.check()
     if site is not None:
         site(draft)
-    complete(draft, build, watch)
+    complete(draft, True, watch)
     return draft
 
 
-def complete(draft: Draft, build: bool = True, watch: PlanWatch | None = None) -> None:
-    """Resolves the images of a valid draft. See :func:`make` for the arguments."""
+def complete(draft: Draft, build: bool, watch: PlanWatch | None = None) -> None:
+    """Resolves the images of a valid draft.
+
+    Args:
+        build: Build missing images. If false, images are only looked up.
+        watch: Receives progress reports.
+    """
     from megaflow_hpc.tasks.images import in_image_directories
 
     watch = watch or Silent()

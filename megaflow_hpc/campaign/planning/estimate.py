@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.preflight import longest_s
@@ -107,10 +106,6 @@ class Estimate:
     storage: list[Storage] = field(default_factory=list)
     images: dict[str, int] = field(default_factory=dict)
     """Number of images, and how many of them are missing from the store."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the fields as a dictionary."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

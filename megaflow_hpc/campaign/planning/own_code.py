@@ -20,7 +20,6 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.training.methods import methods_of
 
-
 TIMEOUT_S = 300.0
 """Limit in seconds on all functions together. From a cold network file system, importing torch may take a minute."""
 PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from megaflow_hpc.training.trainer.probe import main; main()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -266,7 +267,7 @@ def _dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
         )
     texts = {f"{job.role}-{number}": script.script(job) for number, job in enumerate(jobs)}
     if arguments.json:
-        print_json({"scripts": texts, "estimate": estimate.as_json(), "warnings": campaign.notices})
+        print_json({"scripts": texts, "estimate": asdict(estimate), "warnings": campaign.notices})
         return 0
     say("\n".join(texts.values()), end="")
     for line in [*_lines(estimate), *campaign.notices]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.progress import ImageProgress
+from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb, share, zero_or_more
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.resources import docs
@@ -376,7 +376,7 @@ def _build(arguments: argparse.Namespace) -> int:
         return 0
     failures: dict[str, MegaflowError] = {}
     files: dict[str, str] = {}
-    with ImageProgress() as watch:
+    with PlanProgress() as watch:
         images.say, images.show = watch.say, watch.show
         for part in wanted:
             files |= _resolve(images, part, True, failures)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.progress import ImageProgress, under_way
+from megaflow_hpc.cli.progress import PlanProgress, under_way
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb, whole
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic
@@ -316,7 +316,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
         names = {request.base or request.name: Path(request.path) for request in requests}
         files_by_name = {name: arguments.image or _image_beside(path, name) for name, path in names.items()}
         mapping = ImageMapping(files_by_name, Path.cwd(), "--image")
-    with ImageProgress() as watch:
+    with PlanProgress() as watch:
         images.say, images.show = watch.say, watch.show
         files = images.resolve_all(requests, mapping)
     tasks = in_image_directories(tasks, files, images, mapping)

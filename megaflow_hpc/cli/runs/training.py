@@ -49,9 +49,6 @@ def register(subparsers: Subparsers) -> None:
         metavar="GB",
         help="of a GPU; default: by slurm.trainer.gpu_type, if it says so",
     )
-    fit.add_argument(
-        "--bandwidth", type=above_zero, metavar="GB", help="GB a second that the file system writes, to print seconds"
-    )
     skip = add_verb(
         verbs,
         "skip",
@@ -104,15 +101,15 @@ def _fit(arguments: argparse.Namespace) -> int:
         fit = fit_of(config, name, model_of(config, name, campaign.base), arguments.gpus, arguments.nodes)
         found.append(replace(fit, gpu_gb=arguments.gpu_memory) if arguments.gpu_memory else fit)
     if arguments.json:
-        print_json([_fit_facts(fit, arguments.bandwidth) for fit in found])
+        print_json([_fit_facts(fit) for fit in found])
     else:
-        say("\n\n".join(_fit_page(fit, arguments.bandwidth) for fit in found))
+        say("\n\n".join(_fit_page(fit) for fit in found))
     return 0
 
 
-def _fit_facts(fit: Fit, bandwidth: float | None) -> dict[str, Any]:
+def _fit_facts(fit: Fit) -> dict[str, Any]:
     found = fit.predict()
-    facts: dict[str, Any] = {
+    return {
         "policy": fit.policy,
         "model": fit.model.name,
         "parameters": fit.model.total,
@@ -129,13 +126,9 @@ def _fit_facts(fit: Fit, bandwidth: float | None) -> dict[str, Any]:
         "fits": fit.fits,
         "remedies": fit.remedies() if fit.fits is False else [],
     }
-    if bandwidth:
-        facts["seconds"] = {name: facts[f"{name}_bytes"] / bandwidth / 1e9 for name in ("checkpoint", "version")}
-    return facts
 
 
-def _fit_page(fit: Fit, bandwidth: float | None) -> str:
-    facts = _fit_facts(fit, bandwidth)
+def _fit_page(fit: Fit) -> str:
     found = fit.predict()
     names = list(found.moments)
     parts = dict.fromkeys(part for moment in found.moments.values() for part in moment if moment[part])
@@ -149,17 +142,16 @@ def _fit_page(fit: Fit, bandwidth: float | None) -> str:
         table(("GB of a GPU" if fit.gpus else "GB", *names), rows),
         "",
         f"node while loading: {found.load / 1e9:.1f} GB; while training: {found.node / 1e9:.1f} GB",
+        f"checkpoint: {found.checkpoint / 1e9:.1f} GB",
+        f"version: {found.version / 1e9:.1f} GB",
     ]
-    for name in ("checkpoint", "version"):
-        written = f", {facts['seconds'][name]:.0f} s at {bandwidth:g} GB/s" if bandwidth else ""
-        lines.append(f"{name}: {facts[f'{name}_bytes'] / 1e9:.1f} GB{written}")
     peak = f"peak of a GPU: {found.peak / 1e9:.1f} GB ({found.moment})"
     if fit.fits is None:
         lines.append(f"{peak}; its memory is unknown (--gpu-memory)")
     elif fit.fits:
         lines.append(f"{peak}: fits {fit.gpu_gb:g} GB")
     else:
-        enough = "; ".join(facts["remedies"]) or "more GPUs, or larger ones"
+        enough = "; ".join(fit.remedies()) or "more GPUs, or larger ones"
         lines.append(f"{peak}: does not fit {fit.gpu_gb:g} GB; enough would be one of: {enough}")
     return "\n".join(lines)
 

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import FINAL, note, print_json, queue_lines, say, seconds
@@ -33,20 +32,17 @@ def register(subparsers: Any) -> None:
         "and its log; ? lists the keys; q quits, and the campaign continues. Into a file or pipe it prints lines until "
         "the campaign ends. It reads only files and queries Slurm twice a minute. While it is open, it submits pods "
         "for which limits left no room before, and releases engine servers on demand.",
-        examples=["watch RUN", "watch latest --json", "watch RUN --lines", "watch RUN --screenshot view.svg"],
+        examples=["watch RUN", "watch latest --json", "watch RUN --lines"],
     )
     add_run(watch)
     watch.add_argument("--every", type=above_zero, default=2.0, metavar="S", help="seconds between polls (2)")
     watch.add_argument("--lines", action="store_true", help="print lines on a terminal too")
-    watch.add_argument("--screenshot", metavar="FILE", help="write the current view as an SVG picture and exit")
 
 
 def _watch(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
 
     run = Run(arguments.run_dir)
-    if arguments.screenshot:
-        return _picture(run, arguments)
     if arguments.json or arguments.lines or not _can_draw():
         return _follow(run, arguments)
     from megaflow_hpc.cli.view.app import WatchApp
@@ -56,9 +52,8 @@ def _watch(arguments: argparse.Namespace) -> int:
         if stream is not None:
             stream.reconfigure(errors="replace")
     app = WatchApp(run, arguments.every)
-    app.run(
-        mouse=False
-    )  # without mouse reporting, users can select and copy ids, and the wheel still scrolls by sending arrow keys
+    # Without mouse reporting, users can select and copy ids. The wheel still scrolls, because it sends arrow keys.
+    app.run(mouse=False)
     if app.snapshot is not None:
         say(line(run.config.name, app.snapshot.status))
     if not app.over:
@@ -69,20 +64,6 @@ def _watch(arguments: argparse.Namespace) -> int:
 def _can_draw() -> bool:
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     return terminal and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
-
-
-def _picture(run: Run, arguments: argparse.Namespace) -> int:
-    import asyncio
-
-    from megaflow_hpc.cli.view.app import WatchApp, screenshot
-
-    path = Path(arguments.screenshot)
-    asyncio.run(screenshot(WatchApp(run, arguments.every), path))
-    if arguments.json:
-        print_json({"screenshot": str(path.absolute())})
-    else:
-        note(f"wrote {path}")
-    return 0
 
 
 def _follow(run: Run, arguments: argparse.Namespace) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
@@ -260,25 +258,3 @@ class Help(ModalScreen[None]):
     def on_key(self) -> None:
         """Closes the help."""
         self.dismiss()
-
-
-async def screenshot(app: WatchApp, path: Path, size: tuple[int, int] = (100, 30), wait_s: float = 10.0) -> None:
-    """Writes the view as a self-contained SVG file. First waits briefly for the pods to answer."""
-    async with app.run_test(size=size) as pilot:
-        end = time.monotonic() + wait_s
-        while time.monotonic() < end and not _complete(app):
-            await pilot.pause(0.2)
-        write_picture(app, path)
-
-
-def write_picture(app: WatchApp, path: Path) -> None:
-    """Writes the screen as an SVG file without links to web fonts."""
-    path.write_text(re.sub(r"@font-face \{.*?\}", "", app.export_screenshot(), flags=re.DOTALL), encoding="utf-8")
-
-
-def _complete(app: WatchApp) -> bool:
-    snapshot = app.snapshot
-    if snapshot is None:
-        return False
-    running = [row for row in snapshot.rollouts[:5] if row.state == "running"]
-    return not running or bool(snapshot.unasked) or any(row.live for row in running)
