@@ -56,16 +56,16 @@ SECTIONS = {
     "tasks, agents and images": ("tasks", "agents", "images"),
     "the site and this program": ("doctor", "prove", "janitor", "completion", "help"),
 }
-"""Section of ``--help`` → the verbs listed in it."""
+"""Section of ``--help`` → its verbs, in display order."""
 
 EPILOG = """\
 first steps:
-  megaflow-hpc doctor                     what this site has and lacks
-  megaflow-hpc init                       writes campaign.yaml for this site
+  megaflow-hpc doctor                     check what this site has and lacks
+  megaflow-hpc init                       write campaign.yaml for this site
   megaflow-hpc run campaign.yaml          submit, follow, gather, summarise
   megaflow-hpc status RUN                 show its progress
 
-RUN is a run directory, or latest: the newest one here. megaflow-hpc help VERB shows a verb's arguments and examples,
+RUN is a run directory, or latest for the newest one here. megaflow-hpc help VERB shows a verb's arguments and examples,
 megaflow-hpc help variables the environment variables.
 
 exit status:
@@ -78,7 +78,7 @@ exit status:
 
 
 def build_parser(words: Sequence[str] = ()) -> CommandParser:
-    """Builds the parser. ``run`` of its result is the function that carries out the verb.
+    """Builds the parser. The parsed arguments hold the function that carries out the verb, as ``run``.
 
     Args:
         words: The command line. If it names a verb, only that verb's group is loaded, because loading all of them

@@ -137,7 +137,6 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _evaluated(evaluation: dict[str, Any] | None, mean: float | None) -> tuple[str, str]:
-    """Formats the mean reward and pass@k of a policy, each with its 95 % interval."""
     if not evaluation:
         return ("-" if mean is None else f"{mean:.3f}"), "-"
     each = [f"@{k} {estimate(p['value'], p['low'], p['high'])}" for k, p in evaluation["pass_at"].items()]
@@ -150,10 +149,10 @@ def estimate(value: float, low: float | None, high: float | None) -> str:
 
 
 def failure_lines(status: Mapping[str, Any], key: str = "first_failures") -> list[str]:
-    """For each cause of failure, returns the first failed rollout, its error and the log to read.
+    """Returns, for each cause of failure, the first failed rollout, its error and the log to read.
 
     Args:
-        key: ``errors`` for errors in verified rollouts instead.
+        key: Section of the status to format: ``first_failures``, or ``errors`` for errors in verified rollouts.
     """
     lines, run = [], status["run"]
     for cause in status.get(key, ()):
@@ -164,8 +163,10 @@ def failure_lines(status: Mapping[str, Any], key: str = "first_failures") -> lis
 
 
 def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
-    """Explains why pods ended before any rollout started, and names their logs. Pods with the same cause share a
-    line."""
+    """Explains why pods ended before any rollout started, and names their logs.
+
+    Pods with the same cause share a line.
+    """
     causes: dict[str, list[dict[str, Any]]] = {}
     for pod in status["unstarted"]:
         causes.setdefault(pod["cause"], []).append(pod)

@@ -1,4 +1,4 @@
-"""Shows progress of long operations on stderr: a bar or live line on a terminal, occasional lines in a log."""
+"""Shows the progress of long operations on stderr: a bar or live line on a terminal, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ProgressLine:
-    """Shows a campaign's status on stderr: a bar on a terminal, occasional lines in a log."""
+    """Shows a campaign's progress on stderr: a bar on a terminal, at most one line every 15 s in a log."""
 
     LINE_EVERY_S = 15.0
 

@@ -1,4 +1,4 @@
-"""Adds verbs to the command line with uniform help and argument names.
+"""Adds verbs to the command line with uniform help, argument names and argument types.
 
 A group's ``register`` adds each of its verbs with :func:`add_verb`, which requires a one-line help and an example to
 copy. A verb with subcommands is added with :func:`add_group`. Arguments that several verbs share have functions

@@ -20,11 +20,11 @@ from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.resources import docs
 
 IMPORT = """\
-Reads JSONL of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, one instance a line, and
-reports how each would be tested: script (the line's own or the swebench package's command, its log parsed by the
-package) or named (pytest with the ids). Lines without a problem statement are left out and counted. With --output the
-instances are written to DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign reads such
-files directly, imported or not: tasks: [{path: X.jsonl}].
+Reads JSON lines of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, and reports how each
+instance is tested. A script runs the command of the line or of the swebench package, which parses the log. Named runs
+pytest with the ids. Lines without a problem statement are skipped and counted. With --output, writes the instances to
+DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign reads such files directly, imported or
+not: tasks: [{path: X.jsonl}].
 """
 
 BUILD = f"""\
@@ -46,8 +46,8 @@ tasks made by tasks build, single tests are compared too: a named test must fail
 Sandboxes and verification follow the campaign file of --campaign, or the defaults. Exit status 1 if a
 task is invalid.
 
-SOURCE is a task directory, a directory of tasks, or whatever "tasks:" of a campaign may name: a quoted pattern, a
-module:Class, or a JSONL file.
+SOURCE is a task directory, a directory of tasks, or another source that a campaign's "tasks:" can name: a quoted
+pattern, a module:Class, or a JSONL file.
 """
 
 
@@ -72,13 +72,11 @@ def register(subparsers: Subparsers) -> None:
         description=BUILD,
     )
     build.add_argument("bugs", metavar="BUGS.yaml", help="the bug file")
-    add_output(build, "where the task directories go, one each", required=True, metavar="DIR")
+    add_output(build, "directory in which to create the task directories", required=True, metavar="DIR")
     build.add_argument("--base", metavar="SIF", help="image to build the tasks' image on; without it no image is built")
     build.add_argument("--image", metavar="SIF", help="the image to build; default: images/NAME.sif next to DIR")
     build.add_argument("--only", metavar="ID", action="extend", nargs="+", default=[], help="only these bugs")
-    build.add_argument(
-        "--cache", metavar="DIR", help="where source distributions are kept; default: ~/.cache/megaflow-hpc"
-    )
+    build.add_argument("--cache", metavar="DIR", help="cache of source distributions; default: ~/.cache/megaflow-hpc")
 
     validate = add_verb(
         verbs,
@@ -103,9 +101,11 @@ def register(subparsers: Subparsers) -> None:
         "--campaign", metavar="FILE", help="use this campaign's limits, network, verification and images"
     )
     validate.add_argument(
-        "--network", choices=("none", "host"), help="for tasks that do not set it (default: the campaign's, or none)"
+        "--network",
+        choices=("none", "host"),
+        help="network of tasks that set none (default: the campaign's, or none)",
     )
-    validate.add_argument("--jobs", metavar="N", type=whole(1), default=2, help="sandboxes at once (2)")
+    validate.add_argument("--jobs", metavar="N", type=whole(1), default=2, help="number of concurrent sandboxes (2)")
 
     new = add_verb(
         verbs,
@@ -128,7 +128,7 @@ def register(subparsers: Subparsers) -> None:
         run_list,
         "print the tasks of a directory",
         examples=["tasks list tasks/bugs"],
-        description="Invalid tasks are named on stderr and left out of the list. Exit status 2 if there are any.",
+        description="Lists the valid tasks, and reports invalid ones on stderr. Exit status 2 if any is invalid.",
     )
     listing.add_argument("directory", metavar="DIR", help="a task directory, a directory of tasks, or a quoted pattern")
 
@@ -152,14 +152,18 @@ def _add_import(verbs: Subparsers) -> None:
         "--image",
         metavar="NAME",
         default="",
-        help="image of every instance: {id} in it is the instance id, {id_1776} and {id_s} the id with __ replaced",
+        help="image of every instance; {id} stands for the instance id, {id_1776} and {id_s} for the id with __ replaced",
+    )
+    parser.add_argument("--workdir", metavar="DIR", default="", help="checkout in the images, for lines that name none")
+    parser.add_argument(
+        "--test-cmd", metavar="CMD", default="", help="command that runs the tests, for lines without one"
     )
     parser.add_argument(
-        "--workdir", metavar="DIR", default="", help="the checkout in the images, where a line has none"
+        "--log-parser", metavar="NAME", default="", help="parser of the test log, for lines that name none"
     )
-    parser.add_argument("--test-cmd", metavar="CMD", default="", help="runs the tests, where a line has no command")
-    parser.add_argument("--log-parser", metavar="NAME", default="", help="reads its log, where a line names none")
-    parser.add_argument("--runner", choices=("script", "named"), default="", help="for lines that do not say")
+    parser.add_argument(
+        "--runner", choices=("script", "named"), default="", help="how to test instances whose line does not say"
+    )
 
 
 def run_import(arguments: argparse.Namespace) -> int:
@@ -255,7 +259,7 @@ def run_build(arguments: argparse.Namespace) -> int:
 
 
 def task_directories(directory: str) -> list[Path]:
-    """Returns ``directory`` itself if it is a task, otherwise the tasks in it. A pattern gives the tasks that match it.
+    """Returns the task directories that an argument names: a task, a directory of tasks, or a pattern.
 
     Raises:
         ConfigError: The directory contains no tasks, or no task matches the pattern.
@@ -378,7 +382,7 @@ RELEASE = ("package", "buggy", "fixed", "kind", "changelog")
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Prints the valid tasks in a directory. Returns 2 if another one is invalid."""
+    """Prints the valid tasks in a directory. Returns 2 if there are invalid ones too."""
     from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 
     tasks, status = [], 0

@@ -1,4 +1,4 @@
-"""``show``: prints one trajectory as text, or one of its artifacts."""
+"""``show``: prints one trajectory as text, with its tokens on request, or one of its artifacts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _STATUS = {"completed": "green", "truncated": "yellow", "failed": "red", "cancel
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds show."""
+    """Adds ``show``."""
     show = add_verb(
         subparsers,
         "show",
@@ -69,7 +69,7 @@ def register(subparsers: Subparsers) -> None:
     )
     add_run(show, file=True)
     show.add_argument("id", metavar="ID", help="rollout id (<task>/<policy>/<sample>), or its row number")
-    show.add_argument("--tokens", action="store_true", help="also every token: id, text, log-probability, mask")
+    show.add_argument("--tokens", action="store_true", help="also print every token: id, text, log-probability, mask")
     show.add_argument(
         "--tokenizer", metavar="PATH", help="tokenizer for the ids: a tokenizer.json, or a model's directory"
     )

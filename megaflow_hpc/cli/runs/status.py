@@ -76,12 +76,12 @@ def register(subparsers: Subparsers) -> None:
         "show counts by state, pods, servers, failures by cause",
         examples=["status RUN", "status latest --json", "status RUN --usage"],
         description="Shows counts by state, rate, remaining time, pods (also silent ones), servers and "
-        "failures by cause. It queries Slurm once for all jobs.",
+        "failures by cause. Queries Slurm once for all jobs.",
     )
     add_run(status)
     status.add_argument("--rollouts", action="store_true", help="list every stored rollout")
     status.add_argument(
-        "--usage", action="store_true", help="add core-hours and GPU-hours, and the idle ones (seconds in JSON)"
+        "--usage", action="store_true", help="add core-hours and GPU-hours, in total and idle (seconds in JSON)"
     )
 
     usage = add_verb(

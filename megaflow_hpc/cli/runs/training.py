@@ -1,4 +1,4 @@
-"""``training fit`` predicts the memory of a training; ``skip`` and ``set`` amend its steps that are not committed."""
+"""``training fit`` predicts the memory of a training. ``skip`` and ``set`` amend steps that are not committed yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.campaign.planning.training_memory import Fit
 
 SETTINGS = {"lr": zero_or_more, "microbatch": whole(1), "steps": whole(1)}
-"""Name of each setting that can be changed → function that parses its value."""
+"""Name of a setting → function that parses its value."""
 
 
 def register(subparsers: Subparsers) -> None:
@@ -35,10 +35,10 @@ def register(subparsers: Subparsers) -> None:
         _fit,
         "predict the memory that a training needs",
         examples=["training fit campaign.yaml", "training fit campaign.yaml --gpus 8 --gpu-memory 80 --json"],
-        description="Computes the peak memory of each GPU by its parts, the memory of a node, and the sizes of "
-        "checkpoints and weight versions, from the model's config.json and the headers of its safetensors. It needs "
-        "neither torch nor a GPU. Experts are assumed to get equal numbers of tokens; add some GB for the CUDA "
-        "context, NCCL and fragmentation. If it does not fit, changes with which it would are named.",
+        description="Predicts the peak memory of each GPU by its parts, the memory of a node, and the sizes of "
+        "checkpoints and weight versions. Reads only the model's config.json and the headers of its safetensors, and "
+        "needs neither torch nor a GPU. Assumes that all experts get the same number of tokens. Add some GB for the "
+        "CUDA context, NCCL and fragmentation. If the training does not fit, names changes that make it fit.",
     )
     fit.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML) with a section training")
     fit.add_argument("--gpus", type=whole(1), metavar="N", help="GPUs on each node; default: slurm.trainer.gpus")
@@ -47,7 +47,7 @@ def register(subparsers: Subparsers) -> None:
         "--gpu-memory",
         type=above_zero,
         metavar="GB",
-        help="of a GPU; default: by slurm.trainer.gpu_type, if it says so",
+        help="memory of a GPU; default: that of slurm.trainer.gpu_type, if known",
     )
     skip = add_verb(
         verbs,
@@ -55,8 +55,8 @@ def register(subparsers: Subparsers) -> None:
         _skip,
         "leave a step, or one of its rollouts, out of the training",
         examples=["training skip RUN 12", "training skip RUN 12 fix-17/default/3 --cause 'wrong reward'"],
-        description="The step is committed without being trained on, or without the rollout. Rollouts are never lost: "
-        "they stay in the run and are gathered. A step that is committed cannot be skipped. The record "
+        description="Commits the step without training on it, or trains it without one rollout. Rollouts are never "
+        "lost: they stay in the run and are gathered. A committed step cannot be skipped. The record "
         "(RUN/training/POLICY/amendments) never changes, so a restarted trainer skips the same.",
     )
     add_run(skip)
@@ -66,10 +66,10 @@ def register(subparsers: Subparsers) -> None:
         verbs,
         "set",
         _set,
-        "change settings of all steps that start later",
+        "change settings of the steps that start from now on",
         examples=["training set RUN lr=5e-7", "training set RUN microbatch=16384 steps=200 --policy student"],
         description="Changes the learning rate (lr, before the schedule), the tokens of one forward pass (microbatch) "
-        "or the number of steps. It takes effect with the next step that the trainer starts, without a restart. "
+        "or the number of steps. The next step that the trainer starts uses the new values, without a restart. "
         "Committed steps keep their settings when they are repeated after a crash.",
     )
     add_run(change)
@@ -77,7 +77,7 @@ def register(subparsers: Subparsers) -> None:
         "settings", metavar="NAME=VALUE", nargs="+", type=_setting, help="lr=…, microbatch=… or steps=…"
     )
     for parser in (skip, change):
-        parser.add_argument("--policy", help="policy that is trained, if there are several")
+        parser.add_argument("--policy", help="trained policy, if there are several")
         parser.add_argument("--cause", default="", help="reason, stored with the amendment")
 
 
@@ -189,7 +189,7 @@ def _training(arguments: argparse.Namespace) -> tuple[RunDir, str]:
     """Returns the run and the policy to amend.
 
     Raises:
-        ConfigError: the run is finished or trains no such policy.
+        ConfigError: The run is finished, or does not train this policy.
     """
     run = RunDir(arguments.run_dir)
     record = read_run(run)

@@ -34,14 +34,15 @@ KEYS = """\
 ↑ ↓ PgUp PgDn   choose a rollout; Home and End: the first and the last
 Enter           look into it: its transcript as it grows, and its log
 Esc             back; shows all again
-f               only what failed, or all
+f               show only failed rollouts, or all
 /               find: part of an id, node, state or error
-p               pods and engines, or rollouts; Enter shows their logs
-q               leave; the campaign goes on
+p               show pods and engines, or rollouts; Enter shows their logs
+q               leave; the campaign continues
 
-Rollouts that run stand first, the longest at the top. "model 0:12":
-its model has not answered for 12 s. "agent 0:12": its agent has been
-at work since the last answer. "stuck": so for more than five minutes.
+Running rollouts come first, the longest-running at the top.
+"model 0:12": the model has not answered for 12 s. "agent 0:12": the
+agent has been working since the last answer, 12 s ago. "stuck": there
+has been no answer for more than five minutes.
 """
 
 
@@ -117,7 +118,7 @@ class WatchApp(App[None]):
     # --- polling ---
 
     def on_polled(self, message: Polled) -> None:
-        """Shows the result of a poll. If a poll fails, the last successful one remains on the screen."""
+        """Shows the result of a poll. After a failed poll, the last successful result stays on the screen."""
         look = message.look
         self._looked_at, self._problem = time.monotonic(), look.problem
         if look.snapshot is not None:
@@ -130,8 +131,8 @@ class WatchApp(App[None]):
 
     def _look_at_clock(self) -> None:
         if not self.is_headless and not os.isatty(sys.__stdin__.fileno() if sys.__stdin__ else 0):
-            # The terminal vanished without a signal, as under nohup or in a terminal of another session. Textual would
-            # poll its end of file forever, on a login node. Nothing can be restored, so exit as after a hang-up.
+            # The terminal vanished without a signal, for example under nohup. Textual would poll its end of file
+            # forever, on a login node. Nothing can be restored, so exit as after a hang-up.
             self.reader.stop()
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             signal.raise_signal(signal.SIGHUP)
@@ -244,12 +245,12 @@ class WatchApp(App[None]):
         self._show_keys()
 
     def action_keys(self) -> None:
-        """Opens the key help."""
+        """Opens the help."""
         self.push_screen(Help())
 
 
 class Help(ModalScreen[None]):
-    """Shows the key help until a key is pressed."""
+    """Shows the keys until the user presses one."""
 
     def compose(self) -> ComposeResult:
         """Creates the help text."""
