@@ -34,7 +34,7 @@ POLL_INTERVAL_S = RENEW_S
 FIRST_POLL_INTERVAL_S = 5.0
 """Seconds between polls before the first pod runs."""
 REFUSED_S = 600.0
-"""Seconds for which this process stops scaling, leaving it to others, after Slurm has refused a request."""
+"""Seconds for which this process leaves scaling to other processes after Slurm has refused a request."""
 
 
 class Autoscaler:
@@ -61,8 +61,7 @@ class Autoscaler:
         self._refused_at = -REFUSED_S
 
     def tick(self) -> list[str]:
-        """Releases missing servers if :data:`POLL_INTERVAL_S` seconds have passed. Returns the ids of their
-        elements."""
+        """Releases missing servers if :data:`POLL_INTERVAL_S` seconds have passed. Returns their element ids."""
         now = time.monotonic()
         if not self._counts or now - self._looked < POLL_INTERVAL_S or now - self._refused_at < REFUSED_S:
             return []
@@ -79,13 +78,13 @@ class Autoscaler:
                 try:
                     going += self._jobs.release(policy, number)
                 except SiteError as error:
-                    print(f"engine servers cannot be let go from here: {error}", file=sys.stderr, flush=True)
+                    print(f"engine servers cannot be released from here: {error}", file=sys.stderr, flush=True)
                     self._refused_at = now
                     self._lease.leave()
         return going
 
     def leave(self) -> None:
-        """Resigns, so that another process can scale."""
+        """Gives up the lease, so that another process can scale."""
         self._lease.leave()
 
     def _loads(self) -> dict[str, list[Load]]:
@@ -103,7 +102,10 @@ class Autoscaler:
 
 
 class Backlog:
-    """Tracks the remaining rollouts from the blocks of a run and the events of its pods."""
+    """Counts the planned rollouts that no pod has stored yet, from a run's blocks and its pods' events.
+
+    It compares ids, because a rollout may end twice.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self._run = run

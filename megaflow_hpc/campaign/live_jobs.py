@@ -47,7 +47,7 @@ SOON_S = 8.0
 
 
 BURST = 8.0
-"""Maximum number of queries in quick succession."""
+"""Maximum number of queries in a burst."""
 REFILL_S = 180.0
 """Seconds after which another query is allowed. A query is two requests to slurmctld, for the user's jobs and for the
 partitions, so an hour has at most 2 x (8 + 3600 / 180) = 56 requests."""
@@ -56,7 +56,7 @@ FUTURE_S = 60.0
 
 
 class QueueAnswer(msgspec.Struct):
-    """Content of the file."""
+    """Content of ``queue.json``."""
 
     asked_at: float = 0.0
     """Unix seconds."""
@@ -69,7 +69,7 @@ class QueueAnswer(msgspec.Struct):
 
 
 class QueueCache:
-    """Reads and writes the shared answer of one run. Other users' processes only read it."""
+    """Caches the latest squeue answer about a run for all processes. Other users' processes only read it."""
 
     def __init__(self, run: RunDir) -> None:
         self._path = run.ledger / "queue.json"
@@ -80,7 +80,7 @@ class QueueCache:
             self.owner = os.getuid()
 
     def read(self, arrays: Collection[str], max_age_s: float) -> tuple[float, list[JobState]] | None:
-        """Returns the age of the shared answer in seconds, and the jobs. ``None`` if the caller must query squeue.
+        """Returns the age of the cached answer in seconds, and the jobs. ``None`` if the caller must query squeue.
 
         If the budget is spent, an answer older than ``max_age_s`` is returned as well. If ``max_age_s`` is 0, the
         caller must always query squeue.
@@ -134,8 +134,7 @@ class LiveJobs:
         self._read_at = -ASK_SLURM_S
 
     def ids(self, role: str | None = None) -> list[str]:
-        """Returns all arrays of this run in order of submission. Includes arrays submitted by hand, once they have
-        started."""
+        """Returns all arrays of this run in order of submission. Lists arrays submitted by hand once they start."""
         ids = set(self.arrays.ids(role))
         if role in (None, "pods"):
             ids |= self._ledger.arrays()
@@ -237,8 +236,8 @@ class LiveJobs:
         if not running or not self.ids("pods") or self.live_pods(max_age_s) != []:  # some may be submitted by hand
             return []
         return [
-            f"the trainer of {', '.join(running)} runs, and no pod runs or is queued that could sample for it; start "
-            f"some with: megaflow-hpc resume {self._run}"
+            f"the trainer of {', '.join(running)} runs, but no pod that samples for it is running or queued; start "
+            f"pods with: megaflow-hpc resume {self._run}"
         ]
 
     def refused(self, max_age_s: float = ASK_SLURM_S) -> list[str]:
@@ -312,8 +311,8 @@ def waiting_servers(
         shown = {"server": name, "policy": policies[index], "node": state.node, "job_id": state.id}
         if state.held:
             by = Leader(run, SCALER).holder()
-            remedy = f"nobody lets it go: keep megaflow-hpc watch {run} open, or use scale --servers"
-            waiting.append({**shown, "state": "held", "cause": f"let go on demand by {by}" if by else remedy})
+            remedy = f"no process releases it: keep megaflow-hpc watch {run} open, or use scale --servers"
+            waiting.append({**shown, "state": "held", "cause": f"released on demand by {by}" if by else remedy})
         else:
             waiting.append({**shown, "state": "queued" if state.waits else "starting"})
     return waiting

@@ -137,8 +137,7 @@ def check_new(run: RunDir) -> None:
 
 
 def discard(run: RunDir, made: Sequence[Path] = ()) -> None:
-    """Deletes a run directory from which nothing was started, and the directories of ``made`` above it that are
-    empty."""
+    """Deletes a run directory from which nothing was started, and its parents in ``made`` that are empty."""
     remove_tree(run.path, ignore_errors=True)
     for path in made:
         if path != run.path:
@@ -212,8 +211,10 @@ def write_scripts(run: RunDir) -> None:
 
 
 def prepare_training(training: TrainingConfig, run: RunDir) -> None:
-    """Creates what a trainer needs: its policy's directory, an open lease, and a copy of this package for its
-    interpreter."""
+    """Creates the files that a trainer needs.
+
+    These are a directory and an open lease for each policy, and a link to this package for the trainer's interpreter.
+    """
     make_directory(run.training)
     for policy in training.policies:
         make_directory(run.training / policy)

@@ -31,14 +31,13 @@ from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number
 
 PAUSE_S = 60.0
-"""Seconds between two rounds of replacements. Doubles after each round that stored nothing."""
+"""Seconds between two rounds of replacements. It doubles after each round that stored nothing."""
 PROBE = 10
-"""After a round that stored nothing, only one in this many missing pods is replaced, to test whether the cause is
-gone."""
+"""After a round that stored nothing, replace only one in this many missing pods, to test whether the cause is gone."""
 BARREN_ROUNDS = 3
 """Number of consecutive rounds that stored nothing after which no more pods are replaced."""
 LISTED_S = 5.0
-"""squeue may not list jobs yet that were submitted less than this many seconds before the query."""
+"""squeue may omit jobs that were submitted less than this many seconds before the query."""
 
 EARLY_S = 30.0
 """Slurm checks every 30 s whether to signal a job, and signals up to this many seconds before the requested time
@@ -48,7 +47,8 @@ START_S = 10.0
 TOGETHER_S = 15.0
 """Pods that are due within this many seconds get their successors in one submission."""
 LARGEST_PART = 0.75
-"""A successor is not submitted in the first quarter of a walltime, so that short walltimes do not multiply pods."""
+"""Share of a walltime, from its end, in which a successor may be submitted. Otherwise short walltimes would multiply
+pods."""
 
 FINAL = {
     "leaving": "left by scale",
@@ -72,7 +72,7 @@ class Replacements(msgspec.Struct):
     ended: dict[str, str] = {}
     """Elements of other arrays that have ended → a key of :data:`FINAL` or a state of Slurm."""
     vain: list[str] = []
-    """The latest pods of which several starts in a row stored nothing, at most 20."""
+    """The latest 20 pods that ended because several of their starts in a row stored nothing."""
     last: list[str] = []
     """Pods of the last round of replacements. Empty once one of them has stored something."""
     barren: int = 0
@@ -149,7 +149,7 @@ class Replacements(msgspec.Struct):
         self.again_at = now + PAUSE_S * 2**self.barren
 
     def forgive(self) -> None:
-        """Allows replacements again, after the user has removed the cause."""
+        """Allows replacements again after the user has removed the cause."""
         self.last, self.vain, self.barren, self.again_at = [], [], 0, 0.0
 
 
@@ -165,7 +165,7 @@ def read(run: RunDir, wanted: int) -> Replacements:
 
 
 def write(run: RunDir, replacements: Replacements) -> None:
-    """Publishes the file."""
+    """Writes the file atomically."""
     write_record(run.ledger / "pods.json", replacements)
 
 
@@ -195,7 +195,7 @@ class Successors:
         return [pod for pod in due if not self._requeued.get(pod, True)]
 
     def next_at(self, pods: Sequence[JobState], now: float) -> float:
-        """Returns when the next of these pods needs a successor, in Unix seconds. Infinity if none is known to."""
+        """Returns the Unix time at which the next of these pods needs a successor, or infinity if no pod needs one."""
         return min((at for pod in pods if (at := self._due_at(pod)) > now), default=math.inf)
 
     def _due_at(self, pod: JobState) -> float:
@@ -204,7 +204,8 @@ class Successors:
         return pod.ends_at - min(self._lead_s, LARGEST_PART * (pod.ends_at - pod.starts_at))
 
     def _ask(self, array: str) -> None:
-        """Asks Slurm which elements of an array it requeues, with one request. Unknown ones count as requeued."""
+        """Asks Slurm which elements of an array it requeues, in one request. Elements without an answer count as
+        requeued."""
         cluster = cluster_of(array)
         try:
             shown = site.ask("scontrol", *site.here_or_on(cluster), "-o", "show", "job", number(array))

@@ -105,7 +105,7 @@ def test_long_sequences_are_warned_of_only_if_their_rows_do_not_fit(
 
     assert warned(65_536) == []
     (line,) = warned(1_048_576)
-    assert "left out if it does not fit: a row of 1048576 tokens needs" in line
+    assert "skipped if it does not fit: a row of 1048576 tokens needs" in line
 
 
 def test_fit_of_a_campaign_without_training_is_refused(campaign: Path, megaflow: Megaflow) -> None:

@@ -105,7 +105,7 @@ class Draft:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Context manager that collects the mistakes raised in its body."""
+        """Collects the mistakes raised in the body of a ``with`` statement."""
         try:
             yield
         except Mistakes as error:
@@ -226,8 +226,8 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
             held_out = load(config.training.evaluate.tasks, "training.evaluate.tasks")
         if both := {task.id for task in held_out} & {task.id for task in tasks}:
             draft.mistakes.append(
-                f"{where('training.evaluate.tasks')}: {', '.join(sorted(both)[:3])}: also among tasks; what is trained "
-                "on tells nothing when it is evaluated on (tasks: [{path: …, exclude: […]}])"
+                f"{where('training.evaluate.tasks')}: {', '.join(sorted(both)[:3])}: also among tasks; an evaluation "
+                "on trained tasks tells nothing (exclude them: tasks: [{path: …, exclude: […]}])"
             )
     watch.step(f"listing the rollouts of {len(tasks)} tasks")
     evaluated = config.training.evaluate.samples if config.training and config.training.evaluate else 0
@@ -383,7 +383,7 @@ def _shape(server: ServerRecord) -> tuple[bool, int, int, str, bool]:
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
-    """Returns the campaign with its effective quotas: its own, or the site's caps where it sets none."""
+    """Returns the campaign with its effective quotas: its own or, by default, the site's caps."""
     caps, source = site_caps()
     try:
         quotas = settle(config.quotas, config.slurm.pods, servers, caps, source)
@@ -406,4 +406,4 @@ def check_together(config: CampaignConfig, where: Where) -> None:
             f"{where('slurm.together')}: slurm.together: its engines have one node each; leave model.nodes out"
         )
     if not any(policy.model for policy in config.policies().values()):
-        raise ConfigError(f"{where('slurm.together')}: slurm.together: there is no model to be together with")
+        raise ConfigError(f"{where('slurm.together')}: slurm.together: the campaign has no model; leave together out")

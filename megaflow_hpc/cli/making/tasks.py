@@ -152,7 +152,7 @@ def _add_import(verbs: Subparsers) -> None:
         "--image",
         metavar="NAME",
         default="",
-        help="image of every instance; {id} stands for the instance id, {id_1776} and {id_s} for the id with __ replaced",
+        help="image of every instance; {id} stands for its id, {id_1776} and {id_s} for the id with __ replaced",
     )
     parser.add_argument("--workdir", metavar="DIR", default="", help="checkout in the images, for lines that name none")
     parser.add_argument(
