@@ -1,7 +1,7 @@
 """Builds charts of figures as Vega-Lite specifications.
 
-The page passes these plain dictionaries to Vega in the browser, and ``report.files`` renders them with the same Vega
-without a browser. Charts show values from the figures and compute nothing themselves.
+A specification is a plain dictionary. The page passes it to Vega in the browser, and ``report.files`` renders it with
+the same Vega without a browser. Charts show values from the figures and compute nothing themselves.
 
 Colours come from the two themes and from :data:`PALETTE`, which is safe for colour-blind readers (Okabe and Ito 2008).
 Text from tasks and agents appears only in the data, which Vega treats as plain text.
@@ -128,7 +128,7 @@ def pass_at(runs: Named) -> Chart | None:
         spec = _intervals(values, channel("low", title="pass@1", scale=scale), "value", tip)
     else:
         x = channel("k", title="k samples", scale={"type": "log", "base": 2}, axis={"tickMinStep": 1, "format": "d"})
-        band = {"y": channel("low", title="chance that one passes", scale=scale), "y2": channel("high")}
+        band = {"y": channel("low", title="probability that one passes", scale=scale), "y2": channel("high")}
         line = {"y": channel("value"), "tooltip": tip}
         spec = spec_of(
             values,
@@ -214,7 +214,7 @@ def _histogram(
 
 def rewards(runs: Named) -> Chart | None:
     """Charts the distribution of rewards."""
-    note = "Rollouts by reward, those without a verdict left out."
+    note = "Rollouts by reward, without those that were not verified."
     values = _of_policies(runs, "rewards")
     for low, high in ((0.0, 1.0), (-0.5, 1.5)):  # shares, or only 0 and 1: show both ends even if all passed
         if all(low <= value["low"] and value["high"] <= high for value in values):
@@ -225,17 +225,17 @@ def rewards(runs: Named) -> Chart | None:
 def tokens(runs: Named) -> Iterator[Chart | None]:
     """Yields charts of the distributions of tokens and model calls; none if no policy calls a model."""
     if any(policy.turns.max for _, run in runs for policy in run.policies):
-        note = "Of each rollout that was carried out, prompts included."
+        note = "Tokens of each completed or truncated rollout, including prompts."
         yield _histogram("tokens", "Tokens", note, _of_policies(runs, "token_bins"), runs)
-        note = "Model calls of each rollout that was carried out."
+        note = "Model calls of each completed or truncated rollout."
         yield _histogram("model calls", "Turns", note, _of_policies(runs, "turn_bins"), runs)
 
 
 def use(runs: Named) -> Iterator[Chart | None]:
     """Yields charts of the distributions of CPU time and memory of rollouts."""
-    note = "CPU seconds of the sandboxes of each rollout that was carried out, the verifier's included."
+    note = "CPU seconds of the sandboxes of each completed or truncated rollout, including the verifier's."
     yield _histogram("CPU seconds", "CPU of rollouts", note, _of_policies(runs, "cpu_bins"), runs)
-    note = "The most memory that the sandboxes of each rollout were seen to hold."
+    note = "Peak memory of the sandboxes of each completed or truncated rollout."
     yield _histogram("MB", "Memory of rollouts", note, _of_policies(runs, "memory_bins"), runs)
 
 
@@ -259,7 +259,7 @@ def training(runs: Named) -> Iterator[Chart]:
                 "tooltip": tooltip(series="N", step="", value=".4g"),
             }
             spec = spec_of(values, mark={"type": "line"}, encoding=encoding, height=180)
-            note = "As the trainer committed it."
+            note = "One value for each committed step."
             yield Chart(name=f"training-{metric}", title=f"{title} over steps", note=note, spec=spec)
 
 
@@ -322,8 +322,8 @@ def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) ->
             }
         )
     note = (
-        "Each bar is a rollout, each row a start of a pod, grey where it was there and had nothing to do; a cross is "
-        "the last sign of one that was killed."
+        "Each row is one start of a pod, and each bar a rollout. A pod was idle where its row is grey. A cross marks "
+        "the last event of a pod that was killed."
     )
     if run.stored != len(bars):
         note += f" {len(bars)} of {run.stored} rollouts are shown."
@@ -368,7 +368,7 @@ def concurrency(runs: Named) -> Chart | None:
     if len(runs) > 1:
         encoding["strokeDash"] = channel("run", "N", None)
     note = (
-        "Rollouts that run, rollouts that wait to be started, and slots of all workers. Attempts that were lost with "
+        "Running rollouts, rollouts that have not started, and slots of all workers. Attempts that were lost with "
         "their pod are not counted."
     )
     spec = spec_of(values, mark={"type": "line", "interpolate": "step-after"}, encoding=encoding)
@@ -383,8 +383,8 @@ def _unit(seconds: float) -> tuple[float, str]:
 def phases(runs: Named) -> Chart | None:
     """Charts the mean seconds of each rollout phase."""
     note = (
-        "Environment: sandbox and files made ready. Model: calls, waiting for an engine included. Agent: its own "
-        "work and its commands. Evaluation: the verifier. Other: what remains until the rollout has ended."
+        "Environment: preparation of the sandbox and its files. Model: calls, including waits for an engine. Agent: "
+        "its own work and its commands. Evaluation: the verifier. Other: the rest, until the rollout ended."
     )
     values = []
     for label, run in runs:
@@ -398,7 +398,7 @@ def stages(runs: Named) -> Chart | None:
     """Charts the mean seconds of each stage, from planning the campaign to the end of a rollout."""
     note = (
         "From the planning of the campaign to each rollout's end, in the four phases of the MegaFlow paper (arXiv "
-        "2601.07526, figure 5). Scheduling: Slurm's queue, pods and engines that start, the wait for a slot."
+        "2601.07526, figure 5). Scheduling: Slurm's queue, the start of pods and engines, the wait for a slot."
     )
     values = []
     for label, run in runs:
@@ -442,7 +442,7 @@ def failures(runs: Named) -> Chart | None:
     scale = {"domain": ["failed", "repeated"], "range": [OUTCOMES["failed"], OUTCOMES["truncated"]]}
     encoding = {
         "y": channel("cause", "N", None, sort="-x"),
-        "x": channel("count", title="rollouts that failed, attempts that were repeated"),
+        "x": channel("count", title="failed rollouts, repeated attempts"),
         "color": channel("what", "N", None, scale=scale),
         "tooltip": tooltip(run="N", cause="N", what="N", count=""),
     }
@@ -450,7 +450,7 @@ def failures(runs: Named) -> Chart | None:
     if len(runs) > 1:
         encoding["row"] = channel("run", "N", None)
         spec |= FACET_WIDTH
-    return Chart(name="failures", title="Failures", note="By cause; what was repeated may have succeeded.", spec=spec)
+    return Chart(name="failures", title="Failures", note="By cause. A repeated attempt may have succeeded.", spec=spec)
 
 
 def tasks(runs: Named) -> Chart | None:
@@ -492,7 +492,7 @@ def cost(runs: Named) -> Chart | None:
     spec = spec_of(values, mark="bar", encoding=encoding, height={"step": 26}, resolve={"scale": {"x": "independent"}})
     spec |= FACET_WIDTH
     note = (
-        "What jobs held, by role; with accounting also how much of it was idle: pods while none of their rollouts ran."
+        "Hours held by jobs, by role, and with accounting the idle part: a pod is idle while none of its rollouts runs."
     )
     return Chart(name="cost", title="Core-hours and GPU-hours", note=note, spec=spec)
 
@@ -523,7 +523,7 @@ def efficiency(runs: Named) -> Chart | None:
     }
     spec = spec_of(values, mark={"type": "tick", "thickness": 2}, encoding=encoding, height={"step": 30})
     spec |= FACET_WIDTH
-    note = "One line for each start of a job, as seff would show it."
+    note = "One mark for each start of a job, with the numbers that seff shows."
     return Chart(name="efficiency", title="CPU and memory of jobs", note=note, spec=spec)
 
 

@@ -30,7 +30,7 @@ def register(subparsers: Any) -> None:
         description="Shows a run live on a terminal: progress and time left, rollouts with the slowest and the stuck "
         "at the top, pods, engines, failures by cause and node. Enter opens a rollout with its growing transcript "
         "and its log; ? lists the keys; q quits, and the campaign continues. Into a file or pipe, prints "
-        "lines until the campaign ends. Reads only files, and queries Slurm at most twice a minute. While it is open, it "
+        "lines until the campaign ends. Reads only files, and queries Slurm at most twice a minute. While open, it "
         "submits pods that the site's limits did not allow before, and releases engine servers on demand.",
         examples=["watch RUN", "watch latest --json", "watch RUN --lines"],
     )
