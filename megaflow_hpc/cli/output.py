@@ -192,6 +192,38 @@ def stop_lines(status: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def status_parts(status: Mapping[str, Any]) -> list[str]:
+    """Returns the parts of a status line that follow the number of stored rollouts."""
+    counts, servers = status["rollouts"], status["servers"]
+    pods = [pod["state"] for pod in status["pods"]]
+    parts = [f"{counts['running']} running", f"pods {sum(state in ('started', 'draining') for state in pods)}"]
+    parts += [f"{state} {pods.count(state)}" for state in ("silent", "gone", "lost") if state in pods]
+    if servers:
+        parts.append(f"engines {sum(server['state'] == 'serving' for server in servers)}")
+    failed = [server for server in servers if server["state"] == "failed"]
+    if failed:
+        parts.append(f"{failed[0]['server']} cannot start: {failed[0].get('cause', 'see its log')}")
+    if status["tokens_per_s"]:
+        parts.append(f"{status['tokens_per_s']:,.0f} tokens/s")
+    if counts["failed"]:
+        causes = ", ".join(f"{cause} {count}" for cause, count in status["failures"].items())
+        parts.append(f"failed {counts['failed']} ({causes})")
+    for policy, training in status.get("training", {}).items():
+        parts.append(f"{policy} step {training['step']} of {training['steps']}")
+    if not counts["running"]:
+        return parts + queue_lines(status)[:1]
+    if status["eta_s"]:
+        parts.append(f"about {seconds(status['eta_s'])} to go")
+    return parts
+
+
+def status_line(name: str, status: Mapping[str, Any]) -> str:
+    """Formats the status of the campaign ``name`` as one line."""
+    counts = status["rollouts"]
+    done = sum(counts[state] for state in FINAL)
+    return in_one_line(f"{name}: {status['state']}, {done}/{counts['total']} done, {', '.join(status_parts(status))}")
+
+
 def queue_lines(status: Mapping[str, Any]) -> list[str]:
     """Lists the jobs waiting in Slurm's queue, the reasons, remedies, and the earliest expected start."""
     lines = []

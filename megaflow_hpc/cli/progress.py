@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import FINAL, note, queue_lines, seconds
+from megaflow_hpc.cli.output import FINAL, note, seconds, status_line, status_parts
 from megaflow_hpc.resources import resource
 from megaflow_hpc.texts import in_one_line, printable
 
@@ -46,28 +46,16 @@ class ProgressLine:
             self._task = self._bar.add_task(in_one_line(name), total=None, detail="")
 
     def __call__(self, status: dict[str, Any]) -> None:
-        counts = status["rollouts"]
-        done = sum(counts[state] for state in FINAL)
-        serving = sum(server["state"] == "serving" for server in status["servers"])
-        pods = sum(pod["state"] in ("started", "draining") for pod in status["pods"])
-        parts = [f"{counts['running']} running", f"pods {pods}"]
-        broken = [server for server in status["servers"] if server["state"] == "failed"]
-        parts += [f"servers {serving}"] if status["servers"] else []
-        parts += [f"{broken[0]['server']} cannot start: {broken[0].get('cause', 'see its log')}"] if broken else []
-        parts += [f"failed {counts['failed']}"] if counts["failed"] else []
-        parts += [f"eta {seconds(status['eta_s'])}"] if status["eta_s"] else []
-        if not pods and status["rollouts"]["running"] == 0:
-            parts += queue_lines(status)[:1]
-        detail = ", ".join(parts)
         if self._bar is not None:
-            self._bar.update(
-                self._task, completed=done, total=counts["total"], detail=in_one_line(f"{status['state']}: {detail}")
-            )
+            counts = status["rollouts"]
+            done = sum(counts[state] for state in FINAL)
+            detail = in_one_line(f"{status['state']}: {', '.join(status_parts(status))}")
+            self._bar.update(self._task, completed=done, total=counts["total"], detail=detail)
             return
-        line = f"{self._name}: {status['state']}, {done}/{counts['total']} done, {detail}"
-        text_before, when = self._last_line
-        settled = status["state"] in ("finished", "cancelled") or not text_before
-        if line != text_before and (settled or time.monotonic() - when > self.LINE_EVERY_S):
+        line = status_line(self._name, status)
+        line_before, when = self._last_line
+        settled = status["state"] in ("finished", "cancelled") or not line_before
+        if line != line_before and (settled or time.monotonic() - when > self.LINE_EVERY_S):
             note(line)
             self._last_line = (line, time.monotonic())
 

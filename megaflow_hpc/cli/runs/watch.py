@@ -9,9 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import FINAL, note, print_json, queue_lines, say, seconds
+from megaflow_hpc.cli.output import note, print_json, say, status_line
 from megaflow_hpc.cli.verb import above_zero, add_run, add_verb
-from megaflow_hpc.texts import in_one_line
 
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.run import Run
@@ -55,7 +54,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     # Without mouse reporting, users can select and copy ids. The wheel still scrolls, because it sends arrow keys.
     app.run(mouse=False)
     if app.snapshot is not None:
-        say(line(run.config.name, app.snapshot.status))
+        say(status_line(run.config.name, app.snapshot.status))
     if not app.over:
         note("the campaign continues")
     return app.return_code or 0
@@ -79,7 +78,7 @@ def _follow(run: Run, arguments: argparse.Namespace) -> int:
                     print_json(status, indent=None)
             elif over or news != shown or time.monotonic() - said_at > LINE_EVERY_S:
                 said_at = time.monotonic()
-                say(f"{time.strftime('%H:%M:%S')} {line(run.config.name, status)}")
+                say(f"{time.strftime('%H:%M:%S')} {status_line(run.config.name, status)}")
             shown = news
             sys.stdout.flush()
             if over:
@@ -95,23 +94,3 @@ def noteworthy(status: Mapping[str, Any]) -> Any:
         [(group["role"], group["reason"]) for group in status["queue"]],
         {policy: state["step"] for policy, state in status.get("training", {}).items()},
     )
-
-
-def line(name: str, status: Mapping[str, Any]) -> str:
-    """Formats a status as one line."""
-    counts = status["rollouts"]
-    done = sum(counts[state] for state in FINAL)
-    pods = [pod["state"] for pod in status["pods"]]
-    parts = [f"{name}: {status['state']}", f"{done}/{counts['total']} done", f"{counts['running']} running"]
-    parts += [f"pods {sum(state in ('started', 'draining') for state in pods)}"]
-    parts += [f"{state} {pods.count(state)}" for state in ("silent", "gone", "lost") if state in pods]
-    serving = sum(server["state"] == "serving" for server in status["servers"])
-    parts += [f"engines {serving}"] if status["servers"] else []
-    parts += [f"{status['tokens_per_s']:,.0f} tokens/s"] if status["tokens_per_s"] else []
-    causes = ", ".join(f"{cause} {count}" for cause, count in status["failures"].items())
-    parts += [f"failed {counts['failed']} ({causes})"] if counts["failed"] else []
-    for policy, training in status.get("training", {}).items():
-        parts.append(f"{policy} step {training['step']} of {training['steps']}")
-    parts += [f"about {seconds(status['eta_s'])} to go"] if status["eta_s"] and counts["running"] else []
-    parts += queue_lines(status)[:1] if not counts["running"] else []
-    return in_one_line(", ".join(parts))
