@@ -40,9 +40,9 @@ class Outcomes:
         """Unsuccessful rollouts, or all rollouts if all are listed."""
         self._latest: deque[RolloutEvent] = deque(maxlen=listed or 0)
         self._well: dict[str, Counter[str]] = {}
-        """Policy → status → number of successful rollouts that are not in :attr:`_kept`."""
+        """Policy → status → number of successful rollouts outside of :attr:`_kept`."""
         self._inexact: Counter[str] = Counter()
-        """Policy → number of inexact turns in these rollouts."""
+        """Policy → number of inexact model calls in these rollouts."""
         self._constrained: Counter[str] = Counter()
         self._recent: Counter[int] = Counter()
         """Second → number of rollouts stored in that second, for the last minutes."""
@@ -82,13 +82,10 @@ class Outcomes:
         self._kept[event.id] = event
 
     def between_pods(self, running: Iterable[str]) -> list[str]:
-        """Finds rollouts that succeeded in one pod although another pod failed them or still appears to run them.
+        """Returns the rollouts that succeeded since the last call, and forgets failures of them in other pods.
 
         Args:
-            running: Rollouts that a pod has started and not ended.
-
-        Returns:
-            The rollouts that succeeded since the last call.
+            running: Rollouts that a pod appears to be running.
         """
         ended, self._ended = self._ended, []
         if self._digests:
@@ -256,7 +253,7 @@ def broken_verifiers(rollouts: Iterable[RolloutEvent]) -> list[str]:
         rollouts: All stored rollouts.
     """
     return [
-        f"task {task}: its verifier failed for all its rollouts ({len(events)}), which have reward 0; see that its "
+        f"task {task}: its verifier failed for all its rollouts ({len(events)}), which have reward 0; check that its "
         f"solution gets 1 (megaflow-hpc tasks validate); the first: {events[0].id}: {events[0].error}"
         for task, events in _always_with(rollouts, "verifier", _task_of)
     ]

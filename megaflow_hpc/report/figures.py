@@ -62,7 +62,7 @@ class TrainingCurve(msgspec.Struct, kw_only=True):
 
 
 class RunFigures(msgspec.Struct, kw_only=True):
-    """The figures of one run."""
+    """All figures of one run."""
 
     run: str
     """Name of the run directory or file."""

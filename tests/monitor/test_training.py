@@ -84,7 +84,7 @@ def test_status_warns_of_tokens_that_look_sampled_otherwise(
     status = Monitor(run).status()
     found = status["training"]["default"]
     assert (found["sampling_z"], found["sampling_temperature"]) == (z, temperature)
-    lines = [line for line in training_lines(status) if "look sampled at" in line]
+    lines = [line for line in training_lines(status) if "seem to be sampled at" in line]
     assert len(lines) == len(found["warnings"]) == warned
     if warned and z:
         assert f"{temperature} times the temperature" in lines[0]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.cli.making.images_make import images_of_campaign
+from megaflow_hpc.cli.making.images import images_of_campaign
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.dockerfile import context as archives
 from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out

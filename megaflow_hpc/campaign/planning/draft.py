@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from megaflow_hpc.campaign.planning.agents import check_agents
 from megaflow_hpc.campaign.planning.gpu_sharing import check_gpu_types, check_sharing, sleeping
-from megaflow_hpc.campaign.planning.methods import check_methods
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
+from megaflow_hpc.campaign.planning.own_code import check_agents, check_methods
 from megaflow_hpc.campaign.planning.training_memory import check_memory
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import EnginePoolConfig
@@ -106,7 +105,7 @@ class Draft:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Context manager that collects the mistakes raised in its body."""
+        """Collects the mistakes raised in the body of a ``with`` statement."""
         try:
             yield
         except Mistakes as error:
@@ -226,8 +225,8 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
             held_out = load(config.training.evaluate.tasks, "training.evaluate.tasks")
         if both := {task.id for task in held_out} & {task.id for task in tasks}:
             draft.mistakes.append(
-                f"{where('training.evaluate.tasks')}: {', '.join(sorted(both)[:3])}: also among tasks; what is trained "
-                "on tells nothing when it is evaluated on (tasks: [{path: …, exclude: […]}])"
+                f"{where('training.evaluate.tasks')}: {', '.join(sorted(both)[:3])}: also among tasks; an evaluation "
+                "on trained tasks tells nothing (exclude them: tasks: [{path: …, exclude: […]}])"
             )
     watch.step(f"listing the rollouts of {len(tasks)} tasks")
     evaluated = config.training.evaluate.samples if config.training and config.training.evaluate else 0
@@ -390,7 +389,7 @@ def _shape(server: ServerRecord) -> tuple[bool, int, int, str, bool]:
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
-    """Returns the campaign with its effective quotas: its own, or the site's caps where it sets none."""
+    """Returns the campaign with its effective quotas: its own or, by default, the site's caps."""
     caps, source = site_caps()
     try:
         quotas = settle(config.quotas, config.slurm.pods, servers, caps, source)
@@ -413,4 +412,4 @@ def check_together(config: CampaignConfig, where: Where) -> None:
             f"{where('slurm.together')}: slurm.together: its engines have one node each; leave model.nodes out"
         )
     if not any(policy.model for policy in config.policies().values()):
-        raise ConfigError(f"{where('slurm.together')}: slurm.together: there is no model to be together with")
+        raise ConfigError(f"{where('slurm.together')}: slurm.together: the campaign has no model; leave together out")

@@ -1,5 +1,4 @@
-"""Checks that pods can run with this Python, and warns about campaigns that waste resources: idle pods, and rollouts
-longer than the walltime."""
+"""Checks that pods can run with this Python, and warns about idle pods and rollouts that outlast the walltime."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def check_packages(config: CampaignConfig, slurm: bool) -> None:
 
 
 def warnings(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]) -> list[str]:
-    """Returns all warnings.
+    """Returns a warning for idle pods, and one for rollouts that may outlast a walltime.
 
     Args:
         walltimes_s: Walltimes of pods in seconds, by section of the campaign file. ``None`` if unknown.

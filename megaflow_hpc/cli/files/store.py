@@ -21,7 +21,7 @@ def register(subparsers: Subparsers) -> None:
         "check a trajectories.h5 against the schema",
         examples=["validate RUN", "validate shared.h5 --json"],
         description="Checks datasets, types, offsets and consistency between columns. Exit status 1 if anything is "
-        "wrong, 2 if the file is not in our format.",
+        "wrong, 2 if the file is not a campaign file of this program.",
     )
     add_run(validate, file=True)
 
@@ -48,8 +48,8 @@ def register(subparsers: Subparsers) -> None:
         ],
         description="Rewrites the file without superseded attempts, in place or to --output. With "
         "--drop-journals it instead removes the journals of a finished run, after verifying that its file holds "
-        "all of them. This cannot be undone, and the run cannot be resumed afterwards. It asks first on a terminal, "
-        "and elsewhere it needs --yes.",
+        "all of them. This cannot be undone, and the run cannot be resumed afterwards. Asks for confirmation on a "
+        "terminal, and otherwise requires --yes.",
     )
     add_run(compact, file=True)
     add_output(compact, "write to FILE instead of in place", metavar="FILE")

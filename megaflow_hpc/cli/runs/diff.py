@@ -18,9 +18,21 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.row import Row
 
 FIELDS = (
-    *("task_id", "policy", "agent", "status", "error_kind", "error", "reward", "rewards", "sample_index", "seed"),
-    *("attempt", "node", "job_id"),
+    "task_id",
+    "policy",
+    "agent",
+    "status",
+    "error_kind",
+    "error",
+    "reward",
+    "rewards",
+    "sample_index",
+    "seed",
+    "attempt",
+    "node",
+    "job_id",
 )
+"""Attributes of a trajectory to compare."""
 HUNK_LINES = 60
 """Maximum number of diff lines to print per message without ``--full``."""
 

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.runs.artifacts import VERIFIER_LOG
-from megaflow_hpc.cli.runs.show import find
-from megaflow_hpc.cli.values import whole
-from megaflow_hpc.cli.verb import add_run, add_verb
+from megaflow_hpc.cli.runs.show import VERIFIER_LOG, find
+from megaflow_hpc.cli.verb import add_run, add_verb, whole
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir import logs
@@ -23,7 +21,7 @@ from megaflow_hpc.types import RolloutName
 
 LINES = 200
 """Default number of lines to print from the end of a log."""
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 QUIET_S = 5.0
 """A log is complete if it has not grown for this many seconds after the campaign ended."""
 
@@ -160,8 +158,11 @@ def _print(lines: Iterable[str], as_json: bool) -> None:
 def _follow(
     run: RunDir, read: Callable[[], list[str]], as_json: bool, ended: Callable[[], bool] = lambda: False
 ) -> None:
-    """Prints the output of ``read`` until ``ended`` returns true, or until the campaign has ended and the log is
-    complete."""
+    """Prints the lines that ``read`` returns until the campaign has ended and the log is complete.
+
+    Args:
+        ended: Returns whether to stop earlier.
+    """
     marks, said_at = Marks(run), time.monotonic()
     while True:
         if lines := read():
@@ -171,4 +172,4 @@ def _follow(
             continue
         if ended() or (marks.over and time.monotonic() - said_at > QUIET_S):
             return
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)

@@ -43,7 +43,7 @@ def register(subparsers: Subparsers) -> None:
         "stored a patch, it is applied. The run's own Python classes of agents or tasks are called only with "
         "--own-code, because they run outside of the sandbox. The sandbox has no network unless --network host is "
         "given. It is removed after the shell. With --command the exit status is the command's. Programs in the "
-        "sandbox write to your terminal unfiltered.",
+        "sandbox can write any control sequence to your terminal.",
     )
     add_run(parser)
     parser.add_argument("id", metavar="ID", help="rollout id (<task>/<policy>/<sample>), or its row number")
@@ -54,7 +54,12 @@ def register(subparsers: Subparsers) -> None:
         action="store_true",
         help="call the run's own Python classes, outside of the sandbox",
     )
-    parser.add_argument("--network", choices=("none", "host"), default="none", help="none (the default) or host's")
+    parser.add_argument(
+        "--network",
+        choices=("none", "host"),
+        default="none",
+        help="network of the sandbox: none (the default) or the host's",
+    )
 
 
 def _shell(arguments: argparse.Namespace) -> int:

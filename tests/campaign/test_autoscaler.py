@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.campaign.autoscaler import Backlog
 from megaflow_hpc.ledger import write_blocks
-from megaflow_hpc.monitor.backlog import Backlog
 from megaflow_hpc.rundir import summaries
 from megaflow_hpc.rundir.events import RolloutEvent, decode, encode
 from megaflow_hpc.rundir.layout import RunDir

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.campaign import shared_look
-from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, LiveJobs
-from megaflow_hpc.campaign.shared_look import SharedLook
+from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, REFILL_S, LiveJobs, QueueCache
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
@@ -36,7 +34,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(shared_look, "time", clock)
     monkeypatch.setattr("megaflow_hpc.campaign.live_jobs.time", clock)
     return clock
 
@@ -76,11 +73,11 @@ def test_ten_followers_and_a_status_every_five_seconds_ask_sixty_requests_an_hou
         assert REQUESTS_PER_SQUEUE * len(window) <= 60, f"from minute {hour}"
     ages = [later - earlier for earlier, later in pairwise(asked)]
     assert ages[0] == ASK_SLURM_S
-    assert max(ages) <= shared_look.REFILL_S + 10
+    assert max(ages) <= REFILL_S + 10
 
 
 def test_what_another_process_submits_is_asked_for_at_once(run: RunDir, clock: Clock) -> None:
-    mine, other = SharedLook(run), SharedLook(run)
+    mine, other = QueueCache(run), QueueCache(run)
     assert mine.read(["7"], 30.0) is None
     mine.write(["7"], [JobState("7_0", "RUNNING")])
     clock.now += 20.0
@@ -92,13 +89,13 @@ def test_what_another_process_submits_is_asked_for_at_once(run: RunDir, clock: C
 
 
 def test_an_answer_from_a_host_whose_clock_is_ahead_is_not_used(run: RunDir, clock: Clock) -> None:
-    ahead = SharedLook(run)
+    ahead = QueueCache(run)
     clock.now += 3600.0
     ahead.write(["7"], [])
     clock.now -= 3600.0
-    assert SharedLook(run).read(["7"], 30.0) is None
+    assert QueueCache(run).read(["7"], 30.0) is None
 
 
 def test_a_damaged_file_is_no_answer(run: RunDir) -> None:
     (run.ledger / "queue.json").write_bytes(b"{")
-    assert SharedLook(run).read(["7"], 30.0) is None
+    assert QueueCache(run).read(["7"], 30.0) is None
