@@ -81,7 +81,7 @@ def make(
 
 def complete(draft: Draft, build: bool = True, watch: PlanWatch | None = None) -> None:
     """Resolves the images of a valid draft. See :func:`make` for the arguments."""
-    from megaflow_hpc.tasks.images import in_image_directories
+    from megaflow_hpc.tasks.loading import in_image_directories
 
     watch = watch or Silent()
     if draft.images is None or draft.mapping is None:  # an engine pool has no tasks

@@ -63,8 +63,7 @@ def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None,
     from megaflow_hpc.config import load
     from megaflow_hpc.environments.images.mapping import ImageMapping
     from megaflow_hpc.environments.images.registries import Registries
-    from megaflow_hpc.tasks.images import image_requests
-    from megaflow_hpc.tasks.loading import load_tasks
+    from megaflow_hpc.tasks.loading import image_requests, load_tasks
 
     config = load(path)
     environment, base = config.environment, Path(path).absolute().parent

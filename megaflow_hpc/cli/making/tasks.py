@@ -187,8 +187,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
     from megaflow_hpc.tasks.formats import format_of_source
     from megaflow_hpc.tasks.harbor.format import FORMAT as HARBOR
-    from megaflow_hpc.tasks.images import image_requests, in_image_directories
-    from megaflow_hpc.tasks.loading import load_tasks
+    from megaflow_hpc.tasks.loading import image_requests, in_image_directories, load_tasks
     from megaflow_hpc.tasks.validation import Validation, validate
 
     sources: list[str] = [arguments.source]
@@ -262,9 +261,9 @@ def _image_beside(task: Path, name: str) -> str:
 
 def run_new(arguments: argparse.Namespace) -> int:
     """Writes a template of a task. Returns the exit status."""
-    from megaflow_hpc.tasks.harbor import scaffold
+    from megaflow_hpc.tasks.harbor.format import write_template
 
-    path = scaffold.start(arguments.name, Path(arguments.directory))
+    path = write_template(arguments.name, Path(arguments.directory))
     if arguments.json:
         print_json({"path": str(path), "id": path.name})
     else:

@@ -56,10 +56,8 @@ def register(verbs: Subparsers) -> None:
 
 def run_import(arguments: argparse.Namespace) -> int:
     """Checks files, and writes them if requested. Returns the exit status."""
-    from megaflow_hpc.tasks.swebench.datasets import Line
-    from megaflow_hpc.tasks.swebench.instances import read_instances
-    from megaflow_hpc.tasks.swebench.lines import LineSource, read_tasks, to_task
-    from megaflow_hpc.tasks.swebench.plan import settle
+    from megaflow_hpc.tasks.swebench.instances import Line, read_instances
+    from megaflow_hpc.tasks.swebench.plan import LineSource, read_tasks, settle, to_task
 
     names = [Path(file).name for file in arguments.files]
     twice = next((name for name in names if names.count(name) > 1), None)

@@ -14,7 +14,7 @@ from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.texts import printable
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import Row
 
 VERIFIER_LOG = "verifier.log"
 TAIL_LINES = 20

@@ -21,8 +21,7 @@ from megaflow_hpc.types import without_round
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from megaflow_hpc.trajectories.reading.row import Row
-    from megaflow_hpc.trajectories.reading.store import TrajectoryStore
+    from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
 
 HEAD_LINES, TAIL_LINES = 20, 10
 """Number of lines to print from the beginning and end of a long message without ``--full``."""
