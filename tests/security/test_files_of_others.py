@@ -29,8 +29,7 @@ from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
 from megaflow_hpc.trajectories.journal.frames import frame_head
 from megaflow_hpc.trajectories.journal.winners import journals
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
-from megaflow_hpc.trajectories.maintenance.compact import compact
-from megaflow_hpc.trajectories.maintenance.disk_usage import of_file
+from megaflow_hpc.trajectories.maintenance.compact import compact, usage_of_file
 from megaflow_hpc.trajectories.maintenance.validate import verify
 from megaflow_hpc.trajectories.reading.durations import durations
 from megaflow_hpc.trajectories.reading.follow import follow
@@ -141,7 +140,7 @@ READERS = {
     "anonymise": lambda path, work: anonymise(path, work / "out.h5"),
     "validate": lambda path, work: validate(path),
     "verify": lambda path, work: verify(path),
-    "du": lambda path, work: of_file(path),
+    "du": lambda path, work: usage_of_file(path),
 }
 
 

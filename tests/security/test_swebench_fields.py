@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from megaflow_hpc.cli import main
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.swebench import package
-from megaflow_hpc.tasks.swebench.datasets import Line
-from megaflow_hpc.tasks.swebench.instances import Instance, parse, read_instances
-from megaflow_hpc.tasks.swebench.lines import read_tasks
-from megaflow_hpc.tasks.swebench.plan import ask, request_fields
+from megaflow_hpc.tasks.swebench.instances import Instance, Line, parse, read_instances
+from megaflow_hpc.tasks.swebench.plan import ask, read_tasks, request_fields
 
 GOOD = {
     "instance_id": "a__b-1",

@@ -201,8 +201,7 @@ def _open_images(draft: Draft, base: Path, where: Where) -> None:
 def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: PlanWatch, most: int) -> None:
     """Reads the tasks, and determines their rollouts and the images they need."""
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
-    from megaflow_hpc.tasks.images import image_requests
-    from megaflow_hpc.tasks.loading import load_tasks
+    from megaflow_hpc.tasks.loading import image_requests, load_tasks
 
     config, before = draft.config, len(draft.mistakes)
     dockerfiles = draft.images.dockerfiles if draft.images else None

@@ -277,8 +277,7 @@ def _build_memory_mb() -> int | None:
 def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None, build: bool = True) -> Wanted:
     from megaflow_hpc.config import load
     from megaflow_hpc.environments.images.sources import ImageMapping, Registries
-    from megaflow_hpc.tasks.images import image_requests
-    from megaflow_hpc.tasks.loading import load_tasks
+    from megaflow_hpc.tasks.loading import image_requests, load_tasks
 
     config = load(path)
     environment, base = config.environment, Path(path).absolute().parent

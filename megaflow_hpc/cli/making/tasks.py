@@ -168,10 +168,8 @@ def _add_import(verbs: Subparsers) -> None:
 
 def run_import(arguments: argparse.Namespace) -> int:
     """Checks files, and writes them if requested. Returns the exit status."""
-    from megaflow_hpc.tasks.swebench.datasets import Line
-    from megaflow_hpc.tasks.swebench.instances import read_instances
-    from megaflow_hpc.tasks.swebench.lines import LineSource, read_tasks, to_task
-    from megaflow_hpc.tasks.swebench.plan import settle
+    from megaflow_hpc.tasks.swebench.instances import Line, read_instances
+    from megaflow_hpc.tasks.swebench.plan import LineSource, read_tasks, settle, to_task
 
     names = [Path(file).name for file in arguments.files]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -291,8 +289,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
     from megaflow_hpc.tasks.formats import format_of_source
     from megaflow_hpc.tasks.harbor.format import FORMAT as HARBOR
-    from megaflow_hpc.tasks.images import image_requests, in_image_directories
-    from megaflow_hpc.tasks.loading import load_tasks
+    from megaflow_hpc.tasks.loading import image_requests, in_image_directories, load_tasks
     from megaflow_hpc.tasks.validation import Validation, validate
 
     sources: list[str] = [arguments.source]
@@ -366,9 +363,9 @@ def _image_beside(task: Path, name: str) -> str:
 
 def run_new(arguments: argparse.Namespace) -> int:
     """Writes a template of a task. Returns the exit status."""
-    from megaflow_hpc.tasks.harbor import scaffold
+    from megaflow_hpc.tasks.harbor.format import write_template
 
-    path = scaffold.start(arguments.name, Path(arguments.directory))
+    path = write_template(arguments.name, Path(arguments.directory))
     if arguments.json:
         print_json({"path": str(path), "id": path.name})
     else:

@@ -23,9 +23,8 @@ from megaflow_hpc.trajectories.reading.conversations import heading, main
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from megaflow_hpc.trajectories.reading.row import Row
     from megaflow_hpc.trajectories.reading.sources import SequenceView
-    from megaflow_hpc.trajectories.reading.store import TrajectoryStore
+    from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
     from megaflow_hpc.trajectories.reading.vocabulary import Vocabulary
 
 HEAD_LINES, TAIL_LINES = 20, 10

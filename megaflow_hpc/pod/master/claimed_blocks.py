@@ -17,7 +17,7 @@ from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.master.histories import Histories, History
 from megaflow_hpc.rundir.events import ClaimEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.stored import StoredBlock, StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredBlock, StoredRollouts
 from megaflow_hpc.types import Rollout
 
 SMALL = 16

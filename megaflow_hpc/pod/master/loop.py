@@ -45,7 +45,7 @@ from megaflow_hpc.rundir.events import (
 )
 from megaflow_hpc.rundir.marks import PROGRESS
 from megaflow_hpc.texts import printable
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 
 TICK_S = 1.0
 """Interval at which the drain file and heartbeats are polled."""

@@ -32,7 +32,7 @@ from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
-    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import Row
 
 HELP = "ATIF, Harbor's trajectory format, one JSON document per trajectory"
 

@@ -23,7 +23,7 @@ from megaflow_hpc.types import round_of
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
-    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import Row
 
 HELP = "SWE-bench's preds.json, from the patch that each rollout left"
 
