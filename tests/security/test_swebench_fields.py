@@ -94,7 +94,7 @@ NAMES = (
 )
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(change=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5))
 def test_whatever_the_fields_hold_a_line_is_read_or_refused(tmp_path_factory, change):
     data = json.dumps({**GOOD, **change}).encode()
