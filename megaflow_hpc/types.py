@@ -56,7 +56,8 @@ class Task:
     id: str
     instruction: str
     image: str
-    """Image name as given by the task. ``environment.images`` maps it to a SIF, a definition file or ``docker://``."""
+    """Image name as given by the task. ``environment.images`` maps it to a SIF, a definition file or ``docker://``.
+    Empty for a task without a sandbox, whose agent only converses."""
     path: str
     """The task's directory or file on the shared file system."""
     kind: str = "harbor"

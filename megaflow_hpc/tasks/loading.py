@@ -87,7 +87,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def image_requests(tasks: Sequence[Task]) -> list[ImageRequest]:
     """Returns the images of tasks: agents' images in task order, then those of separate verifiers."""
     wanted = [format_of(task).images(task) for task in tasks]
-    return [requests[0] for requests in wanted] + [request for requests in wanted for request in requests[1:]]
+    agents = [request for requests in wanted for request in requests[:1]]
+    return agents + [request for requests in wanted for request in requests[1:]]
 
 
 def in_image_directories(
@@ -106,7 +107,7 @@ def in_image_directories(
     """
     placed = []
     for task in tasks:
-        if task.workdir is None:
+        if task.workdir is None and task.image:
             request = format_of(task).images(task)[0]
             image: str | Path = files[task.image]
             if request.base:

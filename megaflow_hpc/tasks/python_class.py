@@ -52,6 +52,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
+from megaflow_hpc.environments.images.sources import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import READ_LIMIT, ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
@@ -75,6 +76,8 @@ SETTINGS: Mapping[str, tuple[type, ...]] = {
 }
 """Class or instance attribute → accepted types. Only ``image`` is required."""
 
+NONE = "none"
+"""Value of ``image`` for a task without a sandbox."""
 EXTRAS = frozenset({"messages", "patch", "judge"})
 """Parameters that ``score`` may have besides the sandbox."""
 
@@ -148,7 +151,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
     made = Task(
         id=name,
         instruction=instruction,
-        image=values["image"],
+        image="" if values["image"] == NONE else values["image"],
         path=source,
         kind="python",
         workdir=values["workdir"],
@@ -160,7 +163,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         network=values["network"],
         metadata={"python": msgspec.to_builtins(place)},
     )
-    SandboxSpec(made.image, made.env, made.workdir, network=made.network or "none").check()
+    SandboxSpec(made.image or NONE, made.env, made.workdir, network=made.network or "none").check()
     return made
 
 
@@ -240,11 +243,8 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
         ModelServiceError: raised by ``score``; the call can be retried.
     """
     context = context or VerificationContext()
-    layer = JudgedLayer(sandbox, context, [] if context.as_left else [task.workdir or "/"], {})
-    if context.fresh or context.as_left:
-        await layer.start_when_used()
-    else:
-        await layer.start(sandbox.spec)
+    if task.image:
+        await _start_judged(task, sandbox, context)
     instance = _instance(task, sandbox)
     del _instances[sandbox]
     wanted = _wanted(instance.score)
@@ -275,6 +275,14 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     return Verdict.of(rewards)
 
 
+async def _start_judged(task: Task, sandbox: ApptainerSandbox, context: VerificationContext) -> None:
+    layer = JudgedLayer(sandbox, context, [] if context.as_left else [task.workdir or "/"], {})
+    if context.fresh or context.as_left:
+        await layer.start_when_used()
+    else:
+        await layer.start(sandbox.spec)
+
+
 def _wanted(score: Callable[..., Any]) -> frozenset[str]:
     """Returns which of :data:`EXTRAS` are parameters of a method ``score``."""
     return EXTRAS & set(inspect.signature(score).parameters)
@@ -303,6 +311,9 @@ class PythonClassFormat(OneStep):
         self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles, wanted: Callable[[str], bool]
     ) -> list[Task]:
         return read_python_tasks(source, base)
+
+    def images(self, task: Task) -> list[ImageRequest]:
+        return super().images(task) if task.image else []
 
     def files(self, task: Task) -> list[str]:
         source = msgspec.convert(task.metadata["python"], ClassSource)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from megaflow_hpc.agents.registry import WITHOUT_MODEL
 from megaflow_hpc.campaign.planning.gpu_sharing import check_gpu_types, check_sharing, sleeping
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
 from megaflow_hpc.campaign.planning.own_code import check_agents, check_methods
@@ -248,8 +249,16 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
             f"{where('tasks')}: the score of {len(asking)} tasks asks a judge ({asking[0]}); name a model with judge: "
             "true in models"
         )
+    conversing = [task.id for task in draft.tasks if not task.image]
+    if conversing:
+        for name in dict.fromkeys(agent.name for policy in draft.policies.values() for agent in policy.agents):
+            if ":" not in name and name not in WITHOUT_MODEL:
+                draft.mistakes.append(
+                    f"{where('agent')}: agent {name!r} works in a sandbox, and {len(conversing)} tasks have none "
+                    f"({conversing[0]}: image: none); use an agent of your own, module:Class"
+                )
     if config.environment.verification == "fresh":
-        for task in draft.tasks:
+        for task in filter(lambda task: task.image, draft.tasks):
             with draft.noting():
                 check_fresh(task)
     watch.step(f"looking at the images of {len(draft.tasks)} tasks")
@@ -270,7 +279,7 @@ def try_sandboxes(draft: Draft, watch: PlanWatch, slurm: bool) -> None:
 
     if draft.refusal is not None:
         raise draft.refusal
-    networks = {draft.config.environment.network_of(task) for task in draft.tasks}
+    networks = {draft.config.environment.network_of(task) for task in draft.tasks if task.image}
     if networks:
         watch.step("trying a sandbox")
         require(networks, default_scratch(), provided=slurm and bool(draft.config.slurm.setup))

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,9 +43,10 @@ from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.digests import check_unchanged
-from megaflow_hpc.tasks.formats import StepVerdict
+from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext
+from megaflow_hpc.tasks.no_sandbox import NoSandbox
 from megaflow_hpc.tasks.sandboxes import verification_context
-from megaflow_hpc.tasks.steps import prepare, run_steps
+from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps
 from megaflow_hpc.texts import printable
 from megaflow_hpc.trajectory import Recording, Trajectory, linked
 from megaflow_hpc.types import (
@@ -59,6 +60,7 @@ from megaflow_hpc.types import (
     Rollout,
     Status,
     Task,
+    Verdict,
 )
 
 # --- the agent ---
@@ -341,6 +343,43 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         trajectory.seed = rollout.seed(services.config.seed, trajectory.attempt)
     await asyncio.to_thread(check_unchanged, task)
     sandboxes = Sandboxes(services.provider)
+    judges = Judges(services.gateway, rollout.id, services.config.judges())
+    context = verification_context(
+        task,
+        services.config.environment,
+        services.images,
+        sandboxes.start,
+        lambda: conversation(trajectory),
+        judges.open if judges.models else None,
+    )
+    run_agent = partial(AgentRun, services, rollout, agent, policy.model is not None)
+    verifying = partial(timed, trajectory, "verify_s")
+    if task.image:
+        verdict = await _run_in_sandbox(services, sandboxes, task, agent, trajectory, checkpoint, context, run_agent)
+    else:
+        none = NoSandbox(task)
+        conversing = run_agent(cast(ApptainerSandbox, none), sandboxes, trajectory, None)
+        verdict = await run_conversation(task, none, context, conversing.run, verifying)
+    await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
+    output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
+    trajectory.artifacts += [*verdict.artifacts, *judges.artifacts(), Artifact("verifier.log", output)]
+    trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
+    if verdict.agent_error or verdict.error:
+        trajectory.error_kind = "verifier" if verdict.error else "agent"
+        trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))
+
+
+async def _run_in_sandbox(
+    services: Services,
+    sandboxes: Sandboxes,
+    task: Task,
+    agent: AgentConfig,
+    trajectory: Trajectory,
+    checkpoint: str,
+    context: VerificationContext,
+    run_agent: Callable[..., AgentRun],
+) -> Verdict:
+    """Runs the steps of a task in a sandbox of its own, which ends with the call."""
     with timed(trajectory, "setup_s"):
         sandbox, resumed = await _start_sandbox(services, sandboxes, task, agent, checkpoint)
     try:
@@ -351,38 +390,21 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
                 checkout.write_note(sandbox, resumed.note)
         if resumed is not None:
             resumed.carry_over(trajectory)
-        agent_run = AgentRun(
-            services, rollout, agent, policy.model is not None, sandbox, sandboxes, trajectory, resumed
-        )
-        judges = Judges(services.gateway, rollout.id, services.config.judges())
-        verdict = await run_steps(
+        in_sandbox = run_agent(sandbox, sandboxes, trajectory, resumed)
+        return await run_steps(
             task,
             sandbox,
-            verification_context(
-                task,
-                services.config.environment,
-                services.images,
-                sandboxes.start,
-                lambda: conversation(trajectory),
-                judges.open if judges.models else None,
-            ),
-            agent_run.run,
-            verdicts=agent_run.verdicts,
+            context,
+            in_sandbox.run,
+            verdicts=in_sandbox.verdicts,
             under_way=resumed is not None,
             verifying=lambda: timed(trajectory, "verify_s"),
         )
-        await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
-        output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
-        trajectory.artifacts += [*verdict.artifacts, *judges.artifacts(), Artifact("verifier.log", output)]
-        trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
-        if verdict.agent_error or verdict.error:
-            trajectory.error_kind = "verifier" if verdict.error else "agent"
-            trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))
     finally:
         try:
             await sandbox.stop()
         except Exception as error:  # the janitor cleans up, and the verdict stays valid
-            print(printable(f"{rollout.id}: {error}"), file=sys.stderr)
+            print(printable(f"{trajectory.id}: {error}"), file=sys.stderr)
         sandboxes.add_usage(trajectory)
 
 
