@@ -87,9 +87,7 @@ def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
 
 def asked(options: Mapping[str, Any]) -> Amounts:
     """Returns the minimum resources requested by a job with these sbatch options."""
-    options_given = {
-        option_name(str(name)): str(value) for name, value in options.items() if value not in (None, False)
-    }
+    options_given = _given(options)
     nodes = _number(options_given, "nodes", 1)
     tasks = _number(options_given, "ntasks", nodes * _number(options_given, "ntasks-per-node", 1))
     request = {"node": nodes, "cpu": tasks * _number(options_given, "cpus-per-task", 1)}
@@ -114,7 +112,7 @@ def asked(options: Mapping[str, Any]) -> Amounts:
 def gpu_requests(options: Mapping[str, Any]) -> dict[str, float]:
     """Returns option → GPUs per node that it requests. The options contradict each other unless all values are
     equal."""
-    given = {option_name(str(name)): str(value) for name, value in options.items() if value not in (None, False)}
+    given = _given(options)
     nodes = _number(given, "nodes", 1)
     tasks = _number(given, "ntasks-per-node", 0) or _number(given, "ntasks", nodes) / nodes
     factors = {"gpus-per-node": 1.0, "gpus-per-task": tasks, "gpus": 1 / nodes, "G": 1 / nodes}
@@ -133,6 +131,10 @@ def shared(amounts: Amounts, limits: Iterable[Cap]) -> Amounts:
     """Returns the part of a job's resources that counts towards limits shared by several jobs."""
     counted = {cap.resource for cap in limits if cap.limit != PER_JOB}
     return {resource: count for resource, count in amounts.items() if resource in counted}
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, str]:
+    return {option_name(name): str(value) for name, value in options.items() if value not in (None, False)}
 
 
 def _number(options: Mapping[str, str], name: str, default: int) -> int:
@@ -202,10 +204,9 @@ REQUESTS_OF_A_REQUEUE = 3
 """Requests that a pod sends to slurmctld between two starts: the requeue, a query of its restart count, and the job
 step."""
 BUCKET, REFILL_PER_S = 100.0, 20.0
-"""Assumed requests of a user that a site accepts in a burst, and then per second, if it sets no limit
-(``rl_enable``)."""
-LARGEST_PART = 10
-"""The walltime divided by this is the most that a pod gives up so that pods drain one after another."""
+"""Requests that we send in a burst, and then per second, to a site that sets no limit (``rl_enable``)."""
+MAX_WINDOW_SHARE = 0.1
+"""Largest share of the walltime over which pods spread their drains. A pod gives up at most this much time."""
 
 
 def request_rate() -> tuple[float, float]:
@@ -242,7 +243,7 @@ def requeue_window_s(pods: int, walltime_s: float | None) -> int:
         return 0
     burst, per_s = request_rate()
     beyond = max(0.0, REQUESTS_OF_A_REQUEUE * pods - burst)
-    return int(min(math.ceil(beyond / per_s), walltime_s / LARGEST_PART))
+    return int(min(math.ceil(beyond / per_s), walltime_s * MAX_WINDOW_SHARE))
 
 
 def chunks(count: int, size: int) -> list[int]:

@@ -102,9 +102,11 @@ def own_bytes(store: ImageStore) -> Mapping[str, tuple[int, int]]:
     sizes = {digest: (image.bytes, 0) for digest, image in images.items()}
     for digest, document in layered.items():
         own = sum(layer.bytes for layer in document.layers if users[layer.digest] == 1)
-        below = document.base
-        base = 0 if below is None else images[below.digest].bytes if below.digest in images else below.bytes
-        sizes[digest] = (own, sum(layer.bytes for layer in document.layers) - own + base)
+        shared = sum(layer.bytes for layer in document.layers) - own
+        base = document.base
+        if base is not None:
+            shared += images[base.digest].bytes if base.digest in images else base.bytes
+        sizes[digest] = (own, shared)
     return sizes
 
 

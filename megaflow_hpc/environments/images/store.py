@@ -274,7 +274,7 @@ class ImageStore:
     def image(self, digest: str) -> StoredImage | None:
         """Returns the image with a digest, which may be abbreviated to a unique prefix, or ``None``."""
         if len(digest) == 64:
-            return next((image for root in self.roots if (image := self._image(root, digest))), None)
+            return next(filter(None, (self._image(root, digest) for root in self.roots)), None)
         matching = {image.digest: image for image in self.images() if image.digest.startswith(digest)}
         if len(matching) > 1:
             raise ConfigError(f"{digest}: {len(matching)} images of {self.root} begin with it; write more of it")
