@@ -231,7 +231,7 @@ def request_rate() -> tuple[float, float]:
 
 
 def requeue_window_s(pods: int, walltime_s: float | None) -> int:
-    """Returns the period, in seconds, over which pods spread their drains, each at its own second.
+    """Returns the period in seconds over which pods spread their drains. Each pod has its own second.
 
     Pods that drained together would exceed a user's request rate. At two requests a second, a thousand pods need 25
     minutes. 0 if the site can handle all of them at once, or if the walltime is unknown or unlimited.

@@ -259,8 +259,7 @@ class ImageStore:
         return None
 
     def is_complete(self, path: str | os.PathLike[str]) -> bool:
-        """Returns whether an image's base and layers exist. Linked ones may have been removed from the store they
-        are in."""
+        """Returns whether an image's base and layers exist. A linked one may have been removed from the other store."""
         if not is_layered(path):
             return True
         try:
