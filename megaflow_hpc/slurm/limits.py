@@ -259,9 +259,8 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
         SiteError: The controller does not respond.
     """
     array_size = site.max_array_size()
-    user = getpass.getuser()
     try:
-        rows = _rows(user, options)
+        rows = _rows(options)
     except SiteError:  # no accounting, or slurmdbd is down: sbatch will report what Slurm rejects
         return Allowance(array_size)
     caps = _caps(rows, options)
@@ -270,7 +269,8 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
     if not submits:
         return Allowance(array_size, running=running, caps=caps)
     jobs = Counter[str]()
-    for line in site.ask("squeue", "--local", "-h", "-r", "-u", user, "-o", "QOS %q|account %a").splitlines():
+    output = site.ask("squeue", "--local", "-h", "-r", "-u", getpass.getuser(), "-o", "QOS %q|account %a")
+    for line in output.splitlines():
         jobs.update(line.split("|"))
     value, of = min(submits, key=lambda limit: limit[0] - jobs[limit[1]])
     return Allowance(array_size, value, jobs[of], running, f"{of} allows {value}", caps)
@@ -279,7 +279,7 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
 def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
     """Returns the resource limits for jobs with these sbatch options. Empty if accounting is not available."""
     try:
-        return _caps(_rows(getpass.getuser(), options), options)
+        return _caps(_rows(options), options)
     except SiteError:
         return ()
 
@@ -288,7 +288,7 @@ def longest_walltime(options: Mapping[str, Any]) -> tuple[str, str] | None:
     """Returns the longest allowed walltime in Slurm's format, and the owner of the limit. ``None`` if no limit is
     known."""
     try:
-        rows = _rows(getpass.getuser(), options)
+        rows = _rows(options)
     except SiteError:
         return None
     for of, row in rows:
@@ -303,7 +303,7 @@ def _caps(rows: Sequence[tuple[str, Mapping[str, str]]], options: Mapping[str, A
     return tuple(caps(rows))
 
 
-def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
+def _rows(options: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
     """Returns the limit owners with their sacctmgr fields, in order of precedence.
 
     Raises:
@@ -311,16 +311,16 @@ def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, st
     """
     if not site.enforces_limits():
         return []
-    account = _association(user, options)
+    account = _association(options)
     own = str(options.get("qos") or account["qos"])
     names = [*sorted(site.partition_qos(str(options.get("partition") or "")) - {own}), own]
     return [*((f"QOS {name}", qos(name)) for name in names if name), (f"account {account['account']}", account)]
 
 
-def _association(user: str, options: Mapping[str, Any]) -> dict[str, str]:
+def _association(options: Mapping[str, Any]) -> dict[str, str]:
     """Returns the user's association: its default QOS, and its limits under sacctmgr's names."""
     fields = ("cluster", "account", "user", "partition", *_JOBS, "maxtres", "grptres", "maxwall")
-    output = site.sacctmgr("assoc", f"user={user}", f"format={','.join(fields)},defaultqos")
+    output = site.sacctmgr("assoc", f"user={getpass.getuser()}", f"format={','.join(fields)},defaultqos")
     cluster = site.cluster_name()
     rows = [dict(zip((*fields, "qos"), line.split("|"), strict=True)) for line in output.splitlines()]
     rows = [row for row in rows if row["cluster"] == cluster]
