@@ -5,7 +5,8 @@
     STORE/
       sha256/<digest>.sif  <digest>.json     an immutable SIF image and its record
       sha256/<digest>.image                  an image of a base and layers (layered.py)
-      layers/  steps/                        layers, and which build step made which (:class:`LayerStore`)
+      layers/<digest>  <digest>.json         an immutable layer blob and its sizes
+      steps/<key>.json                       hash of a build step's inputs → its layer; empty if it changed no file
       names/<key>.json                       key of a request → digest of its image
       work/<key>.lock  <kind>.<host>-<pid>-<start>     locks and unfinished files of builders (atomic_files.py)
 
@@ -53,7 +54,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class LayerStore:
-    """Layers in the stores ``roots``. New layers go to the first store."""
+    """Layers in the stores ``roots``, each stored once for all images. New layers go to the first store.
+
+    Layers of other stores are not copied. If an image in the user's own store needs one, it is symlinked.
+    """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = roots
