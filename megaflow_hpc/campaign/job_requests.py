@@ -35,7 +35,7 @@ from megaflow_hpc.slurm.fits import (
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], rollouts: int = 0) -> list[script.Job]:
-    """Returns the jobs that :meth:`Jobs.start` would submit on an idle cluster. The gather job comes last.
+    """Returns the jobs that :meth:`Jobs.start` would submit to an idle cluster. The gather job comes last.
 
     Args:
         rollouts: Number of planned rollouts, from which the gather job's walltime follows.
@@ -217,8 +217,9 @@ def _too_short(config: CampaignConfig, key: str, role: str, options: Mapping[str
 
 
 def drain_window_s(config: CampaignConfig) -> int:
-    """Returns the period over which pods spread their drains, each at its own second; see
-    :func:`~megaflow_hpc.slurm.limits.requeue_window_s`. 0 if Slurm does not respond.
+    """Returns the seconds over which pods spread their drains, or 0 if Slurm does not respond.
+
+    See :func:`~megaflow_hpc.slurm.limits.requeue_window_s`.
     """
     pods = config.slurm.pods
     jobs = [script.pod_job(config, RunDir("/RUN"), 1, pool=pool) for pool in (None, *pods.pools)]
@@ -246,7 +247,7 @@ def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], wher
 
 
 def _placed(line: str, where: Any) -> str:
-    """Prefixes a finding with the location of the key that it begins with."""
+    """Prefixes a message with the location of the key that it begins with."""
     return f"{where(line.split()[0].rstrip(':'))}: {line}"
 
 
@@ -302,8 +303,8 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
     others = wanted - sum(job.elements or 1 for job in arrays)
     if allowed.room is not None and wanted > allowed.room:
         fitting = allowed.room - others
-        now = f"{fitting} of {wanted - others} pods are queued at first, the others as some end"
-        none = "submit would be refused: not one pod fits"
+        now = f"{fitting} of {wanted - others} pods are queued at first, and the rest when others end"
+        none = "submit would be refused: no pod fits"
         effects.append(f"{now if fitting > 0 else none} ({allowed.why} jobs at once, {allowed.queued} are queued)")
     return effects
 

@@ -11,7 +11,7 @@ rm -f "$RUN/ledger/refused/$SLURM_JOB_ID" # of an earlier start
 near=no gather=''
 trap 'near=yes; kill -TERM "$gather" 2>/dev/null' USR2
 trap 'requeues=no; kill -TERM "$gather" 2>/dev/null' TERM
-kept() { stat -c %Y.%s "$RUN/.trajectories.h5.unfinished" "$RUN/.trajectories.h5.index" 2>/dev/null; }
+kept() { stat -c %Y.%s "$RUN/.trajectories.h5.unfinished" 2>/dev/null; }
 before=$(kept)
 
 "$MEGAFLOW_PYTHON" -m megaflow_hpc gather "$RUN" @ARGUMENTS@ &

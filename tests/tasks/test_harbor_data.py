@@ -14,8 +14,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.images import image_requests
-from megaflow_hpc.tasks.loading import load_tasks
+from megaflow_hpc.tasks.loading import image_requests, load_tasks
 from megaflow_hpc.types import Task
 from tests.support.harbor_tasks import write_steps, write_task
 

@@ -26,7 +26,7 @@ from megaflow_hpc.environments.images.layers.blob import (
 )
 from megaflow_hpc.environments.images.layers.view import LayerListing, LayerView, ViewEntry
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.unpack import MAX_DEPTH
+from megaflow_hpc.host.tar import MAX_DEPTH
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.cli.making.images_make import Wanted, share_of
+from megaflow_hpc.cli.making.images import Wanted, share_of
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.build_progress import BuildProgress, at_once, make_all
 from megaflow_hpc.environments.images.resolve import Images

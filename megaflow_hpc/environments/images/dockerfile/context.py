@@ -30,8 +30,7 @@ from e2b_dockerfile_utils import PatternMatcher
 from megaflow_hpc.environments.images.layers.unpacking import LayerWriter
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host import safe_path
-from megaflow_hpc.host.tar import Member, RefusedMember, TarReader
-from megaflow_hpc.host.unpack import Parts, plain
+from megaflow_hpc.host.tar import Member, Parts, RefusedMember, TarReader, plain
 
 Excluded = Callable[[str], bool]
 CopiedFiles = dict[tuple[int, int], Path]

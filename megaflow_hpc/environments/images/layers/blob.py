@@ -23,8 +23,7 @@ from typing import Any, BinaryIO, cast
 
 from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_MARK, has_opaque_attribute
 from megaflow_hpc.errors import SandboxError, SiteError
-from megaflow_hpc.host.tar import RefusedMember, TarReader
-from megaflow_hpc.host.unpack import MAX_DEPTH
+from megaflow_hpc.host.tar import MAX_DEPTH, RefusedMember, TarReader
 
 try:
     from isal import isal_zlib

@@ -26,8 +26,7 @@ from megaflow_hpc.environments.images.layers.blob import OPEN_FILE, Attributes, 
 from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_MARK, is_opaque
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.tar import RefusedMember
-from megaflow_hpc.host.unpack import plain
+from megaflow_hpc.host.tar import RefusedMember, plain
 
 _MAX_LINKS = 40
 
