@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,12 +28,12 @@ def seconds(time: str | int | None) -> float | None:
     text = str(time if time is not None else "").strip()
     if text.lower() in ("infinite", "unlimited"):
         return math.inf
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
         return None
-    numbers = [int(part) for part in parts]
-    if not dash and len(numbers) < 3:  # minutes[:seconds]
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is None and len(numbers) < 3:  # minutes[:seconds]
         numbers.insert(0, 0)
     hours, minutes, secs = (*numbers, 0, 0)[:3]  # [days-]hours[:minutes[:seconds]]
     return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs)
@@ -63,7 +64,9 @@ def timed(job: Job, unasked_s: float | None = None) -> Job:
     options = {option_name(name): value for name, value in job.options.items() if value is not None}
     if job.cluster or not {"time", "t"}.isdisjoint(options):
         return job
-    parts = [options, *(options | {option_name(n): v for n, v in engine.items()} for engine in job.engines)]
+    parts = [options]
+    for engine in job.engines:
+        parts.append(options | {option_name(name): value for name, value in engine.items()})
     asked = [asked_time(part, unasked_s) for part in parts]
     times = [time for time in asked if time is not None]
     if not times:

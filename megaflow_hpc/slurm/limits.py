@@ -87,9 +87,7 @@ def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
 
 def asked(options: Mapping[str, Any]) -> Amounts:
     """Returns the minimum resources requested by a job with these sbatch options."""
-    options_given = {
-        option_name(str(name)): str(value) for name, value in options.items() if value not in (None, False)
-    }
+    options_given = _given(options)
     nodes = _number(options_given, "nodes", 1)
     tasks = _number(options_given, "ntasks", nodes * _number(options_given, "ntasks-per-node", 1))
     request = {"node": nodes, "cpu": tasks * _number(options_given, "cpus-per-task", 1)}
@@ -114,7 +112,7 @@ def asked(options: Mapping[str, Any]) -> Amounts:
 def gpu_requests(options: Mapping[str, Any]) -> dict[str, float]:
     """Returns option → GPUs per node that it requests. The options contradict each other unless all values are
     equal."""
-    given = {option_name(str(name)): str(value) for name, value in options.items() if value not in (None, False)}
+    given = _given(options)
     nodes = _number(given, "nodes", 1)
     tasks = _number(given, "ntasks-per-node", 0) or _number(given, "ntasks", nodes) / nodes
     factors = {"gpus-per-node": 1.0, "gpus-per-task": tasks, "gpus": 1 / nodes, "G": 1 / nodes}
@@ -133,6 +131,10 @@ def shared(amounts: Amounts, limits: Iterable[Cap]) -> Amounts:
     """Returns the part of a job's resources that counts towards limits shared by several jobs."""
     counted = {cap.resource for cap in limits if cap.limit != PER_JOB}
     return {resource: count for resource, count in amounts.items() if resource in counted}
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, str]:
+    return {option_name(name): str(value) for name, value in options.items() if value not in (None, False)}
 
 
 def _number(options: Mapping[str, str], name: str, default: int) -> int:
@@ -202,10 +204,9 @@ REQUESTS_OF_A_REQUEUE = 3
 """Requests that a pod sends to slurmctld between two starts: the requeue, a query of its restart count, and the job
 step."""
 BUCKET, REFILL_PER_S = 100.0, 20.0
-"""Assumed requests of a user that a site accepts in a burst, and then per second, if it sets no limit
-(``rl_enable``)."""
-LARGEST_PART = 10
-"""The walltime divided by this is the most that a pod gives up so that pods drain one after another."""
+"""Requests that we send in a burst, and then per second, to a site that sets no limit (``rl_enable``)."""
+MAX_WINDOW_SHARE = 0.1
+"""Largest share of the walltime over which pods spread their drains. A pod gives up at most this much time."""
 
 
 def request_rate() -> tuple[float, float]:
@@ -230,7 +231,7 @@ def request_rate() -> tuple[float, float]:
 
 
 def requeue_window_s(pods: int, walltime_s: float | None) -> int:
-    """Returns the period, in seconds, over which pods spread their drains, each at its own second.
+    """Returns the period in seconds over which pods spread their drains. Each pod has its own second.
 
     Pods that drained together would exceed a user's request rate. At two requests a second, a thousand pods need 25
     minutes. 0 if the site can handle all of them at once, or if the walltime is unknown or unlimited.
@@ -242,7 +243,7 @@ def requeue_window_s(pods: int, walltime_s: float | None) -> int:
         return 0
     burst, per_s = request_rate()
     beyond = max(0.0, REQUESTS_OF_A_REQUEUE * pods - burst)
-    return int(min(math.ceil(beyond / per_s), walltime_s / LARGEST_PART))
+    return int(min(math.ceil(beyond / per_s), walltime_s * MAX_WINDOW_SHARE))
 
 
 def chunks(count: int, size: int) -> list[int]:
@@ -258,9 +259,8 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
         SiteError: The controller does not respond.
     """
     array_size = site.max_array_size()
-    user = getpass.getuser()
     try:
-        rows = _rows(user, options)
+        rows = _rows(options)
     except SiteError:  # no accounting, or slurmdbd is down: sbatch will report what Slurm rejects
         return Allowance(array_size)
     caps = _caps(rows, options)
@@ -269,7 +269,8 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
     if not submits:
         return Allowance(array_size, running=running, caps=caps)
     jobs = Counter[str]()
-    for line in site.ask("squeue", "--local", "-h", "-r", "-u", user, "-o", "QOS %q|account %a").splitlines():
+    output = site.ask("squeue", "--local", "-h", "-r", "-u", getpass.getuser(), "-o", "QOS %q|account %a")
+    for line in output.splitlines():
         jobs.update(line.split("|"))
     value, of = min(submits, key=lambda limit: limit[0] - jobs[limit[1]])
     return Allowance(array_size, value, jobs[of], running, f"{of} allows {value}", caps)
@@ -278,7 +279,7 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
 def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
     """Returns the resource limits for jobs with these sbatch options. Empty if accounting is not available."""
     try:
-        return _caps(_rows(getpass.getuser(), options), options)
+        return _caps(_rows(options), options)
     except SiteError:
         return ()
 
@@ -287,7 +288,7 @@ def longest_walltime(options: Mapping[str, Any]) -> tuple[str, str] | None:
     """Returns the longest allowed walltime in Slurm's format, and the owner of the limit. ``None`` if no limit is
     known."""
     try:
-        rows = _rows(getpass.getuser(), options)
+        rows = _rows(options)
     except SiteError:
         return None
     for of, row in rows:
@@ -302,7 +303,7 @@ def _caps(rows: Sequence[tuple[str, Mapping[str, str]]], options: Mapping[str, A
     return tuple(caps(rows))
 
 
-def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
+def _rows(options: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
     """Returns the limit owners with their sacctmgr fields, in order of precedence.
 
     Raises:
@@ -310,16 +311,16 @@ def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, st
     """
     if not site.enforces_limits():
         return []
-    account = _association(user, options)
+    account = _association(options)
     own = str(options.get("qos") or account["qos"])
     names = [*sorted(site.partition_qos(str(options.get("partition") or "")) - {own}), own]
     return [*((f"QOS {name}", qos(name)) for name in names if name), (f"account {account['account']}", account)]
 
 
-def _association(user: str, options: Mapping[str, Any]) -> dict[str, str]:
+def _association(options: Mapping[str, Any]) -> dict[str, str]:
     """Returns the user's association: its default QOS, and its limits under sacctmgr's names."""
     fields = ("cluster", "account", "user", "partition", *_JOBS, "maxtres", "grptres", "maxwall")
-    output = site.sacctmgr("assoc", f"user={user}", f"format={','.join(fields)},defaultqos")
+    output = site.sacctmgr("assoc", f"user={getpass.getuser()}", f"format={','.join(fields)},defaultqos")
     cluster = site.cluster_name()
     rows = [dict(zip((*fields, "qos"), line.split("|"), strict=True)) for line in output.splitlines()]
     rows = [row for row in rows if row["cluster"] == cluster]

@@ -163,7 +163,9 @@ def _megabytes(gb: float | None) -> str | None:
 
 def _gpus(count: int, gpu_type: str | None) -> str | None:
     """Returns a request for GPUs per node in the format of ``--gres``."""
-    return f"gpu:{gpu_type}:{count}" if gpu_type and count else f"gpu:{count}" if count else None
+    if not count:
+        return None
+    return f"gpu:{gpu_type}:{count}" if gpu_type else f"gpu:{count}"
 
 
 def _common(config: CampaignConfig, run: RunDir, role: str) -> dict[str, Any]:
@@ -193,8 +195,10 @@ def pod_job(
         throttle: Maximum number of elements that run concurrently.
     """
     pods = config.slurm.pods
-    own = {name: getattr(pool, name) for name in ("partition", "account", "time", "nodes")} if pool else {}
-    own = {name: value for name, value in own.items() if value is not None}
+    own: dict[str, Any] = {}
+    if pool:
+        own = {"partition": pool.partition, "account": pool.account, "time": _walltime(pool.time), "nodes": pool.nodes}
+        own = {name: value for name, value in own.items() if value is not None} | pool.extra
     options = {
         **_common(config, run, "pod"),
         "partition": pods.partition,
@@ -208,10 +212,9 @@ def pod_job(
         "dependency": dependency,
         **config.slurm.extra,
         **pods.extra,
-        **{name: _walltime(value) if name == "time" else value for name, value in own.items()},
-        **(pool.extra if pool else {}),
+        **own,
     }
-    cluster = (pool and pool.cluster) or ""
+    cluster = (pool.cluster if pool else None) or ""
     if cluster:
         options |= {"clusters": cluster, "dependency": None}  # a job cannot depend on jobs of another cluster
     index = next((number for number, other in enumerate(pods.pools) if other is pool), None)
@@ -279,13 +282,12 @@ def together_job(
         gpu_types: Type of the GPUs of each server. Default: any type for all of them.
     """
     pod = pod_job(config, run, 1)
-    kept = ("partition", "nodes", "ntasks", "gres", "cpus-per-task", "mem")
-    servers = [
-        server_job(config, run, 1, count, cpus_per_gpu=cpus_per_gpu, gpu_type=kind).options
-        for count, kind in zip(gpus, gpu_types or [""] * len(gpus), strict=True)
-    ]
-    beyond = {**config.slurm.extra, **config.slurm.servers.extra}
-    engines = [{n: v for n, v in options.items() if n in kept or n in beyond} for options in servers]
+    kept = {"partition", "nodes", "ntasks", "gres", "cpus-per-task", "mem"}
+    kept |= {*config.slurm.extra, *config.slurm.servers.extra}
+    engines = []
+    for count, kind in zip(gpus, gpu_types or [""] * len(gpus), strict=True):
+        server = server_job(config, run, 1, count, cpus_per_gpu=cpus_per_gpu, gpu_type=kind)
+        engines.append({name: value for name, value in server.options.items() if name in kept})
     return replace(pod, options={**pod.options, "output": str(run.logs / "pod-%j.log")}, elements=None, engines=engines)
 
 

@@ -236,7 +236,7 @@ async def _write_sif(workspace: BuildWorkspace, image: LayeredImage, target: Pat
     if architecture is None:
         raise SiteError(f"{platform.machine()}: images cannot be made on this architecture; build them elsewhere")
     if shutil.which("mksquashfs", path=clean_environment()["PATH"]) is None:
-        raise SiteError("mksquashfs: not on PATH, which images are packed with; install squashfs-tools")
+        raise SiteError("mksquashfs: not on PATH; it packs images; install squashfs-tools")
     await workspace.open()
     squashfs, labels = workspace.new_path("squashfs"), workspace.new_path("labels")
     top = [await _settings_tree(workspace, image)] if image.settings else []

@@ -177,7 +177,7 @@ def _archived(status: os.stat_result, how: Placement) -> tuple[int, int, int] | 
 
 
 def _item_order(item: Path) -> tuple[int, str, str]:
-    """Returns the sort key of an item: its directory's number. Here-documents, in directories with names, come last."""
+    """Returns an item's sort key, which is the number of its directory. Here-documents come last."""
     directory = item.parent.name
     return (int(directory), "", item.name) if directory.isdecimal() else (1 << 30, directory, item.name)
 

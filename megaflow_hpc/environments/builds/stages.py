@@ -1,7 +1,7 @@
 """Builds one Dockerfile: each step that changes files adds a layer or reuses an existing one.
 
-The key of a step is a hash of its inputs: the image below it, its words, variables, user and network, and the contents
-of the files it copies. A step that any task has already built is therefore not executed again. ``COPY``, ``ADD`` and
+The key of a step is a hash of its inputs: the image below it, its arguments, variables, user and network, and the files
+it copies. A step that any task has already built is therefore not executed again. ``COPY``, ``ADD`` and
 ``WORKDIR`` start no process in the image. Each ``RUN`` runs in a separate sandbox over the layers below.
 """
 
@@ -80,10 +80,10 @@ class StageBuilds:
             SiteError: A step failed. The message includes its last output.
         """
         for line, name in self._dockerfile.unset:
-            self._say_difference(line, f"${name} counts as unset, whatever the base image sets")
+            self._say_difference(line, f"${name} is treated as unset, even if the base image sets it")
         for line, name, _ in self._dockerfile.ignored:
             if name == "VOLUME":
-                self._say_difference(line, "a volume's directory is one like any other")
+                self._say_difference(line, "a volume's directory is an ordinary directory")
         for stage in self._dockerfile.needed:
             self._images[stage.name] = await self._stage(stage)
         last = self._dockerfile.last
@@ -181,13 +181,13 @@ class StageBuilds:
         user = account(view, step.user)
         make_temporary = bool(user.uid) and not all(_is_shared(view, path) for path in ("tmp", "var/tmp"))
         if make_temporary:
-            self._say_difference(step.line, "/tmp and /var/tmp are made for everybody to write to")
+            self._say_difference(step.line, "/tmp and /var/tmp are made writable for every user")
         home = "HOME" not in variables_of([image.settings, *exports])
         await self._workspace.open()
         if self._workspace.pretends_owners and not self._said_pretends_owners:
             self._said_pretends_owners = True
             self._say_difference(
-                step.line, "no subordinate ids here (/etc/subuid): while steps run, every file is root's"
+                step.line, "no subordinate ids here (/etc/subuid): root owns every file while steps run"
             )
         numbers = await self._lay_out_mounts(step)
         async with await self._workspace.start(image, self._spec, view) as sandbox:

@@ -1,15 +1,15 @@
-"""A program that reads and packs the files of an image while it is built, and :func:`run_tree`, which runs it.
+"""A program that reads and packs the files of an image during a build, and :func:`run_tree`, which runs it.
 
 It runs as uid 0 of the namespace that owns the files::
 
-    copy ROOT TARGET SOURCE…    copies each SOURCE of the image to TARGET/<number>/<its name>
-    place FILE ITEMS            writes a layer of ITEMS; standard input has the placement and the layers below
-    layer FILE UPPER [marks]    writes a layer of an overlay's upper directory; marks: files mark what is deleted
-    lay TARGET LAYER…           puts a base or layers, the lowest first, over the tree at TARGET, which may be missing
+    copy ROOT TARGET SOURCE…    copies each SOURCE of the image to TARGET/<number>/<name>
+    place FILE ITEMS            writes a layer of ITEMS; reads the placement and the layers below from standard input
+    layer FILE UPPER [marks]    writes a layer of an overlay's upper directory; marks: ``.wh.`` files mark deletions
+    lay TARGET LAYER…           applies LAYERs, lowest first, to the tree at TARGET, or creates it from the first one
     pack ROOT FILE              packs the image into a squashfs
 
-A step of a Dockerfile may have made the files. So no file is opened by its path. Links are resolved as a process in the
-image would resolve them, and files are only written to directories that are not links.
+The files are untrusted, because steps of a Dockerfile may have written them. No file is opened by its path. Links are
+resolved inside the image, and no file is written through a link.
 """
 
 from __future__ import annotations

@@ -59,9 +59,8 @@ def prune(
         if older_s is not None:
             before = time.time() - older_s
             old = [image for image in store.images() if image.created_at < before and _own(store, image)]
-        going = {image.digest: image for image in (*named, *old)}
-        needed = dependants(store, going)
-        kept = {image.digest for image in old if image.digest in needed} - {image.digest for image in named}
+        chosen = {image.digest: image for image in (*named, *old)}
+        needed = dependants(store, chosen)
         for image in named:
             if above := needed.get(image.digest):
                 shown = ", ".join(digest[:12] for digest in above[:3])
@@ -69,7 +68,8 @@ def prune(
                     f"{image.digest[:12]}: the base of {len(above)} images of {store.root} ({shown}"
                     f"{', …' if len(above) > 3 else ''}); remove them too"
                 )
-        going = {digest: image for digest, image in going.items() if digest not in kept}
+        kept = sorted(digest for digest in chosen if digest in needed)
+        going = {digest: image for digest, image in chosen.items() if digest not in needed}
         layers = _unused(store, going)
         leftovers = tuple(str(path) for path in store.leftovers())
         if dry_run:
@@ -82,11 +82,11 @@ def prune(
             store.layers.tidy(DAY_S)
     for path in () if dry_run else leftovers:
         remove_tree(Path(path))
-    return Pruned(tuple(going), tuple(layer.digest for layer in layers), leftovers, tuple(sorted(kept)), freed)
+    return Pruned(tuple(going), tuple(layer.digest for layer in layers), leftovers, tuple(kept), freed)
 
 
 def dependants(store: ImageStore, without: Collection[str] = ()) -> dict[str, list[str]]:
-    """Returns the images of the first store that have a stored base, by the base's digest."""
+    """Returns digest of a stored base → digests of the images in the first store that are built on it."""
     images_by_base: dict[str, list[str]] = {}
     for digest, image in _documents(store, without):
         if image.base is not None and image.base.digest:
@@ -102,9 +102,11 @@ def own_bytes(store: ImageStore) -> Mapping[str, tuple[int, int]]:
     sizes = {digest: (image.bytes, 0) for digest, image in images.items()}
     for digest, document in layered.items():
         own = sum(layer.bytes for layer in document.layers if users[layer.digest] == 1)
-        below = document.base
-        base = 0 if below is None else images[below.digest].bytes if below.digest in images else below.bytes
-        sizes[digest] = (own, sum(layer.bytes for layer in document.layers) - own + base)
+        shared = sum(layer.bytes for layer in document.layers) - own
+        base = document.base
+        if base is not None:
+            shared += images[base.digest].bytes if base.digest in images else base.bytes
+        sizes[digest] = (own, shared)
     return sizes
 
 

@@ -1,7 +1,7 @@
 """Resolves image names in tasks to image files, building or fetching missing images into the store.
 
-The key of an image is a hash of its inputs: an address; a definition file and the files it copies; or a Dockerfile, the
-files it copies and its base images. A name mapped to a SIF file or a directory uses it directly.
+The key of an image is a hash of its inputs. They are an address, or a definition file or Dockerfile with the files it
+copies and its base images. A name mapped to a SIF file or a directory uses it directly.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     STORE/
       sha256/<digest>.sif  <digest>.json     an immutable SIF image and its record
       sha256/<digest>.image                  an image of a base and layers (layered.py)
-      layers/  steps/                        layers, and which build step made which (:class:`LayerStore`)
+      layers/<digest>  <digest>.json         an immutable layer blob and its sizes
+      steps/<key>.json                       hash of a build step's inputs → its layer; empty if it changed no file
       names/<key>.json                       key of a request → digest of its image
       work/<key>.lock  <kind>.<host>-<pid>-<start>     locks and unfinished files of builders (atomic_files.py)
 
@@ -53,7 +54,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class LayerStore:
-    """Layers in the stores ``roots``. New layers go to the first store."""
+    """Layers in the stores ``roots``, each stored once for all images. New layers go to the first store.
+
+    Layers of other stores are not copied. If an image in the user's own store needs one, it is symlinked.
+    """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = roots
@@ -259,8 +263,7 @@ class ImageStore:
         return None
 
     def is_complete(self, path: str | os.PathLike[str]) -> bool:
-        """Returns whether an image's base and layers exist. Linked ones may have been removed from the store they
-        are in."""
+        """Returns whether an image's base and layers exist. A linked one may have been removed from the other store."""
         if not is_layered(path):
             return True
         try:
@@ -274,7 +277,7 @@ class ImageStore:
     def image(self, digest: str) -> StoredImage | None:
         """Returns the image with a digest, which may be abbreviated to a unique prefix, or ``None``."""
         if len(digest) == 64:
-            return next((image for root in self.roots if (image := self._image(root, digest))), None)
+            return next(filter(None, (self._image(root, digest) for root in self.roots)), None)
         matching = {image.digest: image for image in self.images() if image.digest.startswith(digest)}
         if len(matching) > 1:
             raise ConfigError(f"{digest}: {len(matching)} images of {self.root} begin with it; write more of it")

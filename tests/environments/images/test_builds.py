@@ -264,7 +264,7 @@ def test_trees_stay_for_the_next_build_as_long_as_there_is_room(
 # --- what a build reports ---------------------------------------------------------------------------------------------
 
 DIFFERS = ": other than in Docker: "
-NO_OWNERS = ": no subordinate ids here (/etc/subuid): while steps run, every file is root's"
+NO_OWNERS = ": no subordinate ids here (/etc/subuid): root owns every file while steps run"
 
 
 def differences(place: Path, base: str, text: str) -> tuple[list[str], Path]:
@@ -279,7 +279,7 @@ def differences(place: Path, base: str, text: str) -> tuple[list[str], Path]:
 def test_a_volume_is_told_where_any_image_is_built(busybox_rootfs: str, tmp_path: Path) -> None:
     text = "RUN mkdir /data\nVOLUME /data\nLABEL a=b\nRUN echo kept >/data/f\n"
     said, image = differences(tmp_path, busybox_rootfs, text)
-    assert said == ["3: a volume's directory is one like any other"]
+    assert said == ["3: a volume's directory is an ordinary directory"]
     assert (unpacked(image, tmp_path / "tree") / "data" / "f").read_text() == "kept\n"
     assert differences(tmp_path, busybox_rootfs, text) == ([], image)
 
@@ -305,4 +305,4 @@ def test_a_default_that_a_base_image_might_know_better_is_told(small_rootfs: str
     text = "ARG OURS\nENV MADE=${OURS:-1} OPEN=${THEIRS-2}\nWORKDIR /${MADE:-x}\nRUN echo ${SHELLS:-own}\n"
     text += "ENV QUOTED='${A:-x}' ESCAPED=\\${B:-x}\n"  # These are not variables.
     said, _ = differences(tmp_path, small_rootfs, text)
-    assert said == [f"3: ${name} counts as unset, whatever the base image sets" for name in ("OURS", "THEIRS")]
+    assert said == [f"3: ${name} is treated as unset, even if the base image sets it" for name in ("OURS", "THEIRS")]

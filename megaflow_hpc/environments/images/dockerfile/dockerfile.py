@@ -307,7 +307,7 @@ class Reader:
             raise WordError("RUN without a command; write RUN COMMAND")
         exports = {name: value for name, value in self._build_args.items() if name in _WITHOUT_ARG}
         exports |= {name: literal(text) for name, text in stage.args.items()}
-        mounts = [mount for text in options.get("mount", []) if (mount := self._mount(text))]
+        mounts = list(filter(None, map(self._mount, options.get("mount", []))))
         argv = _run_argv(instruction, stage.shell)
         stage.steps.append(RunStep(argv, stage.workdir or ".", stage.user, exports, self._line, mounts))
 
@@ -358,13 +358,10 @@ class Reader:
                 raise WordError(
                     f"{name} {source}: addresses are not supported; download it into the context and COPY it"
                 )
-        origin, owner, mode = (
-            next((self._text(value) for value in options.get(option, [])), None)
-            for option in ("from", "chown", "chmod")
-        )
+        values = {option: self._text(options[option][0]) for option in ("from", "chown", "chmod") if option in options}
         target = posixpath.join(self._stage().workdir or ".", target)
-        copy = self._copy(sources, target, into, origin, tuple(options.get("exclude", [])))
-        copy.owner, copy.mode = owner or "", mode or ""
+        copy = self._copy(sources, target, into, values.get("from"), tuple(options.get("exclude", [])))
+        copy.owner, copy.mode = values.get("chown", ""), values.get("chmod", "")
         copy.extract, copy.texts = name == "ADD", texts
         self._stage().steps.append(copy)
 

@@ -88,7 +88,7 @@ class LayerStream(io.RawIOBase):
             try:
                 self._decompressed = memoryview(self._decompress(data))
             except Exception as error:  # Each library raises its own exception class.
-                raise RefusedMember(f"not to be decompressed: {error}") from None
+                raise RefusedMember(f"cannot be decompressed: {error}") from None
         view = memoryview(buffer).cast("B")
         size = min(len(view), len(self._decompressed))
         view[:size] = self._decompressed[:size]
@@ -175,7 +175,7 @@ def measure(pieces: Iterable[bytes], digest: str) -> LayerFacts:
         refusal = error
     actual, size = stream.finish()
     if actual != digest:
-        raise SandboxError(f"{digest}: what came has the digest {actual}; fetch it again")
+        raise SandboxError(f"{digest}: the received blob has the digest {actual}; fetch it again")
     if refusal is not None:
         raise SandboxError(f"{digest}: not a layer of an image: {refusal}")
     return LayerFacts(digest, size, tally.bytes, tally.inodes)
@@ -253,7 +253,7 @@ class Packer:
         while left:
             data = os.read(descriptor, min(left, _CHUNK))
             if not data:
-                raise RefusedMember(f"{name}: became shorter while it was read")
+                raise RefusedMember(f"{name}: was truncated while it was read")
             self._write(data)
             left -= len(data)
         self._write(bytes(-status.st_size % tarfile.BLOCKSIZE))
