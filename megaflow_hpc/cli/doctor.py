@@ -267,8 +267,6 @@ def _apptainer() -> Iterator[Finding]:
     yield _can("processes", "bounded by the kernel", probed.processes, "the watchdog counts them instead", "warn")
     remedy = "keys, io_uring and vsock are open to sandboxes"
     yield _can("system calls", "sandboxes get no keys, io_uring or vsock", probed.calls, remedy, "warn")
-    cgroup = probed.cgroup or "none is delegated: the watchdog holds memory and the rest"
-    yield Finding("cgroup", "ok", cgroup)
 
 
 def _can(check: str, yes: str, why_not: str, remedy: str, level: Literal["warn", "FAIL"] = "FAIL") -> Finding:

@@ -17,10 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root
-from megaflow_hpc.environments.sandbox.commands.launcher import launcher
-from megaflow_hpc.environments.sandbox.limits.cgroups import delegated
+from megaflow_hpc.environments.sandbox.launcher import exec_argv, launcher, namespace_root
 from megaflow_hpc.environments.sandbox.network import how_to_listen
+from megaflow_hpc.environments.sandbox.rootfs import overlay as overlays
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import (
@@ -33,7 +32,7 @@ from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import boot_id, node_name
 
-FORMAT = 5
+FORMAT = 6
 PROBE_S = 20.0
 """Seconds within which a container of the probe must finish."""
 
@@ -64,9 +63,7 @@ class Site:
     processes: str
     """Why the kernel cannot limit the number of processes."""
     calls: str
-    """Why system calls of sandboxes cannot be filtered (commands/launcher.py)."""
-    cgroup: str
-    """The delegated cgroup, or empty if the site delegates none."""
+    """Why system calls of sandboxes cannot be filtered (launcher.py)."""
 
     def refuses(self, network: str) -> str:
         """Returns why a sandbox with this network cannot start here, or an empty string if it can."""
@@ -99,7 +96,7 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
     try:
         container, overlay, copy, network = _try_containers(apptainer, temporary)
         if not overlay:
-            overlay_by = "fuse-overlayfs" if _kernel_overlay(temporary) else "kernel"
+            overlay_by = "kernel" if overlays.works(temporary) else "fuse-overlayfs"
     finally:
         remove_tree(temporary)
     gateway_by: Literal["nsenter", "helper", ""] = ""
@@ -108,7 +105,6 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
         gateway_by, gateway = how_to_listen(namespaces)
     release = os.uname().release
     number = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
-    group = delegated()
     return Site(
         apptainer=apptainer,
         version=version(apptainer),
@@ -124,7 +120,6 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
         kernel=release,
         processes="" if number >= (5, 14) else f"Linux {release} counts all processes of the user; 5.14 is needed",
         calls=_unfiltered(namespaces),
-        cgroup=str(group) if group else "",
     )
 
 
@@ -264,15 +259,6 @@ def _host_image(root: Path) -> list[str]:
             (root / name).mkdir()
             binds.append(f"{host}:{host}:ro")
     return binds
-
-
-def _kernel_overlay(where: str) -> str:
-    """Returns why an ordinary user cannot mount a kernel overlay with its upper directory on this file system."""
-    for name in ("lower", "upper", "work", "merged"):
-        Path(where, name).mkdir()
-    options = ",".join(f"{key}dir={where}/{key}" for key in ("lower", "upper", "work"))
-    script = f"mount -t overlay overlay -o {options},userxattr {where}/merged && echo x > {where}/merged/x"
-    return _failure_of(["unshare", "--user", "--map-root-user", "--mount", "/bin/sh", "-c", script], where)
 
 
 def _failure_of(argv: Sequence[str], temporary: str | None = None) -> str:

@@ -27,8 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.environments.sandbox import helper_python
-from megaflow_hpc.environments.sandbox.argv import ROOT_MAY, exec_argv, namespace_limits
-from megaflow_hpc.environments.sandbox.commands.launcher import Clone, launcher, start_apptainer
+from megaflow_hpc.environments.sandbox.launcher import (
+    ROOT_MAY,
+    START_TIMEOUT_S,
+    Clone,
+    exec_argv,
+    launcher,
+    namespace_limits,
+    start_apptainer,
+)
 from megaflow_hpc.environments.sandbox.rootfs.overlay import MOUNT_POINTS, Overlay
 from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec, is_without
@@ -76,7 +83,6 @@ class Template:
     def __init__(self, log: str) -> None:
         self._log = log
         self._number = 0
-        self._answer_timeout_s = END_S
         self._slots = asyncio.Semaphore(_MAX_PENDING_REQUESTS)
         self._pending: dict[int, asyncio.Future[int]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -93,7 +99,6 @@ class Template:
         argv: Sequence[str],
         *,
         temporary: str,
-        timeout_s: float,
         prefix: Sequence[str],
         on_started: Callable[[Identity], None],
     ) -> None:
@@ -109,15 +114,14 @@ class Template:
                 argv, prefix, temporary, stdin=theirs.fileno(), stdout=output, stderr=output
             )
         self._socket = ours
-        self._answer_timeout_s = timeout_s
         ours.setblocking(False)
         asyncio.get_running_loop().add_reader(ours.fileno(), self._read)
         if identity := Identity.of(self._process.pid):
             on_started(identity)
         try:
-            await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
+            await asyncio.wait_for(asyncio.shield(self._ready), START_TIMEOUT_S)
         except TimeoutError:
-            raise SandboxError(f"no template was ready after {timeout_s:g} s: {self._last_words()}") from None
+            raise SandboxError(f"no template was ready after {START_TIMEOUT_S:g} s: {self._last_words()}") from None
 
     def _last_words(self) -> str:
         with open(self._log, "rb") as log:
@@ -191,9 +195,9 @@ class Template:
                     raise SandboxError(f"a request of {len(message)} bytes; its template reads {MAX_REQUEST_BYTES}")
                 try:
                     sending = self._send(message, [stdin, stdout, errors, go], answer)
-                    pidfd = await asyncio.wait_for(sending, self._answer_timeout_s)
+                    pidfd = await asyncio.wait_for(sending, START_TIMEOUT_S)
                 except TimeoutError:
-                    raise SandboxError(f"its template did not answer within {self._answer_timeout_s:g} s") from None
+                    raise SandboxError(f"its template did not answer within {START_TIMEOUT_S:g} s") from None
             with open(f"/proc/self/fdinfo/{pidfd}") as file:
                 pid = next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
             if identity := Identity.of(pid):
@@ -248,13 +252,12 @@ class Templates:
         scratch: Directory of the interpreter that templates run.
     """
 
-    def __init__(self, own: Path, visible: Sequence[Path], apptainer: str, scratch: Path, timeout_s: float) -> None:
+    def __init__(self, own: Path, visible: Sequence[Path], apptainer: str, scratch: Path) -> None:
         self._own = own
         first, *others = (Path(os.path.realpath(directory)) for directory in visible)
         self._visible = [first, *(directory for directory in others if not _below(directory, [first]))]
         self._apptainer = apptainer
         self._scratch = scratch
-        self._timeout_s = timeout_s
         self._environments: dict[_Trees, ImageEnvironment] = {}
         self._current: _RunningTemplate | None = None
         self._number = 0
@@ -405,7 +408,6 @@ class Templates:
             await template.start(
                 argv,
                 temporary=temporary,
-                timeout_s=self._timeout_s,
                 prefix=unshare(),  # without namespace limits, because all clones would share them
                 on_started=started,
             )

@@ -7,7 +7,7 @@ therefore depends on activity rather than on the number of sandboxes, and a hog 
 
 A breach of the memory, process, disk or descriptor limit kills the command that uses the most. If no command can be
 identified because a process cleared its environment, the whole container is killed. A breach of CPU or wall time ends
-the sandbox. If the site delegates a cgroup, the kernel also limits memory, processes and CPU shares (cgroups.py).
+the sandbox.
 
 Some limits are set once at the start and need no privileges: RLIMIT_NPROC (per user namespace), RLIMIT_FSIZE, affinity
 to ``cpus`` processors, and an ``oom_score_adj`` that makes the OOM killer prefer sandboxes.
@@ -26,15 +26,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megaflow_hpc.environments.sandbox.commands.command import MARKER, command_of
-from megaflow_hpc.environments.sandbox.limits import cgroups, usage
-from megaflow_hpc.environments.sandbox.limits.descriptors import (
+from megaflow_hpc.environments.sandbox.limits import usage
+from megaflow_hpc.environments.sandbox.limits.disk import DiskUse, Free, free_disk
+from megaflow_hpc.environments.sandbox.limits.usage import (
     MAX_DESCRIPTORS,
     MAX_DESCRIPTORS_OF_PROCESS,
+    Consumption,
+    CpuTime,
     Descriptors,
     Held,
+    MemoryPeak,
 )
-from megaflow_hpc.environments.sandbox.limits.disk import DiskUse, Free, free_disk
-from megaflow_hpc.environments.sandbox.limits.usage import Consumption, CpuTime, MemoryPeak
 from megaflow_hpc.environments.sandbox.processes import kill_marked, limit_processes
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.host.process import Identity, descendants
@@ -116,7 +118,6 @@ class SandboxWatch:
     def __init__(self, spec: SandboxSpec, layer: str, on_breach: OnBreach, *, layer_in_memory: bool = False) -> None:
         self.spec = spec
         self.disk = DiskUse(layer)
-        self.group: cgroups.Cgroup | None = None
         self.cpus: frozenset[int] = frozenset()
         self.container: ContainerState | None = None
         self.next_look = 0.0
@@ -136,11 +137,6 @@ class SandboxWatch:
     def poke(self) -> None:
         """Requests a poll soon, because a command is starting."""
         self._poked = True
-
-    def adopt(self, owner: Identity) -> None:
-        """Moves the process that will start a container into the cgroup, and thereby its future children."""
-        if self.group is not None:
-            self.group.add(owner.pid)
 
     def attach(self, init: Identity) -> None:
         """Starts watching a newly started container, and sets kernel limits on its first processes."""
@@ -186,11 +182,11 @@ class SandboxWatch:
         pid = self.container.init.pid
         seen = usage.look(pid)
         if seen.pids:
-            self._cpu.look(pid, seen, self.group, self._processors, time.monotonic())
+            self._cpu.look(pid, seen, self._processors, time.monotonic())
 
     def renew(self) -> None:
         """Restarts CPU and wall time from zero. Later commands are not blamed for a layer that is already full."""
-        self._cpu.renew(self.group)
+        self._cpu.renew()
         self.disk.excuse()
         self._renewed = time.monotonic()
 
@@ -232,16 +228,13 @@ class SandboxWatch:
         with self._cpu_lock:
             if self.container is not container:
                 return
-            cpu_s = self._cpu.look(init.pid, seen, self.group, self._processors, now)
+            cpu_s = self._cpu.look(init.pid, seen, self._processors, now)
         urgent = self._node_loses(container, node)
         self._last_node = node
         container.descriptors.poll(init.pid, seen, now, urgent)
         # A command that has just started may not have begun its work yet.
         is_busy = cpu_s > 0.02 or len(seen.pids) > 8 or poked or is_early or is_first
         self.next_look = now + (BUSY_POLL_INTERVAL_S if is_busy else IDLE_POLL_INTERVAL_S)
-        if self.group is not None and self.group.new_ooms():  # the kernel has killed a process
-            allowed = float(self.spec.memory_mb or 0)
-            self._on_breach(Breach("memory", allowed, allowed), None, False)
         breach = (
             self._time_breach(now)
             or self._process_breach(container, seen, now)
@@ -370,9 +363,6 @@ class Watchdog:
         self._scratch = scratch
         self._watches: set[SandboxWatch] = set()
         self._pinned: Counter[int] = Counter()
-        self._number = 0
-        group = cgroups.delegated()
-        self._group = group if group is not None and cgroups.prepare(group) else None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -381,10 +371,6 @@ class Watchdog:
         """Chooses the sandbox's processors and starts watching it."""
         with self._lock:
             watch.cpus = self._choose_cpus(watch.spec.cpus)
-            if self._group is not None:
-                self._number += 1
-                name = f"megaflow-{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
-                watch.group = cgroups.Cgroup(self._group, name, watch.spec)
             self._watches.add(watch)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sandbox limits", daemon=True)
@@ -397,8 +383,6 @@ class Watchdog:
                 self._watches.remove(watch)
                 self._pinned.subtract(watch.cpus)
         watch.disk.end()
-        if watch.group is not None:
-            watch.group.remove()
 
     def close(self) -> None:
         """Stops the thread."""
