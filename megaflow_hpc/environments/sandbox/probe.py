@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from megaflow_hpc.environments.sandbox.launcher import exec_argv, launcher, namespace_root
-from megaflow_hpc.environments.sandbox.network import how_to_listen
+from megaflow_hpc.environments.sandbox.network import Way, how_to_listen
+from megaflow_hpc.environments.sandbox.processes import NPROC_KERNEL, kernel_version
 from megaflow_hpc.environments.sandbox.rootfs import overlay as overlays
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
@@ -36,6 +37,8 @@ FORMAT = 6
 PROBE_S = 20.0
 """Seconds within which a container of the probe must finish."""
 
+OverlayBy = Literal["kernel", "fuse-overlayfs", ""]
+
 
 @dataclass(frozen=True)
 class Site:
@@ -49,14 +52,14 @@ class Site:
     """Why containers cannot start at all."""
     overlay: str
     """Why this scratch cannot hold the writable layer of an overlay. If set, sandboxes are copies of their images."""
-    overlay_by: Literal["kernel", "fuse-overlayfs", ""]
+    overlay_by: OverlayBy
     copy: str
     """Why a sandbox cannot be a copy of its image. Tested only if overlays are unavailable."""
     private_network: str
     """Why network ``none`` is unavailable."""
     gateway: str
     """Why network ``gateway`` is unavailable."""
-    gateway_by: Literal["nsenter", "helper", ""]
+    gateway_by: Way
     """How a listener gets into a private network (network.py)."""
     user_namespaces: str
     kernel: str
@@ -92,19 +95,20 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
         temporary = tempfile.mkdtemp(prefix="probe-", dir=scratch)
     except OSError as error:
         raise SiteError(f"{scratch}: not writable ({error.strerror}); set MEGAFLOW_SCRATCH") from error
-    overlay_by: Literal["kernel", "fuse-overlayfs", ""] = ""
+    overlay_by: OverlayBy = ""
     try:
         container, overlay, copy, network = _try_containers(apptainer, temporary)
         if not overlay:
             overlay_by = "kernel" if overlays.works(temporary) else "fuse-overlayfs"
     finally:
         remove_tree(temporary)
-    gateway_by: Literal["nsenter", "helper", ""] = ""
+    gateway_by: Way = ""
     gateway = network
     if not gateway:
         gateway_by, gateway = how_to_listen(namespaces)
-    release = os.uname().release
-    number = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
+    release, processes = os.uname().release, ""
+    if kernel_version() < NPROC_KERNEL:
+        processes = f"Linux {release} counts all processes of the user; 5.14 is needed"
     return Site(
         apptainer=apptainer,
         version=version(apptainer),
@@ -118,7 +122,7 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
         gateway_by=gateway_by,
         user_namespaces=namespaces,
         kernel=release,
-        processes="" if number >= (5, 14) else f"Linux {release} counts all processes of the user; 5.14 is needed",
+        processes=processes,
         calls=_unfiltered(namespaces),
     )
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from megaflow_hpc.environments.sandbox.launcher import (
     namespace_limits,
     start_apptainer,
 )
+from megaflow_hpc.environments.sandbox.processes import kernel_version
 from megaflow_hpc.environments.sandbox.rootfs.overlay import MOUNT_POINTS, Overlay
 from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec, is_without
@@ -50,8 +50,6 @@ _MAX_ENVIRONMENT_BYTES = 32768
 _KERNEL = (5, 9)
 """First Linux version with pidfds, openat2 and close_range."""
 _CAPABILITIES = dict(zip(ROOT_MAY, (0, 1, 3, 4, 5, 10, 6, 7, 18), strict=True))
-_HOME = f"{CONTROL_DIR}/{helper_python.NAME}"
-_PROGRAM = (f"{_HOME}/loader", "--library-path", f"{_HOME}/libraries", f"{_HOME}/python", "-s", "-S", "-B")
 
 _MAX_PENDING_REQUESTS = 32
 """Maximum number of pending requests; more have to wait, so that the socket never fills up."""
@@ -393,12 +391,12 @@ class Templates:
             root,
             overlay=None,
             control=str(directory / "control"),
-            command=(*_PROGRAM, f"{CONTROL_DIR}/cloner.py"),
+            command=(*helper_python.INTERPRETER, f"{CONTROL_DIR}/cloner.py"),
         )
         # Needed to map uid 0 in a nested namespace. The clones do not get this capability.
         option = argv.index("--add-caps")
         argv[option + 1] += ",CAP_SETFCAP"
-        argv[option:option] = ["--env", f"PYTHONHOME={_HOME}"]
+        argv[option:option] = ["--env", f"PYTHONHOME={helper_python.HOME}"]
 
         def started(identity: Identity) -> None:
             (directory / "owner").write_text(f"{identity}\n")
@@ -439,9 +437,8 @@ class Templates:
 @functools.cache
 def supported() -> bool:
     """Returns whether this node's kernel, its user namespaces and this Python support clones."""
-    version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
     return (
-        version >= _KERNEL
+        kernel_version() >= _KERNEL
         and os.uname().machine in ("x86_64", "aarch64")
         and sys.version_info >= (3, 11)
         and bool(unshare())

@@ -80,8 +80,8 @@ class Process(NamedTuple):
 
 
 @dataclass
-class Look:
-    """Totals of one poll of all processes of a container."""
+class Sample:
+    """Totals over all processes of a container at one poll."""
 
     pids: list[int] = field(default_factory=list)
     threads: int = 0
@@ -95,14 +95,14 @@ class Look:
     processes: dict[int, Process] = field(default_factory=dict)
 
 
-def look(init: int, written: bool = False) -> Look:
-    """Polls all processes of a container.
+def sample(init: int, written: bool = False) -> Sample:
+    """Samples all processes of a container.
 
     Args:
         init: The container's first process.
         written: Also read how many bytes they have written.
     """
-    result = Look()
+    result = Sample()
     waiting = [init]
     while waiting:
         pid = waiting.pop()
@@ -296,7 +296,7 @@ class CpuTime:
         self._until_renewal = 0.0
         self._ended_containers = self._container = self._lost = 0.0
         self._processes: Mapping[int, Process] = {}
-        self._last_look = 0.0
+        self._last_poll = 0.0
 
     @property
     def seconds(self) -> float:
@@ -321,15 +321,15 @@ class CpuTime:
         self._processes = {}
         self.leaks = False
 
-    def look(self, init: int, seen: Look, processors: int, now: float) -> float:
+    def add(self, init: int, sample: Sample, processors: int, now: float) -> float:
         """Adds the result of a poll. Returns the CPU seconds used since the previous one."""
         last = self._container
         if self._processes:
-            gone = lost_ticks(self._processes, seen.processes, init, (now - self._last_look) * TICKS, processors)
+            gone = lost_ticks(self._processes, sample.processes, init, (now - self._last_poll) * TICKS, processors)
             self._lost += gone / TICKS
             self.leaks = self.leaks or gone > 0
-        self._processes, self._last_look = seen.processes, now
-        self._container = seen.cpu_s + self._lost
+        self._processes, self._last_poll = sample.processes, now
+        self._container = sample.cpu_s + self._lost
         return self._container - last
 
 
@@ -459,19 +459,19 @@ class Descriptors:
         self._next_urgent_poll = 0.0
         self._cpu_s = -1.0
 
-    def poll(self, init: int, seen: Look, now: float, urgent: bool) -> None:
+    def poll(self, init: int, sample: Sample, now: float, urgent: bool) -> None:
         """Measures if a poll is due. Urgent polls are more frequent and also cover idle sandboxes.
 
         Args:
             urgent: True if the node is losing memory or descriptors.
         """
-        is_idle = seen.cpu_s == self._cpu_s
+        is_idle = sample.cpu_s == self._cpu_s
         if now < (self._next_urgent_poll if urgent else self._next_poll) or (is_idle and not urgent):
             return
         began = time.monotonic()
-        self.held = measure_descriptors(init, seen.pids)
+        self.held = measure_descriptors(init, sample.pids)
         took_s = time.monotonic() - began
-        self._cpu_s = seen.cpu_s
+        self._cpu_s = sample.cpu_s
         self._next_poll = now + max(DESCRIPTORS_INTERVAL_S, took_s / MAX_SHARE_OF_TIME)
         self._next_urgent_poll = now + 4 * took_s
 
@@ -501,7 +501,7 @@ class MemoryPeak:
         self.bytes = 0
         self._bound = 0
 
-    def look(self, bound: int, exact: Callable[[], int]) -> None:
+    def add(self, bound: int, exact: Callable[[], int]) -> None:
         """Updates the peak after a poll.
 
         Args:
