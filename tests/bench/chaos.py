@@ -238,7 +238,7 @@ def _clear(run: Run) -> None:
 
 def _leave(run: Run, scratch: Path, mark: str, since: float) -> list[str]:
     """What remains after the janitor has passed, as it does before each pod."""
-    from megaflow_hpc.environments.sandbox.janitor import sweep
+    from megaflow_hpc.environments.sandbox.scratch import sweep
 
     left: list[str] = []
 

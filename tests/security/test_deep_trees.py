@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.sandbox.janitor import sweep
+from megaflow_hpc.environments.sandbox.scratch import sweep
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import unshare
 from megaflow_hpc.host.files import remove_tree
@@ -74,7 +74,7 @@ def test_what_a_dead_owner_left_is_swept_however_deep(tmp_path: Path) -> None:
 HELD = """
 import os, subprocess, sys
 from pathlib import Path
-from megaflow_hpc.environments.sandbox.janitor import sweep
+from megaflow_hpc.environments.sandbox.scratch import sweep
 scratch = Path(sys.argv[1])
 for owner in sys.argv[2:]:
     for name in ("m/held", *map(str, range(50))):

@@ -25,7 +25,7 @@ from megaflow_hpc.environments.images.dockerfile import context as archives
 from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
-from megaflow_hpc.environments.sandbox.janitor import sweep
+from megaflow_hpc.environments.sandbox.scratch import sweep
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider
-from megaflow_hpc.environments.sandbox.janitor import sweep
-from megaflow_hpc.environments.sandbox.scratch import default_scratch
+from megaflow_hpc.environments.sandbox.scratch import default_scratch, sweep
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.private import POD_DIRECTORY, SHARED_MEMORY, sweep_directories, sweep_shared_memory
 from megaflow_hpc.host.process import Identity

@@ -15,7 +15,7 @@ import pytest
 from megaflow_hpc.environments.images.layered import layer_path, read_layered
 from megaflow_hpc.environments.images.layers.blob import measure
 from megaflow_hpc.environments.images.store import ImageStore
-from megaflow_hpc.environments.sandbox.janitor import sweep
+from megaflow_hpc.environments.sandbox.scratch import sweep
 from megaflow_hpc.host.files import remove_tree
 from tests.support.registries import Registry, layer, noise
 

@@ -27,9 +27,9 @@ import tty
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 
+from megaflow_hpc.environments.sandbox.commands.command import read_available
 from megaflow_hpc.environments.sandbox.commands.dispatcher import KILL_GRACE_S, CommandDispatcher
-from megaflow_hpc.environments.sandbox.commands.launcher import Clone, start_apptainer
-from megaflow_hpc.environments.sandbox.commands.streams import read_available
+from megaflow_hpc.environments.sandbox.launcher import START_TIMEOUT_S, Clone, start_apptainer
 from megaflow_hpc.environments.sandbox.processes import namespace_init
 from megaflow_hpc.environments.sandbox.spec import check_variables, is_without
 from megaflow_hpc.errors import LostError, SandboxError
@@ -117,7 +117,6 @@ class Container:
         argv: Sequence[str],
         *,
         temporary: str,
-        timeout_s: float,
         prefix: Sequence[str] = (),
         clone: Callable[[int, Callable[[Identity], None]], Awaitable[Clone]] | None = None,
     ) -> None:
@@ -157,10 +156,12 @@ class Container:
             identity = Identity.of(self._process.pid)
             if clone is None and identity is not None:
                 self._on_started(identity)
-            await asyncio.wait_for(self._ready, timeout_s)
+            await asyncio.wait_for(self._ready, START_TIMEOUT_S)
         except TimeoutError:
             await self.kill()
-            raise SandboxError(f"the container was not ready after {timeout_s:g} s: {self.last_words()}") from None
+            raise SandboxError(
+                f"the container was not ready after {START_TIMEOUT_S:g} s: {self.last_words()}"
+            ) from None
         except BaseException:
             await self.kill()
             raise
