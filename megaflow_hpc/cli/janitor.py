@@ -1,4 +1,4 @@
-"""``janitor``: removes leftovers of killed sandboxes from this node."""
+"""``janitor``: removes the files and processes that killed sandboxes left on this node."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "janitor",
         _janitor,
-        "remove the remains of killed sandboxes on this node",
+        "remove what killed sandboxes left on this node",
         examples=["janitor", "janitor --scratch /local/me/megaflow"],
-        description="Ends processes and removes scratch files of sandboxes whose owner has ended. Files of a live "
-        "process are never touched. Processes are identified by pid and start time.",
+        description="Ends processes and removes scratch files of sandboxes whose owner has ended. Never touches files "
+        "of a live process. Processes are identified by pid and start time.",
     )
     parser.add_argument(
         "--scratch", metavar="DIR", help="scratch directory to clean; default: the sandboxes' scratch on this node"

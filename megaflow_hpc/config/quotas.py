@@ -71,7 +71,7 @@ def site_caps(user: str | None = None, file: Path | None = None) -> tuple[Caps, 
     try:
         site = _SiteFile.model_validate(yaml.safe_load(path.read_text()) or {})
     except (OSError, yaml.YAMLError, ValidationError) as error:
-        raise ConfigError(f"{path}: the site file cannot be used, ask who keeps it: {error}") from None
+        raise ConfigError(f"{path}: the site file cannot be used; ask its owner: {error}") from None
     own = site.users.get(user or getpass.getuser(), Caps())
     stated = {name: value for name, value in own.model_dump().items() if name in own.model_fields_set}
     return site.caps.model_copy(update=stated), str(path)
@@ -122,5 +122,5 @@ def check_scale(wanted: int, pods: PodsConfig, quotas: QuotasConfig) -> None:
         raise ConfigError(f"--pods {wanted}: more than this site lets a campaign take ({caps.pods}, {source})")
     if quotas.any and wanted > pods.total:
         raise ConfigError(
-            f"--pods {wanted}: the campaign's quotas are shared out among {pods.total} pods; plan it anew for more"
+            f"--pods {wanted}: the campaign's quotas are shared out among {pods.total} pods; plan a new run for more"
         )

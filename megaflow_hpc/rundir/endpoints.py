@@ -125,7 +125,7 @@ class EndpointListing(msgspec.Struct, kw_only=True):
 
 
 class Heartbeats:
-    """Judges by the changes that this process sees which servers are alive. Clocks of nodes are never compared.
+    """Detects dead processes: their heartbeats stop changing. Measures with this process's clock only.
 
     Args:
         clock: A monotonic clock, in seconds.
@@ -134,14 +134,16 @@ class Heartbeats:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[str, tuple[object, float]] = {}
-        """Server → its latest state, and when this process first saw that state."""
+        """Name → its latest state, and when this process first saw that state."""
 
-    def unchanged_s(self, server: str, state: object) -> float:
-        """Returns the seconds since this process first saw a server in this state. The first state counts as new."""
+    def unchanged_s(self, name: str, state: object) -> float:
+        """Returns the seconds for which this process has seen ``name`` in this state. The first state counts as new."""
         now = self._clock()
-        if self._seen.get(server, (None, 0.0))[0] != state:
-            self._seen[server] = (state, now)
-        return now - self._seen[server][1]
+        before, since = self._seen.setdefault(name, (state, now))
+        if before != state:
+            self._seen[name] = state, now
+            return 0.0
+        return now - since
 
     def alive(self, endpoint: Endpoint) -> bool:
         """Returns whether a server has renewed its heartbeat, or started again, within :data:`STALE_S`."""

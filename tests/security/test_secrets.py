@@ -14,7 +14,7 @@ import pytest
 
 from megaflow_hpc.campaign.job_environment import environment_script
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.trajectories.hdf5.attributes import without_secrets
+from megaflow_hpc.trajectories.hdf5.file import without_secrets
 from tests.support.campaigns import CALL, Make, cli, running
 from tests.support.processes import environment, processes
 from tests.support.waiting import until

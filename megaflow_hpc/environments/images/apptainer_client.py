@@ -75,14 +75,12 @@ def pull(
     address: str,
     *,
     plain_http: bool = False,
-    timeout_s: float = TIMEOUT_S,
     stopped: threading.Event | None = None,
 ) -> None:
     """Pulls an ``oras://`` or ``library://`` address to a SIF at ``target``.
 
     Args:
         plain_http: Use HTTP without TLS.
-        timeout_s: Kill the pull and all its processes after this time.
         stopped: Kill the pull as soon as this event is set.
 
     Raises:
@@ -90,7 +88,7 @@ def pull(
     """
     variables = {"APPTAINER_NOHTTPS": "1", "SINGULARITY_NOHTTPS": "1"} if plain_http else {}
     call = {"verb": "pull", "source": address}
-    _make(apptainer, target, call, target.parent, timeout_s, stopped, variables)
+    _make(apptainer, target, call, target.parent, TIMEOUT_S, stopped, variables)
 
 
 def _make(

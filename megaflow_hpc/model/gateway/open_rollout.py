@@ -102,6 +102,8 @@ class OpenRollout:
     """Number of pending calls."""
     seed: int = -1
     """Seed of the first call; -1 leaves the seed to the engine."""
+    judging: bool = False
+    """True if a verifier makes the calls. It may call judges too."""
     suspended: bool = False
     """True if new calls are refused because the rollout continues in another allocation."""
     interrupted: bool = False

@@ -83,6 +83,7 @@ class ModelGateway:
         wait_s: Maximum seconds that a call waits for an available server before it fails with 503.
         request_timeout_s: Timeout of one request in seconds. A timeout counts as a failure of the server.
         policies: Model names that select a policy. Any other name selects the rollout's own policy.
+        judges: Further such names, which agents cannot use (:meth:`open`).
         limits: Limits on this gateway's requests to the engines.
         replays: Policies served from a recorded campaign.
         media_domains: Policy → hosts from which its engines may fetch images. Default: none.
@@ -97,6 +98,7 @@ class ModelGateway:
         wait_s: float = 300.0,
         request_timeout_s: float = 1800.0,
         policies: Sequence[str] = (),
+        judges: Sequence[str] = (),
         limits: CallLimits | None = None,
         replays: Mapping[str, Replay] | None = None,
         media_domains: Mapping[str, Collection[str]] | None = None,
@@ -107,11 +109,8 @@ class ModelGateway:
         self.tokens = 0
         """Tokens sampled by engines so far."""
         self._caller = Caller(wait_s, request_timeout_s, limits)
-        self._policies, self._replays, self._keep_thoughts = (
-            frozenset(policies),
-            replays or {},
-            frozenset(keep_thoughts),
-        )
+        self._policies, self._judges = frozenset(policies), frozenset(judges)
+        self._replays, self._keep_thoughts = replays or {}, frozenset(keep_thoughts)
         self._media_domains, self._sampling = media_domains or {}, sampling or {}
         self._by_id: dict[str, OpenRollout] = {}
         self._by_token: dict[str, OpenRollout] = {}
@@ -148,6 +147,7 @@ class ModelGateway:
         budget: CallBudget | None = None,
         seed: int = -1,
         recorded: Mapping[str, Any] | None = None,
+        judging: bool = False,
     ) -> ModelEndpoint:
         """Gives a rollout an address and a key.
 
@@ -158,6 +158,7 @@ class ModelGateway:
             budget: Limits on its calls and sampled tokens. Default: unlimited.
             seed: Call n, from 0, is sampled with ``(seed + n) % 2**31``; -1 leaves the seed to the engine.
             recorded: State of a suspended rollout (:meth:`suspended`), whose recording continues.
+            judging: Open it for a verifier, which may also call judges.
 
         Raises:
             MegaflowError: The gateway is not started, or the rollout is already open.
@@ -169,7 +170,7 @@ class ModelGateway:
         key = f"sk-{secrets.token_urlsafe(24)}"
         recorder = Recorder(policy=policy) if recorded is None else Recorder.resumed(recorded)
         rollout = OpenRollout(
-            rollout_id, policy, secrets.token_hex(8), key, recorder, budget or CallBudget(), seed=seed
+            rollout_id, policy, secrets.token_hex(8), key, recorder, budget or CallBudget(), seed=seed, judging=judging
         )
         sandbox_url = ""
         if listener is not None:
@@ -237,6 +238,7 @@ class ModelGateway:
         return {
             rollout.id: (rollout.recorder.calls, rollout.recorder.sampled, rollout.in_flight > 0)
             for rollout in self._by_id.values()
+            if not rollout.judging
         }
 
     def conversation(self, rollout_id: str) -> Sequence[Mapping[str, Any]]:
@@ -370,7 +372,8 @@ class ModelGateway:
     def _policy(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> str:
         """Returns the policy that the request names as its model, or else the rollout's own policy."""
         model = asked.get("model")
-        return model if isinstance(model, str) and model in self._policies else rollout.policy
+        known = self._policies | self._judges if rollout.judging else self._policies
+        return model if isinstance(model, str) and model in known else rollout.policy
 
     def _engine_request(self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int) -> EngineRequest:
         policy = self._policy(rollout, asked)

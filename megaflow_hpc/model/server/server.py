@@ -29,7 +29,7 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError, ModelServiceError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.ledger.ending import Consumers
+from megaflow_hpc.ledger.consumers import Consumers
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.leader import SCALER, Leader
 from megaflow_hpc.model.engines import adapters, failure

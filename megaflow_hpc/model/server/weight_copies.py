@@ -45,8 +45,7 @@ from megaflow_hpc.host.process import node_name
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.endpoints import Endpoint
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.weight_checksums import Checksum, checksum, read_checksums
-from megaflow_hpc.rundir.weights import Version
+from megaflow_hpc.rundir.weights import Checksum, Version, checksum, read_checksums
 
 ROOT = "/weights/"
 FAN_OUT = 2

@@ -67,17 +67,16 @@ def _train(arguments: argparse.Namespace) -> int | None:
     from megaflow_hpc.rundir.layout import RunDir
     from megaflow_hpc.rundir.record import read_run
 
-    record = read_run(RunDir(arguments.run))
-    training = record.config.training if record.campaign else None
-    if training and training.trainer:
-        return _train_by(training.trainer, arguments)
-    return _train_here(arguments, record.config.slurm.trainer.kind if record.campaign else "own")
+    campaign = read_run(RunDir(arguments.run)).config
+    if campaign.training and campaign.training.trainer:
+        return _train_by(campaign.training.trainer, arguments)
+    return _train_here(arguments, campaign.slurm.trainer.kind)
 
 
 def _train_by(method: Method, arguments: argparse.Namespace) -> int:
-    """Calls a function of the user's that trains: ``training.trainer``.
+    """Calls a user's function that trains: ``training.trainer``.
 
-    It is called as ``function(flow, **args)`` on each rank with the policy's dataflow, and returns when
+    The function is called as ``function(flow, **args)`` on each rank with the policy's dataflow, and returns when
     ``flow.steps()`` ends. It may raise ``SystemExit(75)`` after SIGTERM to be started again.
     """
     from megaflow_hpc.training.dataflow import Dataflow
@@ -118,7 +117,7 @@ def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
         rank=ranks.rank,
         ranks=ranks.count,
         say=lambda text: print(text, file=sys.stderr, flush=True),
-        agree=ranks.tell,
+        agree=ranks.broadcast,
     )
     trainer = TrainingLoop(flow, ranks, read)
     signal.signal(signal.SIGTERM, trainer.stop)

@@ -21,7 +21,7 @@ from megaflow_hpc.ledger.leader import SCALER, Leader
 from megaflow_hpc.model.engines import adapters, failure
 from megaflow_hpc.model.gateway.router import Router
 from megaflow_hpc.model.server.registration import assignment
-from megaflow_hpc.monitor.engines import servers as shown_servers
+from megaflow_hpc.monitor.status import servers as shown_servers
 from megaflow_hpc.rundir.record import ServerRecord
 from tests.support.serving import Servers, ask, chat, descendants, listeners
 from tests.support.waiting import until

@@ -28,8 +28,7 @@ from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, write_run
-from megaflow_hpc.rundir.weight_checksums import CHECKSUMS
-from megaflow_hpc.rundir.weights import Version
+from megaflow_hpc.rundir.weights import CHECKSUMS, Version
 from tests.support.serving import ask, in_loop, listening
 from tests.support.tensors import safetensors
 from tests.support.weight_readers import Reader, opens

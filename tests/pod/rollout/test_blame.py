@@ -104,7 +104,7 @@ def run(place: Path, scratch: Path, rootfs: str, agent: type, engine: str, attem
         {"name": "blame", "tasks": str(place), "agent": "nop", "environment": {"network": "none"}}
     )
     policy = Policy(
-        agent=AgentConfig(name=f"{__name__}:{agent.__name__}", timeout_s=6 if agent is Waits else 300),
+        agents=(AgentConfig(name=f"{__name__}:{agent.__name__}", timeout_s=6 if agent is Waits else 300),),
         model=ModelConfig(path="m"),
     )
 

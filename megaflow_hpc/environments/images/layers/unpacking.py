@@ -95,13 +95,10 @@ class LayerWriter(TreeWriter):
     Args:
         owners: Set the owners recorded in the archive. Otherwise the caller owns all files.
         marks: Keep deletion marks as empty files.
-        budget: Limits bytes and files. Default: the limits of a layer.
     """
 
-    def __init__(
-        self, root: str | os.PathLike[str], *, owners: bool, marks: bool = False, budget: Budget | None = None
-    ) -> None:
-        super().__init__(root, budget or Budget(MAX_LAYER_BYTES, MAX_ENTRIES))
+    def __init__(self, root: str | os.PathLike[str], *, owners: bool, marks: bool = False) -> None:
+        super().__init__(root, Budget(MAX_LAYER_BYTES, MAX_ENTRIES))
         self._owners = owners
         self._marks = marks
         self._directories: dict[Parts, Member] = {}
