@@ -120,13 +120,6 @@ class BoundedLog:
     def debug(self, *_: object, **__: object) -> None:
         """Discards aiohttp's debug messages."""
 
-    def flush(self) -> None:
-        """Logs all pending counts."""
-        for kind, (_, number) in self._kinds.items():
-            if number:
-                self._log.warning("%s: %d more", kind, number)
-        self._kinds.clear()
-
     def _due(self, kind: str) -> int:
         """Returns the count to log now, or 0 if this kind was logged too recently."""
         written_at, number = self._kinds.get(kind, (-LOG_INTERVAL_S, 0))
@@ -237,7 +230,6 @@ class HttpServer(web.Server):
         for connection in list(self._waiting):
             self._drop(connection)
         await self.shutdown(STOP_TIMEOUT_S)
-        self.log.flush()
 
     def admit(self, request: web.BaseRequest, owner: str) -> bool:
         """Assigns a request's connection to the owner of its key. Returns False if the owner has too many

@@ -31,15 +31,12 @@ END_TIMEOUT_S = 20.0
 """Seconds that the lifeline gets to stop the engine before it is killed."""
 NOT_PASSED = ("PMI_", "PMIX_", "APPTAINER", "SINGULARITY")
 """Prefixes of environment variables withheld from engines: MPI's, and binds added by a site's Apptainer module."""
-
-
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
-"""Initial and maximum seconds between retries if the endpoint is unreachable or rate-limited; doubled each time."""
+"""Initial and maximum seconds between retries if an external endpoint is unavailable. Each pause doubles."""
 TEMPORARY = frozenset({408, 425, 429})
-"""HTTP statuses below 500 that are worth a retry."""
+"""HTTP statuses below 500 of an external endpoint that are worth a retry."""
 QUESTION = "Are you ready?"
-
-
+"""Prompt of the first completion."""
 Ask = Callable[[str, dict[str, Any] | None, float], Awaitable[tuple[int, str]]]
 """(path, JSON body or ``None`` for a GET, timeout in seconds) → (status, response text)."""
 
@@ -150,7 +147,7 @@ class _Unavailable(Exception):
 
 
 async def _until_answering(launch: Launch, ask: Ask, report: Callable[[str], None]) -> None:
-    """Waits until the endpoint lists the model or returns a completion.
+    """Waits until an external endpoint lists the model or returns a completion.
 
     Args:
         report: Called with the reason when the endpoint is unavailable, and again whenever the reason changes.

@@ -46,13 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         idle_s = arguments.idle_s if pool is None else math.inf  # a pool's users come and go
 
         async def serve() -> int:
-            times = {
-                "poll_s": arguments.poll_s or POLL_S,
-                "weights_poll_s": arguments.poll_s or poll_interval_s(planned, what.policy),
-                "beat_s": arguments.beat_s,
-                "backoff_s": arguments.backoff_s,
-            }
-            return await EngineServer(run, what, idle_s=idle_s, **times, caps=pool).run()
+            server = EngineServer(
+                run,
+                what,
+                idle_s=idle_s,
+                poll_s=arguments.poll_s or POLL_S,
+                weights_poll_s=arguments.poll_s or poll_interval_s(planned, what.policy),
+                beat_s=arguments.beat_s,
+                backoff_s=arguments.backoff_s,
+                caps=pool,
+            )
+            return await server.run()
 
         return asyncio.run(serve())
     except MegaflowError as error:

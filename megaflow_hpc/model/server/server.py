@@ -39,7 +39,7 @@ from megaflow_hpc.model.server.proxy import Proxy, make_context
 from megaflow_hpc.model.server.registration import Assignment, Registration, in_slurm
 from megaflow_hpc.model.server.sleep import Sleeper
 from megaflow_hpc.model.server.tenants import Tenants
-from megaflow_hpc.model.server.weight_updates import POLL_INTERVAL_S, WeightUpdater
+from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir.budget import Meter, gpus_of
 from megaflow_hpc.rundir.endpoints import RefusedWeights
 from megaflow_hpc.rundir.engine_pool import EnginePool
@@ -92,12 +92,12 @@ class EngineServer:
         run: RunDir,
         what: Assignment,
         *,
-        idle_s: float = IDLE_S,
-        poll_s: float = POLL_S,
-        weights_poll_s: float = POLL_INTERVAL_S,
-        beat_s: float = HEARTBEAT_S,
-        backoff_s: float = BACKOFF_S,
-        caps: Mapping[str, Any] | None = None,
+        idle_s: float,
+        poll_s: float,
+        weights_poll_s: float,
+        beat_s: float,
+        backoff_s: float,
+        caps: Mapping[str, Any] | None,
     ) -> None:
         self.run_dir, self.what, self.idle_s, self.beat_s = run, what, idle_s, beat_s
         self.poll_s, self.weights_poll_s, self.backoff_s = poll_s, weights_poll_s, backoff_s
