@@ -1,12 +1,14 @@
 """Runs mini-swe-agent's ``DefaultAgent`` in text mode (no tools, no litellm) on this package's sandbox and gateway.
 
 Prompts come from the installed package's ``config/mini_textbased.yaml``, or from a similar file. The agent is
-synchronous and runs in a thread (:mod:`megaflow_hpc.agents.bridge`). It differs from the package's own model classes in
-one respect: a response in the wrong format stays in the conversation, followed by the error message. So the
-conversation only grows, and a rollout is one token sequence.
+synchronous, so it runs in a thread while the event loop owns its sandbox and model. Cancelling a rollout kills the
+agent's process, and with it the thread.
 
-The agent is suspended between two turns if its model call is refused because the allocation is ending. Its state is
-the conversation, with which it repeats the call in another allocation.
+A response in the wrong format stays in the conversation, followed by the error message. The package's own model classes
+drop it. Here the conversation only grows, so a rollout is one token sequence.
+
+If the gateway refuses a model call because the allocation is ending, the agent is suspended. Its state is the
+conversation. In the next allocation it continues by repeating that call.
 
 Submitting ends the rollout as ``completed``. A limit of turns, time, tokens or context ends it as ``truncated``.
 Repeated format errors end it as ``completed`` with exit code 1. If no engine responds or the sandbox is lost, the agent
@@ -15,15 +17,15 @@ raises an error.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megaflow_hpc.agents.bridge import SandboxBridge
 from megaflow_hpc.agents.chat import BudgetExceeded, CallRefused, ChatClient, Suspended
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
@@ -35,6 +37,9 @@ COMMAND_TIMEOUT_S = 120.0
 SAMPLING = ("temperature", "top_p", "max_tokens")
 """Keys of ``model.model_kwargs`` in a configuration file that apply. The others concern litellm."""
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+
+_Wait = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine in the event loop, blocks the agent's thread until it ends, and returns its result."""
 
 
 class MiniSweAgent:
@@ -81,12 +86,16 @@ class MiniSweAgent:
         """
         if model is None:
             raise ConfigError("agent mini-swe-agent needs a model, but the campaign has none")
-        bridge = SandboxBridge()
+        loop = asyncio.get_running_loop()
+
+        def wait(work: Coroutine[Any, Any, Any]) -> Any:
+            return asyncio.run_coroutine_threadsafe(work, loop).result()
+
         system = await _uname(sandbox)
         async with ChatClient(model, self.model_options) as client:
-            model_part = _Model(client, bridge, self._config["model"], model.model_name)
+            model_part = _Model(client, wait, self._config["model"], model.model_name)
             settings = {**self._config.get("environment", {}), "timeout": self.command_timeout_s}
-            environment = _Environment(sandbox, bridge, settings, task, system)
+            environment = _Environment(sandbox, wait, settings, task, system)
             templates = {k: v for k, v in self._config["agent"].items() if k.endswith("_template")}
             agent = _package().Agent(
                 model_part,
@@ -99,7 +108,7 @@ class MiniSweAgent:
             )
             error = ""
             try:
-                outcome = await bridge.run(lambda: agent.run(task.instruction), f"mini-swe-agent {task.id}")
+                outcome = await asyncio.to_thread(agent.run, task.instruction)
                 ended = str(outcome.get("exit_status", ""))
             except BudgetExceeded as budget:
                 ended, error = "LimitsExceeded", str(budget)
@@ -121,8 +130,8 @@ class MiniSweAgent:
 class _Model:
     """mini-swe-agent's model interface: text in, one shell command out."""
 
-    def __init__(self, client: ChatClient, bridge: SandboxBridge, config: Mapping[str, Any], name: str) -> None:
-        self._client, self._bridge, self._settings = client, bridge, config
+    def __init__(self, client: ChatClient, wait: _Wait, config: Mapping[str, Any], name: str) -> None:
+        self._client, self._wait, self._settings = client, wait, config
         self.config = SimpleNamespace(model_name=name)
 
     def query(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
@@ -133,7 +142,7 @@ class _Model:
                 error message.
         """
         sent = [_openai(m) for m in messages]
-        choice = self._bridge.wait(self._client.complete(sent))
+        choice = self._wait(self._client.complete(sent))
         content = choice["message"].get("content") or ""
         package = _package()
         message = {"role": "assistant", "content": content}
@@ -174,9 +183,9 @@ class _Environment:
     """mini-swe-agent's environment interface: runs commands in the sandbox, with stdout and stderr in one stream."""
 
     def __init__(
-        self, sandbox: Sandbox, bridge: SandboxBridge, config: Mapping[str, Any], task: Task, system: Mapping[str, str]
+        self, sandbox: Sandbox, wait: _Wait, config: Mapping[str, Any], task: Task, system: Mapping[str, str]
     ) -> None:
-        self._sandbox, self._bridge, self._system = sandbox, bridge, system
+        self._sandbox, self._wait, self._system = sandbox, wait, system
         self._env = {str(k): str(v) for k, v in (config.get("env") or {}).items()}
         self._interpreter = [str(word) for word in config.get("interpreter") or ()]
         self._cwd = task.workdir
@@ -190,7 +199,7 @@ class _Environment:
             Submitted: The command succeeded and the first line of its output is :data:`SUBMIT`.
         """
         command = "exec 2>&1\n" + str(action.get("command", ""))
-        result: ExecResult = self._bridge.wait(
+        result: ExecResult = self._wait(
             self._sandbox.exec(
                 [*self._interpreter, command] if self._interpreter else command,
                 timeout_s=self._timeout_s,

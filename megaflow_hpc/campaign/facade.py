@@ -71,7 +71,7 @@ class Campaign:
         return campaign
 
     def where(self, key: str) -> str:
-        """Returns ``file:line`` of a dotted key, for use in messages."""
+        """Returns ``file:line`` of a dotted key, for messages."""
         if self.file is None:
             return f"campaign {self.config.name}"
         return config_module.place_of(self._node, [_part(part) for part in key.split(".")], self.file)
@@ -151,8 +151,8 @@ class Campaign:
         yield lambda: self._liftable(draft, lambda: try_sandboxes(draft, watch, slurm))
 
     def _liftable(self, draft: Draft, check: Callable[[], None]) -> None:
-        """Runs a check. With ``slurm.check: false``, reports its error as a warning, because the nodes of the jobs may
-        differ from this one.
+        """Runs a check. With ``slurm.check: false``, its error becomes a warning, because nodes of jobs may differ from
+        this one.
         """
         try:
             check()
@@ -251,7 +251,7 @@ class Findings:
 def check(
     path: str | Path, site_too: bool = True, watch: PlanWatch | None = None, max_rollouts: int = MAX_ROLLOUTS
 ) -> Findings:
-    """Finds all problems of a campaign file at this site. Has no side effects.
+    """Finds all problems of a campaign file on this site. Has no side effects.
 
     Args:
         site_too: Also query Slurm, if available, and start a sandbox.

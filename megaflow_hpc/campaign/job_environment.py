@@ -17,8 +17,10 @@ from megaflow_hpc.host.apptainer import find_apptainer
 
 
 def trainer_python() -> str:
-    """Returns the Python interpreter that has torch: ``MEGAFLOW_TRAINER_PYTHON``, or that of the engine's
-    environment."""
+    """Returns the Python interpreter for trainers, which has torch.
+
+    It is ``MEGAFLOW_TRAINER_PYTHON`` or, by default, the interpreter of the engine's environment.
+    """
     chosen = os.environ.get("MEGAFLOW_TRAINER_PYTHON") or os.environ.get("MEGAFLOW_ENGINE_VENV") or sys.executable
     path = Path(chosen).expanduser().absolute()
     return str(path / "bin" / "python" if path.is_dir() else path)
@@ -66,7 +68,7 @@ def environment_script(config: CampaignConfig, mpi: str, window_s: int = 0) -> s
 
     Args:
         mpi: Types for ``srun --mpi``, separated by spaces, in the order in which pods try them.
-        window_s: Period over which pods spread their drains, each at its own second. 0 if they need not.
+        window_s: Period in seconds over which pods spread their drains. 0 if all may drain at once.
     """
     lines = [
         "# Sourced by every job of this run.",

@@ -52,7 +52,6 @@ def make(
     where: Where,
     source: str = "",
     only: Sequence[str] = (),
-    build: bool = True,
     watch: PlanWatch | None = None,
     site: Callable[[Draft], None] | None = None,
     most: int = MAX_ROLLOUTS,
@@ -62,7 +61,6 @@ def make(
     Args:
         base: Directory against which relative paths are resolved.
         only: Rollout or task ids (shell patterns). Empty selects all.
-        build: Build missing images. If False, images are only looked up.
         watch: Receives progress reports.
         site: Checks that the site can run the campaign. Called once the file is known to be valid.
         most: Maximum number of rollouts.
@@ -75,13 +73,18 @@ def make(
     draft.check()
     if site is not None:
         site(draft)
-    complete(draft, build, watch)
+    complete(draft, True, watch)
     return draft
 
 
-def complete(draft: Draft, build: bool = True, watch: PlanWatch | None = None) -> None:
-    """Resolves the images of a valid draft. See :func:`make` for the arguments."""
-    from megaflow_hpc.tasks.images import in_image_directories
+def complete(draft: Draft, build: bool, watch: PlanWatch | None = None) -> None:
+    """Resolves the images of a valid draft.
+
+    Args:
+        build: Build missing images. If false, images are only looked up.
+        watch: Receives progress reports.
+    """
+    from megaflow_hpc.tasks.loading import in_image_directories
 
     watch = watch or Silent()
     if draft.images is None or draft.mapping is None:  # an engine pool has no tasks
@@ -134,8 +137,7 @@ def check_new(run: RunDir) -> None:
 
 
 def discard(run: RunDir, made: Sequence[Path] = ()) -> None:
-    """Deletes a run directory from which nothing was started, and the directories of ``made`` above it that are
-    empty."""
+    """Deletes a run directory from which nothing was started, and its parents in ``made`` that are empty."""
     remove_tree(run.path, ignore_errors=True)
     for path in made:
         if path != run.path:
@@ -209,8 +211,10 @@ def write_scripts(run: RunDir) -> None:
 
 
 def prepare_training(training: TrainingConfig, run: RunDir) -> None:
-    """Creates what a trainer needs: its policy's directory, an open lease, and a copy of this package for its
-    interpreter."""
+    """Creates the files that a trainer needs.
+
+    These are a directory and an open lease for each policy, and a link to this package for the trainer's interpreter.
+    """
     make_directory(run.training)
     for policy in training.policies:
         make_directory(run.training / policy)

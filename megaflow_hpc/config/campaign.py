@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -48,8 +48,9 @@ class CampaignConfig(Section):
     tasks: tuple[TaskSource, ...] = ()
     """Sources of tasks. A campaign without tasks and agent is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()
-    """Agent that works on the tasks. A list, which requires a campaign without a model, runs every task with each
-    agent. Each agent is then a policy with its own name."""
+    """Agent that works on the tasks, or a list of agents. Each agent of a list runs every task. In a campaign without a
+    model, each agent is a policy with its own name. If the policy is trained, each group is given to one of the agents,
+    in proportion to ``share``."""
     samples: int = Field(1, ge=1)
     """Number of rollouts of each task under each policy. Raise it to measure pass@k or to train. Default: 1."""
     pass_threshold: float = 1.0
@@ -103,28 +104,28 @@ class CampaignConfig(Section):
             raise ValueError("tasks is empty; name at least one source")
         if not self.agent:
             raise ValueError("agent is empty; name one, for example: agent: oracle")
+        if self.model and self.model.judge:
+            raise ValueError("model.judge: a judge needs a model to judge; name both in models")
         if self.model and self.models:
             raise ValueError("give either model or models, not both")
-        if len(self.agent) > 1 and (self.model or self.models):
-            raise ValueError(
-                "a list of agents needs a campaign without a model; give each policy of models its own agent"
-            )
-        names = list(self.models) or [agent.name.rpartition(":")[2] for agent in self.agent]
-        for name in names:
-            if self.models and not NAME.match(name):
+        for name in self.models:
+            if not NAME.match(name):
                 raise ValueError(f"policy {name!r} must be letters, digits, dot, dash or underscore")
-        if len(set(names)) != len(names):
-            raise ValueError(
-                f"agents {names} are not distinct, but results are identified by these names; use a separate class or "
-                "function for each, such as a subclass that sets the arguments"
-            )
+        trained = self.training.policies if self.training else {}
+        for agents in (self.agent, *(model.agent for model in self.models.values())):
+            _check_distinct(agents)
+        for name, policy in self.policies().items():
+            if name not in trained and any(agent.share != 1 for agent in policy.agents):
+                raise ValueError(
+                    f"share: policy {name!r} is not trained, so each of its agents runs every task; leave share out"
+                )
         return self
 
     @model_validator(mode="after")
     def _training(self) -> CampaignConfig:
         if self.training:
             policies = {} if self.is_pool else self.policies()
-            models = {name: (policy.model, policy.agent, policy.samples) for name, policy in policies.items()}
+            models = {name: (policy.model, policy.agents, policy.samples) for name, policy in policies.items()}
             check_trained(self.training, models, "models.{}" if self.models else "model")
             check_engine(self.training, self.slurm.trainer.kind)
         return self
@@ -139,10 +140,19 @@ class CampaignConfig(Section):
         """Access to the run directory. An engine pool shares only its servers, so its directory stays private."""
         return "user" if self.is_pool else self.share
 
+    def judges(self) -> tuple[str, ...]:
+        """Returns the policies that only verifiers may call."""
+        return tuple(name for name, model in self.models.items() if model.judge)
+
     def with_ranks(self, ranks: int) -> CampaignConfig:
         """Returns the campaign with ``ranks`` MPI ranks on each node of a pod."""
         pods = self.slurm.pods.model_copy(update={"ranks_per_node": ranks})
         return self.model_copy(update={"slurm": self.slurm.model_copy(update={"pods": pods})})
+
+    def _samples(self, model: ModelConfig | None) -> int:
+        if model is not None and model.judge:
+            return 0
+        return self.samples if model is None or model.samples is None else model.samples
 
     def policies(self) -> dict[str, Policy]:
         """Returns the policies that run tasks, by name."""
@@ -151,12 +161,12 @@ class CampaignConfig(Section):
         elif self.model:
             models = {"default": self.model}
         else:
-            return {a.name.rpartition(":")[2]: Policy(agent=a, samples=self.samples) for a in self.agent}
+            return {agent.short_title: Policy(agents=(agent,), samples=self.samples) for agent in self.agent}
         return {
             name: Policy(
-                agent=(model and model.agent) or (self.agent or (AgentConfig(name="nop"),))[0],
+                agents=(model and model.agent) or self.agent or (AgentConfig(name="nop"),),
                 model=trained_model(model) if model and self.training and name in self.training.policies else model,
-                samples=self.samples if model is None or model.samples is None else model.samples,
+                samples=self._samples(model),
                 include=model.include if model else (),
             )
             for name, model in models.items()
@@ -169,13 +179,26 @@ def pass_threshold_of(campaign: Mapping[str, Any]) -> float:
     return float(value) if isinstance(value, int | float) else 1.0
 
 
-class Policy(Section):
-    """One agent with at most one model. Derived from the campaign file, never written by a user."""
+def _check_distinct(agents: Sequence[AgentConfig]) -> None:
+    names = [agent.short_title for agent in agents]
+    if len(set(names)) != len(names):
+        raise ValueError(
+            f"agents {names} are not distinct, but results are identified by these names; give each its own name, such "
+            f"as {{as: careful, name: {agents[0].name}}}"
+        )
 
-    agent: AgentConfig
+
+class Policy(Section):
+    """Agents with at most one model. Derived from the campaign file, never written by a user."""
+
+    agents: tuple[AgentConfig, ...]
     model: ModelConfig | None = None
     samples: int = 1
     include: tuple[str, ...] = ()
+
+    def agent(self, title: str) -> AgentConfig:
+        """Returns the agent with this title, which :attr:`.Rollout.agent` holds."""
+        return next(agent for agent in self.agents if agent.title == title)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from megaflow_hpc.config.sections import AgentConfig, Section
+from megaflow_hpc.config.sections import AgentConfig, Section, as_list
 from megaflow_hpc.config.slurm import GpuType
 
 MAX_SERVERS = 10_000
@@ -129,11 +129,13 @@ class ModelConfig(Section):
     """File with the API key of the ``external`` endpoint. Only its owner may read it (mode 0600). Default: no key."""
     script: str | None = None
     """YAML file with the answers of a ``scripted`` engine."""
-    agent: AgentConfig | None = None
-    """Agent of this policy. Default: the campaign's ``agent``."""
+    agent: tuple[AgentConfig, ...] = ()
+    """Agent of this policy, or a list of them. Default: the campaign's ``agent``."""
     samples: int | None = Field(None, ge=0)
     """Rollouts of each task under this policy. 0: the policy runs no tasks and only answers calls that name it. If it
     is trained, its steps use the groups of the other trained policies' steps. Default: the campaign's ``samples``."""
+    judge: bool = False
+    """True if only verifiers may call the model, to judge rollouts. Agents cannot reach it. Default: false."""
     weight: float = Field(1.0, gt=0)
     """Share of requests for each of these servers, relative to the policy's other servers. Default: 1."""
     also: tuple[dict[str, Any], ...] = ()
@@ -154,6 +156,8 @@ class ModelConfig(Section):
         if bounds[1] > MAX_SERVERS:
             raise ValueError(f"expected at most {MAX_SERVERS} servers")
         return bounds
+
+    _agents = field_validator("agent", mode="before")(as_list)
 
     @model_validator(mode="before")
     @classmethod
@@ -192,6 +196,8 @@ class ModelConfig(Section):
             raise ValueError(f"engine {self.engine} needs {field!r}")
         if self.nodes > 1 and self.engine not in ("vllm", "scripted"):
             raise ValueError(f"nodes: engine {self.engine} is started on one node; vllm runs over several")
+        if self.judge and (self.samples or self.agent or self.include):
+            raise ValueError("judge: a judge runs no tasks; leave samples, agent and include out")
         if self.gpu_type and not self.gpus:
             raise ValueError(f"gpu_type: {self.gpu_type}: gpus is 0; raise it, or leave gpu_type out")
         kinds = {self.engine, *(str(other.get("engine", self.engine)) for other in self.also)}
@@ -212,7 +218,7 @@ class ModelConfig(Section):
         """Returns one section for each kind of server of this policy; empty for ``replay``, which needs no servers."""
         if self.engine == "replay":
             return []
-        common = {"also": (), "agent": None}
+        common: dict[str, Any] = {"also": (), "agent": ()}
         return [
             self.model_copy(update=common),
             *(ModelConfig.model_validate({**dict(self), **common, **other}) for other in self.also),

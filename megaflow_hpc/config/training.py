@@ -216,6 +216,9 @@ class PolicyTraining(Section):
     """The loss that the optimizer minimises."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards are converted to advantages."""
+    mix_agents: bool = False
+    """Share each group's samples among the policy's agents, so that advantages compare the agents too. Default: false;
+    each group has one agent, and advantages compare like with like."""
     score: Method | None = None
     """Function ``module:function`` that rewards stored rollouts, sequences or turns before their step is planned, such
     as a judge. Default: none."""

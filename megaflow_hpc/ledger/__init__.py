@@ -7,9 +7,9 @@ blocks. Pods claim them through :class:`Ledger`. A consumer of the rollouts adds
 """
 
 from megaflow_hpc.ledger.blocks import Block, add_blocks, read_block, read_blocks, write_blocks
+from megaflow_hpc.ledger.consumers import OpenLease
 from megaflow_hpc.ledger.lease import PodIdentity
 from megaflow_hpc.ledger.ledger import Ledger
-from megaflow_hpc.ledger.open_lease import OpenLease
 from megaflow_hpc.ledger.rules import Claim
 
 __all__ = [

@@ -145,28 +145,17 @@ def split(
     size: int | None = None,
     expected_s: Callable[[Rollout], float] | None = None,
     whole: bool = True,
-) -> list[tuple[Rollout, ...]]:
+) -> Iterator[list[Rollout]]:
     """Splits rollouts into blocks for ``pods`` pods, or into blocks of about ``size``. Samples of a group stay
-    together.
+    together. Yields one block at a time, because a plan may have a million rollouts.
 
     Args:
-        expected_s: Expected durations. Groups are sorted by their longest sample, longest first.
+        expected_s: Expected durations. Groups are sorted by their total, longest first.
         whole: Keep groups whole even if there are fewer groups than pods.
     """
-    return [tuple(rollouts[place] for place in block) for block in places(rollouts, pods, size, expected_s, whole)]
-
-
-def places(
-    rollouts: Sequence[Rollout],
-    pods: int,
-    size: int | None = None,
-    expected_s: Callable[[Rollout], float] | None = None,
-    whole: bool = True,
-) -> Iterator[list[int]]:
-    """Yields, for each block, the indices of its rollouts in ``rollouts``. The arguments are those of :func:`split`."""
     groups, dealt = _deal_groups(rollouts, pods, size, expected_s, whole)
     for block in dealt:
-        yield [place for number in block for place in groups[number]]
+        yield [rollouts[n] for number in block for n in groups[number]]
 
 
 def count_blocks(rollouts: Sequence[Rollout], pods: int, whole: bool = True) -> int:
@@ -220,8 +209,8 @@ def write_blocks(
     files = Files(run)
     number = max((number for number in numbers(run) if number < FIRST_HANDED_OFF), default=-1) + 1
     written = []
-    for block in places(rollouts, pods, size, expected_s, whole):
-        content = {"rollouts": [rollouts[place].to_dict() for place in block]}
+    for block in split(rollouts, pods, size, expected_s, whole):
+        content = {"rollouts": [rollout.to_dict() for rollout in block]}
         while not files.answer(Link(task_path(number), content, f"new.{secrets.token_hex(8)}")):
             number += 1  # another process is also adding blocks
         written.append(number)
@@ -246,7 +235,7 @@ def add_blocks(
         OSError: The run directory is full or unavailable. The call may be repeated.
     """
     make_directory(run.path / ADDED)
-    return Files(run).carry_out(add(split(rollouts, pods, size), token, f"add.{secrets.token_hex(8)}"))
+    return Files(run).carry_out(add(list(split(rollouts, pods, size)), token, f"add.{secrets.token_hex(8)}"))
 
 
 def add(blocks: Sequence[Sequence[Rollout]], token: str, private: str) -> Steps[list[int]]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic
 
 from megaflow_hpc.host.atomic import file_mode, to_json, write_json
+from megaflow_hpc.ledger.accounts import stored_by
 from megaflow_hpc.ledger.calls import (
     Call,
     Clock,
@@ -36,7 +37,6 @@ from megaflow_hpc.ledger.calls import (
     There,
 )
 from megaflow_hpc.ledger.calls import Touch as TouchCall
-from megaflow_hpc.ledger.progress import stored_by
 from megaflow_hpc.rundir.json_files import read_json
 from megaflow_hpc.rundir.layout import RunDir
 

@@ -1,8 +1,9 @@
-"""Leader election: one process of a campaign does a job on behalf of all.
+"""Leader election: one process of a campaign does a job on behalf of all. The coordinator is such a leader.
 
 The leader holds the lease ``RUN/ledger/<role>.json``, which also contains the leader's report. Another process may take
 the lease once it has expired. If two processes take it at the same moment, the later write wins, and the loser notices
-at its next poll. The job must therefore tolerate being done twice.
+at its next poll. The job must therefore tolerate being done twice. The coordinator is the pod that surveys the ledger
+for all pods; :class:`Report` is its report.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from megaflow_hpc.ledger.accounts import Progress
 from megaflow_hpc.ledger.calls import Link, Remove
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.lease import Lease
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.live import Asked
 
 SCALER = "scaler"
 """Role that releases held elements of the engine array when there is work for them."""
@@ -86,3 +92,50 @@ class Leader:
         leader."""
         if self.holder() == self._name:
             self._files.answer(Remove(self._lease.path))
+
+
+FEW = 8
+"""Maximum number of pods with which every pod scans the ledger itself, without a coordinator."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """State of the ledger, as surveyed by one pod for all pods."""
+
+    open: int
+    """Number of blocks that are not done."""
+    claimable: int
+    """Number of open blocks that are free or released, or whose holder is gone."""
+    orphans: list[tuple[int, int, str]] = field(default_factory=list)
+    """(block, epoch, holder ``<pod>.<start>``) of some blocks whose holder is gone or has restarted. Saves the pods
+    that take them over from reading all claims."""
+    requests: dict[str, int] = field(default_factory=dict)
+    """Pending requests for work, each with its number of slots."""
+    opened: bool = False
+    """True if a consumer may add blocks."""
+    awaited: bool = False
+    """True if the lease of such a consumer has not expired."""
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """Content of the coordinator's report."""
+
+    pods: int = 0
+    """Number of pods that are renewing their lease."""
+    survey: Survey | None = None
+    generation: str = ""
+    """Generation of the published listing of engines."""
+    exceeded: str = ""
+    """Describes the exceeded campaign limit. Empty if there is none."""
+    progress: dict[str, Progress] = msgspec.field(default_factory=dict)
+    """``<pod>.<start>`` → progress, for every pod that has not ended."""
+    asked: Asked = Asked()
+    """Rollouts that viewers have requested."""
+
+
+def reported(leader: Leader) -> Report:
+    """Returns the leader's report as of the last poll. Empty if it is invalid or of another version."""
+    try:
+        return msgspec.convert(leader.report, Report)
+    except ValueError:  # also raised for lone surrogates
+        return Report()

@@ -15,10 +15,12 @@ unchanged: from the *end* of the read that first showed the value to the *beginn
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger.calls import Clock, Publish, Read, Rewrite, Steps
 
 
@@ -122,3 +124,14 @@ class Lease:
     def unchanged_s(self, now: float) -> float:
         """Returns the age of the counter in seconds, assuming that it has not changed since the last read."""
         return 0.0 if self.unchanged_since is None else now - self.unchanged_since
+
+
+def process_here(lease: Mapping[str, Any]) -> Identity | None:
+    """Returns the process of a pod that runs outside Slurm, dead or alive. ``None`` for jobs, and for pods on other
+    hosts."""
+    if lease.get("job_id") or lease.get("host") != os.uname().nodename:
+        return None
+    try:
+        return Identity(int(lease["pid"]), int(lease["pid_start"]))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None

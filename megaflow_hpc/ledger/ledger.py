@@ -26,21 +26,23 @@ from typing import Any
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.ledger import names
-from megaflow_hpc.ledger.calls import Clock, Names, Read
+from megaflow_hpc.ledger.accounts import Facts, accounts, add_facts, read_record, recent
+from megaflow_hpc.ledger.calls import Clock, Names, Read, Steps
+from megaflow_hpc.ledger.coordinator import Pruning, Surveyed, survey
 from megaflow_hpc.ledger.files import Files, Operation, boot_clock
+from megaflow_hpc.ledger.leader import Survey
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
-from megaflow_hpc.ledger.past import Facts, accounts, add_facts, read_record, recent
-from megaflow_hpc.ledger.pruning import Pruning
-from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.ledger.rules import Claim, LedgerRules, Outlook
-from megaflow_hpc.ledger.seals import all_seals, seals_before
-from megaflow_hpc.ledger.survey import Surveyed, survey
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JOB_ID, array_of
 from megaflow_hpc.types import Rollout
 
 DIRECTORIES = ("claims", "released", "done", "leases", "gone", "hungry", "ended")
+MAX_LOOKS = 5
+"""Maximum number of attempts to read a listed claim. An attempt fails only if a later claim has just replaced it."""
+Seals = dict[tuple[int, int], tuple[str, int]]
+"""(block, epoch) → (``<pod>.<start>`` that held the block, valid bytes of its journal), for superseded epochs."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Ledger:
         return leases
 
     def accounts(self, leases: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Facts]:
-        """Returns core-seconds and other facts of every start that the run ever had (:mod:`megaflow_hpc.ledger.past`).
+        """Returns core-seconds and other facts of every start that the run ever had.
 
         Args:
             leases: Result of :meth:`leases`. Read if not given.
@@ -279,24 +281,13 @@ class Ledger:
         all_back = all(block in done for block in handed_off)
         return {block for block, given in done.items() if all_back or not given}
 
-    def seals(self) -> dict[tuple[int, int], tuple[str, int]]:
-        """Returns (block, epoch) → (its ``<pod>.<start>``, valid bytes of its journal), for superseded epochs.
+    def seals(self) -> Seals:
+        """Returns the seals of all superseded epochs.
 
         Raises:
             LedgerError: A claim is listed but cannot be read.
         """
         return self._files.carry_out(all_seals())
-
-    def earlier(self, claim: Claim) -> list[tuple[int, str, int]]:
-        """Returns the epochs of a block before this claim, as (epoch, ``<pod>.<start>``, valid bytes of its journal).
-
-        Raises:
-            LedgerError: One of their claims is missing.
-        """
-        if len(claim.seals) == claim.epoch:
-            return [(epoch, seal.owner, seal.sealed) for epoch, seal in enumerate(claim.seals)]
-        seals = self._files.carry_out(seals_before({claim.block: claim.epoch}))  # claimed by an earlier version
-        return [(epoch, owner, sealed) for (_, epoch), (owner, sealed) in sorted(seals.items())]
 
     def _names(self, directory: str) -> tuple[str, ...]:
         return self._files.answer(Names(directory))
@@ -313,3 +304,29 @@ class Ledger:
         if self._pod_rules is None:
             raise LedgerError("this ledger was opened for reading; give it a pod identity to claim")
         return self._pod_rules
+
+
+def all_seals() -> Steps[Seals]:
+    """Returns the seals of all superseded epochs. The latest claim of a block repeats the seals of all earlier ones.
+
+    Raises:
+        LedgerError: A claim is listed but cannot be read.
+    """
+    listed = names.latest((yield Names(names.CLAIMS)))
+    ended = names.ends((yield Names(names.DONE)))
+    # A block that ended in epoch 1 was never taken over, so its claims contain no seals.
+    pending = {block for block, epoch in listed.items() if epoch > 0 and not (epoch == 1 and (block, 1) in ended)}
+    seals: Seals = {}
+    for _ in range(MAX_LOOKS):
+        for block in sorted(pending):
+            content = yield Read(names.claim_path(block, listed[block]))
+            if content is not None:
+                pending.remove(block)
+                for epoch, seal in enumerate(names.seals_in(content)):
+                    seals[block, epoch] = seal.owner, seal.sealed
+        if not pending:
+            return seals
+        again = names.latest((yield Names(names.CLAIMS)))
+        listed |= {block: max(listed[block], again.get(block, 0)) for block in pending}
+    path = names.claim_path(min(pending), listed[min(pending)])
+    raise LedgerError(f"{path}: missing; was it removed?")

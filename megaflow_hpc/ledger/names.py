@@ -120,17 +120,3 @@ def seals_in(content: Mapping[str, Any]) -> list[Seal]:
     if "predecessor" in content:  # missing in a claim that ended its block
         seals.append(Seal(str(content["predecessor"]), int(content["sealed"]), content["given"]))
     return seals
-
-
-def seals(claims: Iterable[tuple[int, int, Mapping[str, Any]]]) -> dict[tuple[int, int], tuple[str, int]]:
-    """Returns (block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs.
-
-    Args:
-        claims: Block, epoch and content of claims, at least of the latest claim of each block.
-    """
-    found = {}
-    for block, epoch, content in claims:
-        last = epoch - 1 if "done" not in content else epoch - 2  # the epoch that ended the block is not sealed
-        for before, seal in enumerate(reversed(seals_in(content)) if epoch else ()):
-            found[block, last - before] = seal.owner, seal.sealed
-    return found

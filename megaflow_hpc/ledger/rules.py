@@ -16,7 +16,7 @@ later are void: they are marked done without being run.
 done or taken over, whatever its holder and successor know about each other. A mark ``done/<block>.<epoch>.<n>`` repeats
 this for listings: that epoch ended the block, from which n blocks were handed off. The campaign is finished when all
 visible blocks are done, all handed-off blocks that the marks count are visible, and no consumer may add blocks
-(:mod:`megaflow_hpc.ledger.ending`).
+(:mod:`megaflow_hpc.ledger.consumers`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from megaflow_hpc.errors import LedgerError
+from megaflow_hpc.ledger.accounts import counted, take_over
 from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Remove, Steps, There, Touch
-from megaflow_hpc.ledger.ending import Consumers, finish
+from megaflow_hpc.ledger.consumers import Consumers, finish
 from megaflow_hpc.ledger.hand_offs import HandOffs, NotYet
+from megaflow_hpc.ledger.leader import Survey
 from megaflow_hpc.ledger.lease import TIMES, Lease, PodIdentity, Times
 from megaflow_hpc.ledger.names import (
     CLAIMS,
@@ -56,8 +58,6 @@ from megaflow_hpc.ledger.names import (
     precedes,
     seals_in,
 )
-from megaflow_hpc.ledger.past import counted, take_over
-from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.types import Rollout
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ class LedgerRules:
         self.superseded = False
         """True if a later start of this array element removed this pod's lease, or has one itself."""
         self.earlier: dict[str, Any] = {}
-        """Facts of earlier starts whose leases this start has removed (:mod:`megaflow_hpc.ledger.past`)."""
+        """Facts of earlier starts whose leases this start has removed (:mod:`megaflow_hpc.ledger.accounts`)."""
         self.leases: dict[str, Lease] = {}
         """``<pod>.<start>`` → lease, for other pods."""
         self.surveyed: Survey | None = None

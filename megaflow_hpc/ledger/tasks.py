@@ -7,7 +7,7 @@
                        magic "MFHPCTSK" | u64 lines | u64 bytes of tasks.jsonl | u32 CRC of the rest
                        u64 hashes of the ids, ascending | u64 offsets | u32 lengths
 
-Digests of changed tasks are replaced by accepted ones (:mod:`megaflow_hpc.rundir.accepted`).
+Digests of changed tasks are replaced by accepted ones (:mod:`megaflow_hpc.ledger.tasks`).
 
 Both are written once, before ``run.json``, which contains the number of tasks and the size of tasks.jsonl. If the index
 is missing or damaged, it is rebuilt from the lines.
@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import struct
+import time
 import zlib
 from array import array
 from bisect import bisect_left
@@ -28,11 +29,78 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.atomic import new_file, write_atomic
+from megaflow_hpc.host.atomic import new_file, write_atomic, write_json
 from megaflow_hpc.host.files import open_regular, read_regular
-from megaflow_hpc.rundir.accepted import AcceptedTask, accepted
+from megaflow_hpc.rundir.json_files import read_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PackedTasks, RunRecord, decode
+
+# --- accepted changes ---
+
+
+class Change(msgspec.Struct):
+    """One accepted change of a task's files."""
+
+    at: float
+    """Unix seconds."""
+    before: str
+    """Digest of the files before the change."""
+    after: str
+
+
+class AcceptedTask(msgspec.Struct):
+    """A task with changed files."""
+
+    files: dict[str, Any]
+    """Digests of the current files, which replace those in the task's metadata."""
+    changes: list[Change] = []
+    """All changes, in order."""
+
+
+def accepted(run: RunDir) -> dict[str, AcceptedTask]:
+    """Returns the tasks with accepted changes by id.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
+    try:
+        return read_json(run.accepted_tasks, dict[str, AcceptedTask])
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError(f"{error}; remove the file and resume with --accept-changes again") from None
+
+
+def accept(run: RunDir, tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:
+    """Records changed tasks.
+
+    Args:
+        tasks: Task id → (digest of the files before the change, digests of the current files).
+    """
+    known, now = accepted(run), time.time()
+    for name, (before, files) in tasks.items():
+        task = known.setdefault(name, AcceptedTask({}))
+        task.files = dict(files)
+        task.changes.append(Change(now, before, str(files["content"])))
+    write_json(run.accepted_tasks, msgspec.to_builtins(known))
+
+
+def accepted_line(run: RunDir) -> str:
+    """Describes the accepted changes in one line. Empty without any."""
+    tasks = accepted(run)
+    if not tasks:
+        return ""
+    last = max(change.at for task in tasks.values() for change in task.changes)
+    shown = f"{', '.join(sorted(tasks)[:3])}{', …' if len(tasks) > 3 else ''}"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last))
+    return (
+        f"{len(tasks)} tasks were changed during the run and accepted (last: {when}), so their earlier rewards are not "
+        f"comparable: {shown}; digests: {run.accepted_tasks}"
+    )
+
+
+# --- the task file ---
+
 
 _MAGIC = b"MFHPCTSK"
 _HEAD = struct.Struct("<8sQQI")

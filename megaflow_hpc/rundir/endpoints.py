@@ -7,7 +7,6 @@
     <policy>.<n>.starting       :class:`FailedServer`: the latest start failed and will be retried, or its external
                                 endpoint is unavailable
     <policy>.<n>.failed.json    :class:`FailedServer`: the server gave up
-    .<policy>.<n>.admin         :class:`AdminKey`: key for the URL paths that change the engine
     .pool.<policy>.key          :class:`PoolMembership`: the engine pool that serves this policy's model
     .listing                    :class:`EndpointListing`: all endpoints, listed by one pod for the others
 
@@ -105,13 +104,6 @@ class LoadingServer(msgspec.Struct, kw_only=True):
     weight_version: int
 
 
-class AdminKey(msgspec.Struct):
-    """Key for the URL paths that change an engine, and the server start that it belongs to."""
-
-    start: str
-    key: str
-
-
 class PoolMembership(msgspec.Struct, kw_only=True):
     """A campaign's access to the engine pool that serves one of its policies."""
 
@@ -133,7 +125,7 @@ class EndpointListing(msgspec.Struct, kw_only=True):
 
 
 class Heartbeats:
-    """Judges by the changes that this process sees which servers are alive. Clocks of nodes are never compared.
+    """Detects dead processes: their heartbeats stop changing. Measures with this process's clock only.
 
     Args:
         clock: A monotonic clock, in seconds.
@@ -142,14 +134,16 @@ class Heartbeats:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[str, tuple[object, float]] = {}
-        """Server → its latest state, and when this process first saw that state."""
+        """Name → its latest state, and when this process first saw that state."""
 
-    def unchanged_s(self, server: str, state: object) -> float:
-        """Returns the seconds since this process first saw a server in this state. The first state counts as new."""
+    def unchanged_s(self, name: str, state: object) -> float:
+        """Returns the seconds for which this process has seen ``name`` in this state. The first state counts as new."""
         now = self._clock()
-        if self._seen.get(server, (None, 0.0))[0] != state:
-            self._seen[server] = (state, now)
-        return now - self._seen[server][1]
+        before, since = self._seen.setdefault(name, (state, now))
+        if before != state:
+            self._seen[name] = state, now
+            return 0.0
+        return now - since
 
     def alive(self, endpoint: Endpoint) -> bool:
         """Returns whether a server has renewed its heartbeat, or started again, within :data:`STALE_S`."""
@@ -220,10 +214,9 @@ class EndpointFiles:
         """Publishes that a server is loading weights."""
         self._write(self._loading_file(server.server), server)
 
-    def publish_admin_key(self, server: str, key: AdminKey) -> None:
-        """Publishes the admin key of a new start, and withdraws the failure of an earlier start."""
+    def withdraw_failed(self, server: str) -> None:
+        """Withdraws the failure of an earlier start."""
         (self._folder / f"{server}{FAILED}").unlink(missing_ok=True)
-        self._write(self._admin_file(server), key)
 
     def publish_membership(self, membership: PoolMembership) -> None:
         """Publishes the key for the engine pool that serves a policy's model."""
@@ -243,7 +236,6 @@ class EndpointFiles:
         if endpoint is None or endpoint.start != start:
             return False
         self._file(server).unlink(missing_ok=True)
-        self._admin_file(server).unlink(missing_ok=True)
         return True
 
     def withdraw_loading(self, server: str, start: str) -> None:
@@ -264,9 +256,6 @@ class EndpointFiles:
 
     def _loading_file(self, server: str) -> Path:
         return self._folder / f"{server}{LOADING}"
-
-    def _admin_file(self, server: str) -> Path:
-        return self._folder / f".{server}.admin"
 
     def _write(self, path: Path, value: msgspec.Struct) -> None:
         write_record(path, value, 0o600)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
-from megaflow_hpc.host import descriptors
 from megaflow_hpc.host.files import behind_hole, open_regular
+from megaflow_hpc.host.process import descriptor_limit
 from megaflow_hpc.rundir import summaries
 from megaflow_hpc.rundir.events import AnyEvent, decode
 from megaflow_hpc.rundir.summaries import CONDENSED, EVENTS, Condensed, Summary, start_number
@@ -101,7 +101,7 @@ class EventReader:
             starts: Starts of pods (``<pod>.<start>``) whose files are read. Default: all files.
         """
         others = sum(len(reader._open) for reader in list(self._readers) if reader is not self)
-        self._most_open = descriptors.limit() // 2 - others
+        self._most_open = descriptor_limit() // 2 - others
         if starts is not None:
             yield from self._read_named(sorted(starts))
             return

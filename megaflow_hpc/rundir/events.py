@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -23,8 +24,6 @@ from msgspec import Meta
 from megaflow_hpc.host.atomic import file_mode
 from megaflow_hpc.types import Status
 
-FORMAT_VERSION = 1
-"""Written to the first line of a file. Files without it, from the first releases, also have version 1."""
 ERROR_CHARS = 300
 """Maximum length of an error in an event, in characters. The trajectory contains the full error."""
 
@@ -55,7 +54,6 @@ class PodEvent(Event, tag="pod"):
     """The pod started, is draining or ended. ``state`` is ``started``, ``draining`` or the pod's last word."""
 
     state: str
-    format_version: Count | None = None
     job_id: str | None = None
     node: str | None = None
     ranks: Count | None = None
@@ -198,16 +196,12 @@ class EventWriter:
         if not self._lines:
             return
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
-        try:
+        with suppress(OSError):
             self._file.write(b"".join(lines))
             self._file.flush()
-        except OSError:
-            pass
 
     def close(self) -> None:
         """Writes queued events and closes the file. Disk errors are ignored."""
         self.flush()
-        try:
+        with suppress(OSError):
             self._file.close()
-        except OSError:
-            pass

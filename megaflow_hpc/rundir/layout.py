@@ -15,7 +15,7 @@
       endpoints/          <server>.json: engines that are serving
       weights/            <version>/
       training/           <policy>/: plans, commits and checkpoints of its trainer (:mod:`.training`)
-      journal/            <pod>.<start>.journal: acknowledged trajectories; <pod>.<start>.<level>.pack: small journals
+      journal/            <pod>.<start>.journal: acknowledged trajectories; <pod>.<start>.1.pack: small journals
       partial/            checkpoints of rollouts that the end of an allocation interrupted
       trajectories.h5     the result
       events/             <pod>.<start>.jsonl: life-cycle events; <pod>.<start>.summary: summary of its first bytes;

@@ -22,6 +22,7 @@ import msgspec
 
 from megaflow_hpc.host.atomic import without_links, write_atomic
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.rundir.endpoints import Heartbeats
 from megaflow_hpc.rundir.events import Count, Number
 from megaflow_hpc.rundir.json_files import try_read_json
 from megaflow_hpc.rundir.layout import RunDir
@@ -104,9 +105,8 @@ class LiveFiles:
     """
 
     def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._clock = run.live, clock
-        self._viewers: dict[str, tuple[int, float]] = {}
-        """Viewer → (its counter, time at which that value was first seen)."""
+        self._folder = run.live
+        self._heartbeats = Heartbeats(clock)
         self._own = re.sub(r"[^\w.-]", "_", f"{os.uname().nodename}.{os.getpid()}.ask")
         self._counter = 0
 
@@ -139,18 +139,14 @@ class LiveFiles:
     def asked(self) -> Asked:
         """Returns the combined requests of all viewers. Costs one listing and one read per viewer. Raises OSError."""
         try:
-            names = {name for name in os.listdir(self._folder) if name.endswith(".ask") and not name.startswith(".")}
+            names = [name for name in os.listdir(self._folder) if name.endswith(".ask") and not name.startswith(".")]
         except FileNotFoundError:
-            names = set()
-        self._viewers = {name: viewer for name, viewer in self._viewers.items() if name in names}
+            names = []
         rollouts: list[str] = []
         transcripts: list[str] = []
         for name in sorted(names):
             ask = try_read_json(self._folder / name, Ask, MAX_BYTES)
-            counter, since = self._viewers.setdefault(name, (-1, self._clock()))
-            if ask is not None and ask.counter != counter:
-                counter, since = self._viewers[name] = ask.counter, self._clock()
-            unchanged_s = self._clock() - since
+            unchanged_s = self._heartbeats.unchanged_s(name, ask.counter if ask else None)
             if ask is not None and unchanged_s < STALE_S:
                 rollouts += ask.rollouts
                 transcripts += [ask.transcript] if ask.transcript else []

@@ -92,9 +92,9 @@ class ServerGroup(msgspec.Struct, array_like=True):
 
 
 class PolicyRecord(msgspec.Struct):
-    """One agent with its model, if it has one; see :class:`megaflow_hpc.config.Policy`."""
+    """Agents with their model, if they have one; see :class:`megaflow_hpc.config.Policy`."""
 
-    agent: dict[str, Any] = {}
+    agents: list[dict[str, Any]] = []
     model: dict[str, Any] | None = None
     samples: int = 1
     """Number of samples per group, excluding spares."""

@@ -162,12 +162,6 @@ def busy_at(before: float, event: AnyEvent) -> float:
     return event.t if isinstance(event, (StartEvent, RolloutEvent, AttemptEvent)) or not before else before
 
 
-def policy_of(rollout: str) -> str:
-    """Returns the policy part of a rollout id, ``<task>/<policy>/<sample>``. Empty if the id is invalid."""
-    parts = rollout.rsplit("/", 2)
-    return parts[1] if len(parts) == 3 else ""
-
-
 def path_of(events: Path) -> Path:
     """Returns the path of an event file's summary."""
     return events.with_suffix(SUFFIX)

@@ -32,6 +32,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,60 @@ from megaflow_hpc.host.process import Identity, boot_id
 from megaflow_hpc.rundir.json_files import read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
-from megaflow_hpc.rundir.weight_checksums import CHECKSUMS, Checksum, write_checksums
 from megaflow_hpc.rundir.weight_source import ADAPTER, base_of, check, complete, policy_of
+
+# --- checksums ---
+
+
+CHECKSUMS = "checksums.json"
+MAX_THREADS = 8
+"""Maximum number of files that one process reads at a time."""
+
+
+class Checksum(msgspec.Struct, frozen=True):
+    """Size and digest of a file."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    """SHA-256 in hexadecimal."""
+
+
+def checksum(path: Path) -> Checksum:
+    """Reads a file and returns its checksum. Raises OSError."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return Checksum(file.tell(), digest.hexdigest())
+
+
+def write_checksums(folder: Path, known: Mapping[str, Checksum]) -> None:
+    """Writes the checksums of all files in a directory to :data:`CHECKSUMS`. Raises OSError.
+
+    Args:
+        known: Checksums of files that their writers computed, by name. Other files are read.
+    """
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    sums = {n: known[n] for n in names if n in known and known[n].size == (folder / n).stat().st_size}
+    unread = [name for name in names if name not in sums and name != CHECKSUMS]
+    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as threads:
+        sums |= zip(unread, threads.map(lambda name: checksum(folder / name), unread), strict=True)
+    write_json(folder / CHECKSUMS, msgspec.to_builtins(sums))
+
+
+def read_checksums(folder: Path) -> dict[str, Checksum]:
+    """Returns the published checksums by file name. The mapping is empty without a checksum file.
+
+    Raises:
+        OSError, ValueError: The file cannot be read, or is damaged.
+    """
+    try:
+        return read_json(folder / CHECKSUMS, dict[str, Checksum])
+    except FileNotFoundError:
+        return {}
+
+
+# --- versions ---
+
 
 ABOUT = "megaflow-weights.json"
 STALE_PUBLISHER_S = 86_400.0

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.slurm import limits, resources, site
+from megaflow_hpc.slurm import limits, site
 from megaflow_hpc.slurm.script import Job, option_name
 from megaflow_hpc.slurm.site import Partition
 
@@ -38,19 +38,20 @@ def seconds(time: str | int | None) -> float | None:
     return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs)
 
 
-def partitions_of(options: Mapping[str, Any]) -> list[Partition]:
+def partitions_of(options: Mapping[str, Any], cluster: str = "") -> list[Partition]:
     """Returns the partitions that Slurm may choose for a job with these sbatch options.
+
+    Args:
+        cluster: Default: this cluster.
 
     Raises:
         SiteError: The controller does not respond.
     """
-    partitions = site.partitions()
-    names = str(options.get("partition") or "").split(",")
-    return [partitions[name] for name in names if name in partitions] if names != [""] else _default(partitions)
-
-
-def _default(partitions: Mapping[str, Partition]) -> list[Partition]:
-    return [partition for partition in partitions.values() if partition.default]
+    partitions = site.partitions(cluster) if cluster else site.partitions()  # "" would be cached separately
+    names = str(options.get("partition") or "")
+    if not names:
+        return [partition for partition in partitions.values() if partition.default]
+    return [partitions[name] for name in names.split(",") if name in partitions]
 
 
 def timed(job: Job, unasked_s: float | None = None) -> Job:
@@ -170,7 +171,7 @@ def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     partitions = partitions_of(options)
     if not partitions:
         return []
-    job = resources.asked(options)
+    job = limits.asked(options)
     reasons = []
     names = " or ".join(partition.name for partition in partitions)
     wanted = seconds(options.get("time"))
@@ -194,9 +195,7 @@ def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     return [*reasons, *_gpu_refusals(key, options, job, partitions)]
 
 
-def _gpu_refusals(
-    key: str, options: Mapping[str, Any], job: resources.Amounts, partitions: list[Partition]
-) -> list[str]:
+def _gpu_refusals(key: str, options: Mapping[str, Any], job: limits.Amounts, partitions: list[Partition]) -> list[str]:
     """Explains why no node of the partitions has the requested GPUs."""
     if not job.get("gres/gpu"):
         return []
@@ -242,12 +241,12 @@ def takes_whole_nodes(options: Mapping[str, Any]) -> bool:
     return any(partition.name in site.whole_nodes() for partition in partitions_of(options))
 
 
-def charged(options: Mapping[str, Any]) -> resources.Amounts:
+def charged(options: Mapping[str, Any]) -> limits.Amounts:
     """Returns the resources that accounting charges for a job: the requested ones, or those of whole nodes.
 
     A job on whole nodes gets all of their CPUs and GPUs, but only the requested memory (sbatch --exclusive).
     """
-    amounts = resources.asked(options)
+    amounts = limits.asked(options)
     with contextlib.suppress(SiteError):  # unknown; the request is the minimum
         if site.has_slurm() and takes_whole_nodes(options):
             partitions = partitions_of(options)
@@ -268,11 +267,8 @@ def ranks_that_fill(jobs: Iterable[Job], cpus_per_rank: int) -> int:
     """
     sizes = []
     for job in jobs:
-        options = job.named
-        by_name = site.partitions(job.cluster)
+        partitions = partitions_of(job.named, job.cluster)
         limits_of = {} if job.cluster else site.cpu_limits()
-        names = str(options.get("partition") or "").split(",")
-        partitions = [by_name[n] for n in names if n in by_name] if names != [""] else _default(by_name)
         if not partitions:
             raise ConfigError("ranks_per_node: fill: the size of a node is unknown; name the partition, or the ranks")
         sizes += [min(part.least_cpus, limits_of.get(part.name, part.least_cpus)) for part in partitions]

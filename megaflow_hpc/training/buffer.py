@@ -10,6 +10,8 @@ of such a block still has no readable record after a while, the record is lost, 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import time
@@ -32,7 +34,7 @@ from megaflow_hpc.training.plan import RecordPlace, Settled
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
 from megaflow_hpc.trajectories.reading.follow import MAX_CACHE_AGE_S, Follower
 from megaflow_hpc.trajectories.reading.sources import experts_of
-from megaflow_hpc.trajectory import TokenSequence, Trajectory
+from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
 from megaflow_hpc.types import VERIFIED, Rollout
 
 logger = logging.getLogger(__name__)
@@ -241,6 +243,7 @@ class Buffer:
                 id=rollout.id,
                 task=rollout.task_id,
                 group=name,
+                agent=rollout.agent,
                 index=rollout.sample_index,
                 status="failed",
                 error_kind=LOST,
@@ -378,6 +381,7 @@ def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -
         id=trajectory.id,
         task=trajectory.task_id,
         group=trajectory.group_id,
+        agent=trajectory.agent,
         index=trajectory.sample_index,
         status=trajectory.status,
         error_kind=trajectory.error_kind,
@@ -402,8 +406,17 @@ def _turns(trajectory: Trajectory, sequences: list[TokenSequence]) -> tuple[Turn
     for call, turn in enumerate(trajectory.turns):
         number = numbers.get(id(trajectory.sequences[turn.sequence])) if turn.sequence >= 0 else None
         if number is not None:
-            turns.append(TurnTokens(call, number, turn.token_start, turn.token_end))
+            turns.append(TurnTokens(call, number, turn.token_start, turn.token_end, _state(trajectory, turn)))
     return tuple(turns)
+
+
+def _state(trajectory: Trajectory, turn: Turn) -> str:
+    """Returns a digest of the message that a model call answered."""
+    before = trajectory.parents[turn.message] if 0 <= turn.message < len(trajectory.parents) else -1
+    if before < 0:
+        return ""
+    text = json.dumps(trajectory.messages[before], sort_keys=True)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 Routing = tuple[int, int, int]

@@ -47,8 +47,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.training import Commit, Trainer
-from megaflow_hpc.rundir.weight_checksums import Checksum
-from megaflow_hpc.rundir.weights import Version, current, ordinals, publish
+from megaflow_hpc.rundir.weights import Checksum, Version, current, ordinals, publish
 from megaflow_hpc.training import methods
 from megaflow_hpc.training.algorithms.samples import SCORE
 from megaflow_hpc.training.buffer import DamagedRecord, Routing, Sequences, check_experts
@@ -165,6 +164,7 @@ class Step:
         ]
         return {
             "reward": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+            **self._by_agent(),
             **({"score": math.fsum(scores) / len(scores)} if scores else {}),
             "rollouts": len(plan.rollouts),
             "groups": len(set(self.groups)),
@@ -173,6 +173,20 @@ class Step:
             "staleness_max": max(stale, default=0),
             **{f"dropped/{cause}": count for cause, count in sorted(causes.items())},
         }
+
+    def _by_agent(self) -> dict[str, float]:
+        """Returns the mean reward of each agent and its number of rollouts, if the policy has several agents."""
+        agents = self._flow.trained.agents
+        if len(agents) < 2:
+            return {}
+        numbers: dict[str, float] = {}
+        for agent in agents:
+            own = [rollout for rollout in self.plan.rollouts if rollout.agent == agent.title and not rollout.replayed]
+            rewards = [rollout.reward for rollout in own if rollout.reward is not None]
+            numbers[f"rollouts/{agent.short_title}"] = len(own)
+            if rewards:
+                numbers[f"reward/{agent.short_title}"] = math.fsum(rewards) / len(rewards)
+        return numbers
 
     def publish(
         self,

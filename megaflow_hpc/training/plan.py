@@ -69,6 +69,8 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     id: str
     task: str
     group: str
+    agent: str = ""
+    """Name of the agent in the campaign."""
     place: RecordPlace
     reward: float | None = None
     """The verifier's reward; ``None`` if the rollout was not verified."""

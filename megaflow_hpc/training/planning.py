@@ -200,6 +200,7 @@ def _planned(sample: Sample, arrived: Arrived, valued: tuple[Values, float], rep
         id=sample.id,
         task=sample.task,
         group=sample.group,
+        agent=sample.agent,
         place=arrived.place,
         reward=None if verified != verified else verified,
         scores=dict(sample.scores),

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from megaflow_hpc.config import resolved
+from megaflow_hpc.config.sections import AgentConfig, scaffold
 from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord
+from megaflow_hpc.types import Rollout
 
 
 @dataclass(frozen=True)
@@ -18,8 +24,8 @@ class TrainedPolicy:
 
     name: str
     settings: PolicyTraining
-    agent: str
-    """Name of the agent that runs the policy's rollouts."""
+    agents: tuple[AgentConfig, ...]
+    """Agents that run the policy's rollouts."""
     tasks: tuple[str, ...]
     """Ids of the tasks to train on."""
     held_out: frozenset[str]
@@ -42,6 +48,47 @@ class TrainedPolicy:
     """Seed of all random choices."""
     temperature: float
     """Sampling temperature, by which a trainer divides logits."""
+
+    def rollouts(self, groups: Sequence[tuple[str, int]], samples: int, random: np.random.Generator) -> list[Rollout]:
+        """Returns the rollouts of groups to train on. The agents get groups in proportion to their shares, or samples
+        of each group (``mix_agents``).
+
+        Args:
+            groups: task and round of each group.
+            samples: number of rollouts in a group.
+            random: generator that decides which agent gets which group or sample.
+        """
+        if self.settings.mix_agents:
+            return [
+                Rollout(task, self.name, sample, agent.title, round)
+                for task, round in groups
+                for sample, agent in enumerate(_apportioned(self.agents, samples, random))
+            ]
+        return [
+            Rollout(task, self.name, sample, agent.title, round, scaffold(agent, self.agents))
+            for (task, round), agent in zip(groups, _apportioned(self.agents, len(groups), random), strict=True)
+            for sample in range(samples)
+        ]
+
+    def evaluation_rollouts(self, step: int, samples: int) -> list[Rollout]:
+        """Returns the rollouts of each held-out task with each agent after a step, which is their round."""
+        return [
+            Rollout(task, self.name, sample, agent.title, step, scaffold(agent, self.agents))
+            for task in sorted(self.held_out)
+            for agent in self.agents
+            for sample in range(samples)
+        ]
+
+
+def _apportioned(agents: Sequence[AgentConfig], count: int, random: np.random.Generator) -> list[AgentConfig]:
+    """Returns ``count`` agents in random order. Each occurs as often as its share of ``count``, rounded up or down
+    (systematic sampling)."""
+    if len(agents) == 1:
+        return [agents[0]] * count
+    bounds = np.cumsum([agent.share for agent in agents])
+    points = (np.arange(count) + random.random()) * (bounds[-1] / count)
+    chosen = np.searchsorted(bounds[:-1], points, side="right")
+    return [agents[number] for number in random.permutation(chosen)]
 
 
 def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: TrainingConfig) -> TrainedPolicy:
@@ -72,7 +119,7 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
     return TrainedPolicy(
         name=name,
         settings=config.policies[name],
-        agent=str(planned.agent.get("name", "")) if planned else "",
+        agents=tuple(resolved(AgentConfig, agent) for agent in planned.agents) if planned else (),
         tasks=tuple(tasks),
         held_out=held_out,
         owners=frozenset({name}) if planned is None or planned.samples else None,

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from megaflow_hpc.training.algorithms.prompts import TaskStatistics
-from megaflow_hpc.training.algorithms.samples import Earlier, SampleGroup
+from megaflow_hpc.training.algorithms.samples import Earlier, Sample, SampleGroup
 
 
 def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[str, list[float]]:
@@ -26,17 +26,46 @@ def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[
     """
     advantages: dict[str, list[float]] = {}
     for group in groups:
-        returns: dict[str, list[float]] = {}
-        for sample in group.samples:
-            rewards = list(sample.turn_rewards) or [0.0]
-            rewards[-1] += sample.reward
-            for turn in reversed(range(len(rewards) - 1)):
-                rewards[turn] += discount * rewards[turn + 1]
-            returns[sample.id] = rewards
+        returns = {sample.id: _returns(sample, discount) for sample in group.samples}
         longest = max(map(len, returns.values()))
         reached = [[own[turn] for own in returns.values() if turn < len(own)] for turn in range(longest)]
         means = [math.fsum(values) / len(values) for values in reached]
         advantages |= {id: [value - means[turn] for turn, value in enumerate(own)] for id, own in returns.items()}
+    return advantages
+
+
+def _returns(sample: Sample, discount: float) -> list[float]:
+    rewards = list(sample.turn_rewards) or [0.0]
+    rewards[-1] += sample.reward
+    for turn in reversed(range(len(rewards) - 1)):
+        rewards[turn] += discount * rewards[turn + 1]
+    return rewards
+
+
+def anchor_groups(groups: Sequence[SampleGroup], discount: float = 0.95, weight: float = 1.0) -> dict[str, list[float]]:
+    """Advantage of each turn: that of its rollout, plus ``weight`` × that among the group's turns with the same state.
+
+    The first part is the rollout's reward, with its turns', minus the mean of the group. The second is the turn's
+    return, as in :func:`returns_to_go`, minus the mean return of all turns in the group that answered an equal message,
+    such as the same output of a command. A state that occurs once adds nothing. Deviations are not normalised
+    (F = 1). Feng et al. 2025, GiGPO, arXiv 2505.10978, equations 2 to 8.
+    """
+    advantages: dict[str, list[float]] = {}
+    for group in groups:
+        totals = {sample.id: sample.reward + math.fsum(sample.turn_rewards) for sample in group.samples}
+        mean = math.fsum(totals.values()) / len(totals)
+        returns = {sample.id: _returns(sample, discount) for sample in group.samples}
+        by_state: dict[str, list[float]] = {}
+        for sample in group.samples:
+            for turn, value in zip(sample.turns, returns[sample.id], strict=False):
+                by_state.setdefault(turn.state, []).append(value)
+        means = {state: math.fsum(values) / len(values) for state, values in by_state.items()}
+        for sample in group.samples:
+            among = [
+                value - means[turn.state] if turn.state else 0.0
+                for turn, value in zip(sample.turns, returns[sample.id], strict=False)
+            ]
+            advantages[sample.id] = [totals[sample.id] - mean + weight * step for step in among or [0.0]]
     return advantages
 
 

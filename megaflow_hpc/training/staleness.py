@@ -24,7 +24,7 @@ from megaflow_hpc.training.algorithms.samples import SampleGroup
 from megaflow_hpc.training.plan import Added, Refill, TaskBatch, TrainingFiles
 from megaflow_hpc.training.policy import TrainedPolicy
 from megaflow_hpc.training.readiness import Peer, Readiness
-from megaflow_hpc.types import Rollout, round_of
+from megaflow_hpc.types import round_of
 
 ASYNCHRONOUS_BATCHES = 4
 """Number of batches in flight in asynchronous training, which has no staleness bound. It keeps pods busy, and samples
@@ -227,11 +227,8 @@ class StalenessControl:
         self._add_blocks(batch, f"{number:06d}")
 
     def _add_blocks(self, batch: TaskBatch, token: str) -> None:
-        rollouts = [
-            Rollout(task, self._policy.name, sample, self._policy.agent, round)
-            for task, round in batch.tasks
-            for sample in range(batch.samples)
-        ]
+        random = np.random.default_rng([self._policy.seed, 4, zlib.crc32(token.encode())])
+        rollouts = self._policy.rollouts(batch.tasks, batch.samples, random)
         if rollouts:  # empty if no task is left to request
             token = f"{self._policy.name}.{token}"
             add_blocks(self._files.run, rollouts, token=token, pods=self._policy.pods)

@@ -49,7 +49,7 @@ from megaflow_hpc.rundir.pods.condensing import condense
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter
 from megaflow_hpc.trajectories.journal import packs
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 from megaflow_hpc.trajectories.reading.follow import Follower
 from megaflow_hpc.types import Rollout
 from tests.support.journals import record
@@ -91,7 +91,7 @@ from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 run = RunDir(sys.argv[1])
 ledger = Ledger(run, PodIdentity("999_0", sys.argv[2]), pods=int(sys.argv[3]))
 ledger.register()

@@ -20,7 +20,7 @@ from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.frames import pack_record
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.types import Rollout
 from tests.bench.figures import Figure

@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from megaflow_hpc import Campaign
-from megaflow_hpc.campaign.shared_look import BURST, REFILL_S
+from megaflow_hpc.campaign.live_jobs import BURST, REFILL_S
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.slurm import accounting, ids, limits, site
 from tests.bench.requests import requests

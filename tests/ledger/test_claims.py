@@ -53,7 +53,7 @@ def test_every_block_goes_to_exactly_one_of_many_processes(run: RunDir) -> None:
 
 
 def test_the_samples_of_a_group_stay_in_one_block() -> None:
-    blocks = split(rollouts(5, samples=4), 1, size=6)
+    blocks = list(split(rollouts(5, samples=4), 1, size=6))
     assert [len(block) for block in blocks] == [4, 4, 4, 4, 4]
     assert all(len({r.sample_index for r in block}) == 4 for block in split(rollouts(50, samples=4), 4))
 
@@ -65,7 +65,7 @@ def test_a_group_is_shared_out_where_there_are_fewer_groups_than_pods() -> None:
     assert sorted(r.id for block in shared for r in block) == sorted(r.id for r in one)
     assert len(shared[0]) <= 8  # each pod begins with some
     assert len(shared) > 2  # and what is left goes to the one that is done first
-    assert split(rollouts(2, samples=4), 2, whole=False) == split(rollouts(2, samples=4), 2)
+    assert list(split(rollouts(2, samples=4), 2, whole=False)) == list(split(rollouts(2, samples=4), 2))
 
 
 @pytest.mark.parametrize("longest_first", [False, True])

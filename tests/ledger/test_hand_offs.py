@@ -17,8 +17,7 @@ from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.master.run_io import WorkRequested
 from megaflow_hpc.pod.master.work_stealing import WorkStealing, rollouts_for
 from megaflow_hpc.pod.scheduling.groups import GroupRules, Groups
-from megaflow_hpc.pod.scheduling.scheduler import Scheduler
-from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.pod.scheduling.scheduler import Scheduler, Work
 from megaflow_hpc.rundir.layout import RunDir
 from tests.support.ledgers import AnyTasks, rollouts
 from tests.support.pods import IoPod

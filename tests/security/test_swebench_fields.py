@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from megaflow_hpc.cli import main
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.swebench import package
-from megaflow_hpc.tasks.swebench.datasets import Line
-from megaflow_hpc.tasks.swebench.instances import Instance, parse, read_instances
-from megaflow_hpc.tasks.swebench.lines import read_tasks
-from megaflow_hpc.tasks.swebench.plan import ask, request_fields
+from megaflow_hpc.tasks.swebench.instances import Instance, Line, parse, read_instances
+from megaflow_hpc.tasks.swebench.plan import ask, read_tasks, request_fields
 
 GOOD = {
     "instance_id": "a__b-1",
@@ -96,7 +94,7 @@ NAMES = (
 )
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(change=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5))
 def test_whatever_the_fields_hold_a_line_is_read_or_refused(tmp_path_factory, change):
     data = json.dumps({**GOOD, **change}).encode()

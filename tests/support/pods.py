@@ -13,7 +13,7 @@ from megaflow_hpc.pod.master.run_io import Report, RunIo, RunIoThread
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from tests.support.ledgers import AnyTasks
 

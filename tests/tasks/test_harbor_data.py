@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.images import image_requests
-from megaflow_hpc.tasks.loading import load_tasks
+from megaflow_hpc.tasks.loading import image_requests, load_tasks
 from megaflow_hpc.types import Task
 from tests.support.harbor_tasks import write_steps, write_task
 

@@ -697,9 +697,9 @@ def test_held_out_tasks_are_asked_for_every_few_steps_and_never_trained_on(tmp_p
     _, plans = drink(run, pods)
     assert {rollout.task for plan in plans for rollout in plan.rollouts} == {"task-0", "task-1", "task-2"}
     pods.work()
-    assert [(e.step, e.rollouts, e.reward, e.passed) for e in evaluations(run, "default")] == [
-        (2, 3, 0.5, 0.0),
-        (4, 3, 1.0, 1.0),
+    assert [(e.step, e.agent, e.rollouts, e.reward, e.passed) for e in evaluations(run, "default")] == [
+        (2, "nop", 3, 0.5, 0.0),
+        (4, "nop", 3, 1.0, 1.0),
     ]
     assert evaluations(run, "other") == []
     again = Dataflow(run)  # as after a crash between the commit and the request

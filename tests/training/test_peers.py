@@ -17,6 +17,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit
@@ -293,7 +294,7 @@ def trained(name: str, owners: list[str], helpers: list[str]) -> TrainedPolicy:
     return TrainedPolicy(
         name=name,
         settings=CONFIGS[0].policies["any"],
-        agent="nop",
+        agents=(AgentConfig(name="nop"),),
         tasks=tuple(f"task-{number}" for number in range(5)),
         held_out=frozenset(),
         owners=frozenset({name}) if owns else None,

@@ -43,7 +43,7 @@ class Starter:
     profiles: list[Profile] = field(default_factory=list)
     """Profiles for this site. The user's come first, then the group's."""
     recognised: str = ""
-    """The rule by which the first profile matched this machine. Empty if the profile has no rule."""
+    """Rule of the first profile that matched this machine. Empty if the profile has no rule."""
     slurm: bool = False
     accounts: list[str] = field(default_factory=list)
     """Accounts, default account first."""

@@ -12,8 +12,7 @@ from typing import Any
 from megaflow_hpc.cli.campaigns.following import add_launcher, say_notices, start_and_follow
 from megaflow_hpc.cli.output import note, print_json, say, unstarted_lines
 from megaflow_hpc.cli.progress import under_way
-from megaflow_hpc.cli.values import limit, request, whole
-from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
+from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb, limit, request, whole
 from megaflow_hpc.errors import ConfigError
 
 STOPPED = 75
@@ -52,7 +51,7 @@ def register(subparsers: Subparsers) -> None:
         default=[],
         type=limit,
         metavar="NAME=HOURS",
-        help="change a limit from now on: core_hours, gpu_hours or wall; none lifts it",
+        help="change a limit from now on: core_hours, gpu_hours or wall; none removes it",
     )
     for name, key, metavar, what in (
         ("--time", "time", "TIME", "walltime"),
@@ -66,7 +65,7 @@ def register(subparsers: Subparsers) -> None:
             type=request(key),
             metavar=f"[JOBS=]{metavar}",
             dest="requests",
-            help=f"{what} of new jobs: of the pods, or as servers={metavar}, trainer=…, gather=…; none: the site's",
+            help=f"{what} of new jobs: pods, or servers={metavar}, trainer=…, gather=…; none: the site's default",
         )
     resume.add_argument("--no-wait", action="store_true", help="submit and return")
     add_launcher(resume)
@@ -109,9 +108,9 @@ def register(subparsers: Subparsers) -> None:
     add_run(gather)
     gather.add_argument("--rebuild", action="store_true", help="rebuild trajectories.h5 even if it is up to date")
     gather.add_argument(
-        "--wait", action="store_true", help="first wait for the pods, including those on other clusters"
+        "--wait", action="store_true", help="wait for the pods first, including those on other clusters"
     )
-    gather.add_argument("--end-servers", nargs="+", default=[], metavar="JOB", help="first cancel these engine arrays")
+    gather.add_argument("--end-servers", nargs="+", default=[], metavar="JOB", help="cancel these engine arrays first")
 
 
 def _resume(arguments: argparse.Namespace) -> int:
@@ -182,11 +181,11 @@ def _scale(arguments: argparse.Namespace) -> int:
 
 
 def _scale_servers(run: Any, arguments: argparse.Namespace) -> int:
-    going = run.scale_servers(arguments.servers, arguments.policy)
+    released = run.scale_servers(arguments.servers, arguments.policy)
     if arguments.json:
-        print_json({"run": str(run.path), "servers": arguments.servers, "added": going})
+        print_json({"run": str(run.path), "servers": arguments.servers, "added": released})
     else:
-        say("\n".join(f"released {element}" for element in going) or "no held server is needed for this number")
+        say("\n".join(f"released {element}" for element in released) or "enough servers are queued or running")
     return 0
 
 
@@ -233,8 +232,10 @@ def _gather(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _terminated() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether SIGTERM has arrived. Before its first call, SIGTERM ends the process, with
-    the exit status of a gather that was stopped."""
+    """Yields a function that returns whether SIGTERM has arrived.
+
+    Before its first call, SIGTERM ends the process with status :data:`STOPPED`.
+    """
     arrived = polled = False
 
     def handle(*_: object) -> None:

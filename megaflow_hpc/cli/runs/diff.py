@@ -15,12 +15,24 @@ from megaflow_hpc.texts import content_of, printable
 from megaflow_hpc.trajectories.reading.conversations import main
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import Row
 
 FIELDS = (
-    *("task_id", "policy", "agent", "status", "error_kind", "error", "reward", "rewards", "sample_index", "seed"),
-    *("attempt", "node", "job_id"),
+    "task_id",
+    "policy",
+    "agent",
+    "status",
+    "error_kind",
+    "error",
+    "reward",
+    "rewards",
+    "sample_index",
+    "seed",
+    "attempt",
+    "node",
+    "job_id",
 )
+"""Attributes of a trajectory to compare."""
 HUNK_LINES = 60
 """Maximum number of diff lines to print per message without ``--full``."""
 

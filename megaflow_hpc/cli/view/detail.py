@@ -51,8 +51,7 @@ class DetailScreen(Screen[None]):
         self._log = "/" not in key
         self._detail: Detail | None = None
         self._shown: list[Text] = []
-        self._known = 0
-        """Number of lines with properties."""
+        self._property_lines = 0
 
     def compose(self) -> ComposeResult:
         """Creates the properties, the text and the footer."""
@@ -84,7 +83,7 @@ class DetailScreen(Screen[None]):
             lines = facts_about(row) if row else _part(self.key, look.snapshot)
             if look.problem:
                 lines.append(Text(in_one_line(look.problem), "bold red"))
-            grown, self._known = len(lines) != self._known, len(lines)
+            grown, self._property_lines = len(lines) != self._property_lines, len(lines)
             self.query_one("#known", Static).update(_joined(lines, self.size.width), layout=grown)
         if look.detail is not None and look.detail.key == self.key:
             self._detail = look.detail
@@ -190,4 +189,4 @@ def _transcript(detail: Detail) -> list[Text]:
 
 
 def _log(detail: Detail) -> list[Text]:
-    return [Text(printable(line)) for line in detail.log] or [Text("nothing is written of it yet", "dim")]
+    return [Text(printable(line)) for line in detail.log] or [Text("there are no lines about it yet", "dim")]

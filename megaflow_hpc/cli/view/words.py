@@ -1,4 +1,4 @@
-"""Formats a status as the lines above the list, for a terminal of 80 columns."""
+"""Formats the status as the lines above the list, for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def remarks(snapshot: RunSnapshot) -> Iterator[str]:
             causes.append(f"{cause} {sum(nodes.values())} ({where}{', …' if len(nodes) > 3 else ''})")
         yield "failed attempts: " + ", ".join(causes)
     if snapshot.unlisted:
-        yield f"{snapshot.unlisted} that ended well are not listed: megaflow-hpc status RUN --rollouts"
+        yield f"{snapshot.unlisted} successful rollouts are not listed: megaflow-hpc status RUN --rollouts"
     if status.get("waits_for"):
         yield f"waits for {', '.join(status['waits_for'])} to add rollouts"
     yield from queue_lines(status)

@@ -21,17 +21,14 @@ from pathlib import Path
 from megaflow_hpc.environments.builds.accounts import account, owner
 from megaflow_hpc.environments.builds.placing import Mode, Placement, Placer
 from megaflow_hpc.environments.builds.script import run_text
-from megaflow_hpc.environments.builds.trees import Listings
-from megaflow_hpc.environments.builds.workspace import BuildWorkspace
-from megaflow_hpc.environments.images.dockerfile.archive import ArchivedAttributes
-from megaflow_hpc.environments.images.dockerfile.context import lay_out
+from megaflow_hpc.environments.builds.workspace import BuildWorkspace, Listings
+from megaflow_hpc.environments.images.dockerfile.context import ArchivedAttributes, lay_out
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.dockerfile.steps import Copy, Env, RunStep, Stage, Workdir
-from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
-from megaflow_hpc.environments.images.layers.blob import LayerFacts
-from megaflow_hpc.environments.images.layers.packing import Packer
+from megaflow_hpc.environments.images.layers.blob import LayerFacts, Packer
 from megaflow_hpc.environments.images.layers.view import LayerView
+from megaflow_hpc.environments.images.store import LayerStore
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -330,9 +327,7 @@ def _place(dockerfile: Dockerfile, step: Copy, how: Placement, view: LayerView, 
 def _lay_out(dockerfile: Dockerfile, copy: Copy, items: Path) -> ArchivedAttributes:
     """Copies files of the build context and here-documents to ``items/<number>/<name>``."""
     items.mkdir()
-    archived = lay_out(
-        dockerfile.context, copy.sources, items, extract=copy.extract, parents=copy.parents, exclude=copy.exclude
-    )
+    archived = lay_out(dockerfile.context, copy.sources, items, extract=copy.extract, exclude=copy.exclude)
     for number, (name, content) in enumerate(copy.texts.items()):
         target = items / f"text{number}" / (name if copy.into else os.path.basename(copy.target) or name)
         target.parent.mkdir()

@@ -22,6 +22,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import remove_tree
 
 DAY_S = 86400.0
+"""Seconds for which unused layers are kept, unless only the removed images used them."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,12 @@ def prune(
     older_s: float | None = None,
     *,
     dry_run: bool = False,
-    layers_older_s: float = DAY_S,
 ) -> Pruned:
     """Removes images from the first store, and the layers that are no longer used.
 
     Args:
         named: Images to remove.
         older_s: Also remove images older than this many seconds.
-        layers_older_s: Remove previously unused layers that are older than this many seconds.
 
     Raises:
         ConfigError: A named image is the base of an image that is kept.
@@ -71,7 +70,7 @@ def prune(
                     f"{', …' if len(above) > 3 else ''}); remove them too"
                 )
         going = {digest: image for digest, image in going.items() if digest not in kept}
-        layers = _unused(store, going, layers_older_s)
+        layers = _unused(store, going)
         leftovers = tuple(str(path) for path in store.leftovers())
         if dry_run:
             files = [Path(image.path) for image in going.values()]
@@ -80,7 +79,7 @@ def prune(
         else:
             freed = sum(store.remove(digest) for digest in going)
             freed += sum(store.layers.remove(layer.digest) for layer in layers)
-            store.layers.tidy(layers_older_s)
+            store.layers.tidy(DAY_S)
     for path in () if dry_run else leftovers:
         remove_tree(Path(path))
     return Pruned(tuple(going), tuple(layer.digest for layer in layers), leftovers, tuple(sorted(kept)), freed)
@@ -119,7 +118,7 @@ def _own(store: ImageStore, image: StoredImage) -> bool:
     return Path(image.path).is_relative_to(store.root)
 
 
-def _unused(store: ImageStore, going: Mapping[str, StoredImage], older_s: float) -> list[LayerFacts]:
+def _unused(store: ImageStore, going: Mapping[str, StoredImage]) -> list[LayerFacts]:
     """Returns the layers of the first store that no remaining image uses and that may be removed."""
     used = {layer.digest for _, image in _documents(store, going) for layer in image.layers}
     theirs: set[str] = set()
@@ -127,7 +126,7 @@ def _unused(store: ImageStore, going: Mapping[str, StoredImage], older_s: float)
         for image in going.values():
             if is_layered(image.path):
                 theirs |= {layer.digest for layer in read_layered(image.path).layers}
-    before = time.time() - older_s
+    before = time.time() - DAY_S
     return [
         layer
         for layer in store.layers.layers()

@@ -19,12 +19,17 @@ from typing import Protocol
 from megaflow_hpc.environments.images import apptainer_client
 from megaflow_hpc.environments.images.build_progress import BuildProgress, make_all
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
-from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
-from megaflow_hpc.environments.images.mapping import BUILD_S, ImageMapping, ImageRequest, match_name
 from megaflow_hpc.environments.images.pull import pull
-from megaflow_hpc.environments.images.registries import Registries, is_remote
-from megaflow_hpc.environments.images.store import ImageStore, digest_in
+from megaflow_hpc.environments.images.sources import (
+    BUILD_S,
+    ImageMapping,
+    ImageRequest,
+    Registries,
+    is_remote,
+    match_name,
+)
+from megaflow_hpc.environments.images.store import ImageStore, LayerStore, digest_in
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from megaflow_hpc.errors import MegaflowError
-from megaflow_hpc.host.descriptors import raise_limit
+from megaflow_hpc.host.process import raise_descriptor_limit
 from megaflow_hpc.model.server.registration import assignment
 from megaflow_hpc.model.server.server import BACKOFF_S, HEARTBEAT_S, IDLE_S, POLL_S, EngineServer
 from megaflow_hpc.model.server.weight_updates import poll_interval_s
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if index is None and os.environ.get("SLURM_ARRAY_TASK_ID"):
         index = int(os.environ["SLURM_ARRAY_TASK_ID"])
     os.umask(0o077)
-    raise_limit()
+    raise_descriptor_limit()
     try:
         run = RunDir(arguments.run)
         run.check_ours()

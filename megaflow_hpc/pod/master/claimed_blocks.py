@@ -17,7 +17,7 @@ from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.master.histories import Histories, History
 from megaflow_hpc.rundir.events import ClaimEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.stored import StoredBlock, StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredBlock, StoredRollouts
 from megaflow_hpc.types import Rollout
 
 SMALL = 16
@@ -101,13 +101,13 @@ class ClaimedBlocks:
             return None
         self._unread = claim  # kept until the block has been read, so that an error does not lose it
         unknown = claim.epoch > 0 and claim.left is None  # the previous holder did not record what is left
-        earlier = self._ledger.earlier(claim) if claim.epoch else []
-        held = [StoredBlock(*each) for each in earlier] if unknown else []
+        earlier = [StoredBlock(epoch, seal.owner, seal.sealed) for epoch, seal in enumerate(claim.seals)]
+        held = earlier if unknown else []
         size, todo = self._to_run(claim, held)
         tasks = planned(self._tasks, todo)
         if claim.epoch:  # handed-off rollouts have no history
-            self._histories.look(owner for _, owner, _ in earlier)
-            self._histories.look_at_events({each.owner for each in held})
+            self._histories.look(block.owner for block in earlier)
+            self._histories.look_at_events({block.owner for block in held})
         self._unread = None
         self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})
         self._write_event(claim, "claimed", rollouts=len(todo))

@@ -16,13 +16,11 @@ from enum import Enum
 import msgspec
 
 from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.accounts import progress_of
+from megaflow_hpc.ledger.coordinator import PRUNE_S, Surveyed
 from megaflow_hpc.ledger.files import Operation
-from megaflow_hpc.ledger.leader import COORDINATOR, RENEW_S, Leader
+from megaflow_hpc.ledger.leader import COORDINATOR, FEW, RENEW_S, Leader, Report, reported
 from megaflow_hpc.ledger.lease import TIMES
-from megaflow_hpc.ledger.progress import progress_of
-from megaflow_hpc.ledger.pruning import PRUNE_S
-from megaflow_hpc.ledger.report import FEW, Report, reported
-from megaflow_hpc.ledger.survey import Surveyed
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.live import Asked, LiveFiles
@@ -59,7 +57,7 @@ class Coordination:
 
     Args:
         clock: a monotonic clock, in seconds.
-        few: see :data:`~megaflow_hpc.ledger.report.FEW`.
+        few: see :data:`~megaflow_hpc.ledger.leader.FEW`.
     """
 
     def __init__(

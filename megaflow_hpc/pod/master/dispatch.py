@@ -13,8 +13,7 @@ from megaflow_hpc.pod.master.pod import Pod
 from megaflow_hpc.pod.master.results import Results
 from megaflow_hpc.pod.master.run_io import RunIo
 from megaflow_hpc.pod.scheduling.estimates import Estimates
-from megaflow_hpc.pod.scheduling.scheduler import Scheduler
-from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.pod.scheduling.scheduler import Scheduler, Work
 from megaflow_hpc.rundir.events import StartEvent
 from megaflow_hpc.types import Rollout
 

@@ -4,7 +4,7 @@
 attempts and causes so far, the number of interruptions by the end of an allocation, and the checkpoint to resume from.
 If several pods wrote a history of the same rollout, the longest one counts. A pod that takes over a block reads the
 files of its earlier holders. The coordinator removes a file once all blocks that its pod ever held are done
-(:mod:`megaflow_hpc.ledger.pruning`). A killed pod writes no file. Its rollouts restart from the beginning, and the
+(:mod:`megaflow_hpc.ledger.coordinator`). A killed pod writes no file. Its rollouts restart from the beginning, and the
 failures in its events count.
 """
 

@@ -38,7 +38,6 @@ from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.rundir.budget import cores_of
 from megaflow_hpc.rundir.events import (
-    FORMAT_VERSION,
     EndpointsEvent,
     EngineEvent,
     PodEvent,
@@ -46,7 +45,7 @@ from megaflow_hpc.rundir.events import (
 )
 from megaflow_hpc.rundir.marks import PROGRESS
 from megaflow_hpc.texts import printable
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 
 TICK_S = 1.0
 """Interval at which the drain file and heartbeats are polled."""
@@ -110,9 +109,7 @@ class Master:
         pod = self.pod
         pod.ledger.register()
         pod.run.partial.mkdir(mode=0o700, exist_ok=True)
-        started = PodEvent(state="started", job_id=pod.job_id, node=node_name(), ranks=pod.comm.size)
-        started.format_version = FORMAT_VERSION
-        pod.events.write(started)
+        pod.events.write(PodEvent(state="started", job_id=pod.job_id, node=node_name(), ranks=pod.comm.size))
         self._io.start()
         self._engines = self._io.state.engines
         self._ranks.greet(pod.init)

@@ -17,7 +17,7 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.scheduling.groups import GroupRules
-from megaflow_hpc.pod.scheduling.work import NOTHING, Demand
+from megaflow_hpc.pod.scheduling.scheduler import NOTHING, Demand
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir

@@ -27,8 +27,7 @@ from megaflow_hpc.pod.scheduling.failures import (
     may_retry,
 )
 from megaflow_hpc.pod.scheduling.groups import Groups, GroupStep
-from megaflow_hpc.pod.scheduling.scheduler import Scheduler
-from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.pod.scheduling.scheduler import Scheduler, Work
 from megaflow_hpc.rundir.events import AttemptEvent, WorkerEvent, shown
 from megaflow_hpc.rundir.marks import PREEMPTED, WHY_DRAIN
 from megaflow_hpc.trajectory import Attempt, Trajectory

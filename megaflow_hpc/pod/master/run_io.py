@@ -22,7 +22,6 @@ from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.files import boot_clock
 from megaflow_hpc.ledger.rules import Outlook
@@ -46,8 +45,6 @@ POLL_INTERVAL_S = 0.5
 """Maximum pause between two turns of the thread, so that the lease is renewed in time."""
 LOOP_HANGS_S = 60.0
 """A loop without an iteration for this long is considered hung. Its longest iterations take seconds."""
-DELETED_S = 30.0
-"""A run directory that is missing for this long is considered deleted."""
 RETRY_S = 1.0
 """Pause before retrying after an I/O error in the run directory."""
 MAX_PENDING_RECORDS = 20_000
@@ -240,7 +237,6 @@ class RunIoThread(threading.Thread):
         self._coordination = Coordination(ledger, endpoints, budget)
         self._endpoints = endpoints
         self._viewers, self._summary = Viewers(run, self._name), SummaryWriter(run.events / f"{self._name}.jsonl")
-        self._deletion = DeletionWatch(run)
         self._began_at = round(time.time(), 3)
         self._hand_offs_begun = self._hand_offs_done = 0
         self._known_requests: set[str] = set()
@@ -297,7 +293,6 @@ class RunIoThread(threading.Thread):
             self._exchange_work()
             self._list_engines()
             self._show_viewers()
-            self._deletion.check()
             self._enter(IoPhase.WORKING)
         except OSError as error:
             # The disk or quota may be full: requests wait in memory, and each turn retries.
@@ -431,27 +426,6 @@ class RunIoThread(threading.Thread):
         """Updates the state, then posts a report."""
         self._update_state()
         self.reports.put(report)
-
-
-class DeletionWatch:
-    """Ends the pod once its run directory is deleted. Otherwise it could write to its open files forever."""
-
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
-        self._planned = run.run_json.exists()
-        self._looked_at = self._present_at = time.monotonic()
-
-    def check(self) -> None:
-        """Checks, when due, whether the run directory exists. Raises LedgerError if it has been missing for too
-        long."""
-        now = time.monotonic()
-        if not self._planned or now - self._looked_at < DELETED_S / 3:
-            return
-        self._looked_at = now
-        if self._run.run_json.exists():
-            self._present_at = now
-        elif now - self._present_at > DELETED_S:
-            raise LedgerError(f"{self._run}: was deleted or moved away while its pods run; what they ran is lost")
 
 
 # --- the loop's side --------------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ import time
 from megaflow_hpc.ledger.blocks import MAX_BLOCK
 from megaflow_hpc.pod.master.run_io import RunIo
 from megaflow_hpc.pod.scheduling.groups import Groups
-from megaflow_hpc.pod.scheduling.scheduler import Scheduler
-from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.pod.scheduling.scheduler import Scheduler, Work
 
 POLL_INTERVAL_S = 5.0
 """Interval at which a pod with waiting rollouts polls for work requests once no block is free."""

@@ -18,8 +18,7 @@ from typing import Any
 
 from megaflow_hpc.config import CampaignConfig, Policy, resolved
 from megaflow_hpc.errors import MegaflowError
-from megaflow_hpc.host.descriptors import raise_limit
-from megaflow_hpc.host.process import node_name
+from megaflow_hpc.host.process import node_name, raise_descriptor_limit
 from megaflow_hpc.host.wire import Message, frame, pack, read_parcel, unpack_all
 from megaflow_hpc.pod.comm import STOP
 from megaflow_hpc.pod.outcome import Outcome
@@ -182,7 +181,7 @@ async def _main(descriptor: int) -> None:
     # Slurm signals every process of a step, but rank 0 decides when to drain.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    raise_limit()
+    raise_descriptor_limit()
     log_briefly(asyncio.get_running_loop())
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(False)

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from megaflow_hpc.agents import create
 from megaflow_hpc.agents.registry import NAMES
-from megaflow_hpc.config import Policy
-from megaflow_hpc.config.sections import EnvironmentConfig
+from megaflow_hpc.config.sections import AgentConfig, EnvironmentConfig
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import ConfigError
@@ -21,13 +20,15 @@ from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import Network, Task
 
 
-def rollout_spec(task: Task, policy: Policy, images: Mapping[str, str], environment: EnvironmentConfig) -> SandboxSpec:
+def rollout_spec(
+    task: Task, agent: AgentConfig, images: Mapping[str, str], environment: EnvironmentConfig
+) -> SandboxSpec:
     """Returns the spec of a rollout's sandbox, including the agent's binds."""
-    return replace(sandbox_spec(task, images, environment), binds=_binds(policy))
+    return replace(sandbox_spec(task, images, environment), binds=_binds(agent))
 
 
-def _binds(policy: Policy) -> tuple[str, ...]:
-    return tuple(getattr(create(policy.agent), "binds", ()))
+def _binds(agent: AgentConfig) -> tuple[str, ...]:
+    return tuple(getattr(create(agent), "binds", ()))
 
 
 class Sandboxes:
@@ -57,7 +58,7 @@ class Sandboxes:
 async def recreated(
     provider: ApptainerProvider,
     task: Task,
-    policy: Policy,
+    agent: AgentConfig,
     images: Mapping[str, str],
     environment: EnvironmentConfig,
     network: Network,
@@ -79,8 +80,8 @@ async def recreated(
             "you trust this run directory, add --own-code"
         )
     spec = sandbox_spec(task, images, environment)
-    if own_code or policy.agent.name in NAMES:
-        spec = replace(spec, binds=_binds(policy))
+    if own_code or agent.name in NAMES:
+        spec = replace(spec, binds=_binds(agent))
     spec = replace(spec, network=network, cpu_s=None, wall_s=None)
     async with await provider.start(spec) as sandbox:
         await prepare(task, sandbox)

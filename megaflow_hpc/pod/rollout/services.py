@@ -55,7 +55,8 @@ class Services:
         code.look_in(*code_places)
         models = {name: policy.model for name, policy in policies.items() if policy.model is not None}
         gateway = ModelGateway(
-            policies=list(models),
+            policies=[name for name, model in models.items() if not model.judge],
+            judges=[name for name, model in models.items() if model.judge],
             limits=CallLimits(Quotas.of(config.quotas.model_dump()).share(gateways(config.slurm.pods))),
             replays=_replays(policies),
             media_domains={name: model.media_domains for name, model in models.items()},
@@ -63,7 +64,7 @@ class Services:
             sampling={name: Sampling(model.sampling.model_dump()) for name, model in models.items()},
         )
         await gateway.start()
-        agents = Zygote([policy.agent.name for policy in policies.values()], *code_places)
+        agents = Zygote([agent.name for policy in policies.values() for agent in policy.agents], *code_places)
         return cls(config, policies, {}, ApptainerProvider(), gateway, agents, checkpoints)
 
     async def close(self) -> None:

@@ -30,9 +30,8 @@ from megaflow_hpc.rundir.summaries import (
     Summary,
     busy_at,
     digest,
-    policy_of,
 )
-from megaflow_hpc.types import VERIFIED
+from megaflow_hpc.types import VERIFIED, RolloutName
 
 LOOK_S = 5.0
 SUMMARY_INTERVAL_S = 60.0
@@ -43,8 +42,6 @@ LAST_TAIL = 4 << 10
 """The same threshold when the pod ends."""
 PIECE = 256 << 10
 """Bytes of events read at a time. Kept small because the thread also does other work."""
-MAX_LINE_BYTES = 2 << 20
-"""Maximum length of a line. Longer lines are not rollout events and are skipped."""
 LAST_PIECES = 16
 """Maximum number of chunks read when the pod ends, since other processes wait for it."""
 MAX_UNFINISHED = 1000
@@ -211,7 +208,7 @@ class EventAggregator:
         self._bad.pop(event.id, None)
         self._attempts.pop(event.id, None)
         self._running.forget(event.id)
-        policy = policy_of(event.id)
+        policy = RolloutName.parse(event.id).arm
         self._well.setdefault(policy, Counter())[event.status] += 1
         self._digests += digest(event.id)
         if event.inexact:
@@ -284,31 +281,23 @@ class EventFileScan:
     def __init__(self, path: Path, aggregator: EventAggregator, covered: int = 0) -> None:
         self._path, self._aggregator = path, aggregator
         self.covered = covered
-        """Number of bytes added, up to the end of a complete line."""
-        self._unended = 0
-        """Bytes read beyond the covered ones that do not yet contain a complete line."""
+        """Number of bytes added."""
         self._descriptor = -1
 
     def advance(self) -> bool:
         """Reads and aggregates one chunk. Returns whether there was progress. Raises OSError."""
         if self._descriptor < 0:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        data = os.pread(self._descriptor, PIECE, self.covered + self._unended)
+        data = os.pread(self._descriptor, PIECE, self.covered)
         end = data.rfind(b"\n") + 1
-        if not end:
-            long = len(data) == PIECE  # an overlong line, or a hole left by a crash
-            self._unended += PIECE * long
-            return long
-        end += self._unended
-        if self._unended > MAX_LINE_BYTES:
-            data = data[data.index(b"\n") + 1 :]
-        elif self._unended:
-            data = os.pread(self._descriptor, end, self.covered)
-        for line in data[: data.rfind(b"\n") + 1].splitlines():
-            if (event := decode(line)) is not None:
+        if not end and len(data) == PIECE:  # no pod writes such a long line: a crash left a hole
+            end = PIECE
+        for line in data[:end].splitlines():
+            event = decode(line)
+            if event is not None:
                 self._aggregator.apply(event)
-        self.covered, self._unended = self.covered + end, 0
-        return True
+        self.covered += end
+        return end > 0
 
     def close(self) -> None:
         """Closes the file."""

@@ -1,19 +1,21 @@
-"""Harbor task directories as a task format."""
+"""Harbor task directories as a task format, and a template for new ones."""
 
 from __future__ import annotations
 
 import glob
 import os
+import secrets
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
-from megaflow_hpc.environments.images.mapping import ImageRequest
+from megaflow_hpc.environments.images.sources import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, Mistakes
-from megaflow_hpc.tasks.formats import TaskFormat
+from megaflow_hpc.tasks.formats import TASK_ID, TaskFormat
 from megaflow_hpc.tasks.harbor import verifier
 from megaflow_hpc.tasks.harbor.data import HarborData, HarborStep, Judging
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
@@ -138,3 +140,35 @@ def _image(task: Task) -> ImageRequest:
     dockerfile = Path(data.dockerfile) if data.dockerfile else None
     request = ImageRequest(task.image, data.base, dockerfile, path=task.path)
     return request if data.build_timeout_s is None else replace(request, timeout_s=data.build_timeout_s)
+
+
+# --- new tasks --------------------------------------------------------------------------------------------------------
+
+TEMPLATE = Path(__file__).parent / "template"
+
+
+def write_template(name: str, directory: Path) -> Path:
+    """Writes a task directory ``directory/NAME`` and returns its path.
+
+    Raises:
+        ConfigError: the name is not a valid task id, or the directory exists already.
+    """
+    if not TASK_ID.fullmatch(name) or name.startswith("."):
+        raise ConfigError(f"{name!r}: expected the id of a task: letters, digits, dot, dash and underscore")
+    path = directory.absolute() / name
+    directory.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{name}.{secrets.token_hex(4)}")
+    try:
+        shutil.copytree(
+            TEMPLATE, unfinished, copy_function=shutil.copyfile, ignore=shutil.ignore_patterns("__pycache__")
+        )
+        for script in unfinished.rglob("*.sh"):
+            script.chmod(0o755)
+        os.rename(unfinished, path)
+    except OSError as error:
+        if not path.exists():
+            raise
+        raise ConfigError(f"{path}: exists already; choose another name") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return path

@@ -27,8 +27,7 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.tar import Kind
-from megaflow_hpc.host.unpack import Budget, Parts, TreeWriter, plain, unpack_tar
+from megaflow_hpc.host.tar import Budget, Kind, Parts, TreeWriter, plain, unpack_tar
 from megaflow_hpc.tasks.releases import fetch as sdist_fetch
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")

@@ -24,8 +24,7 @@ from megaflow_hpc.errors import ConfigError, LimitError, SandboxError
 from megaflow_hpc.tasks import checkout, named_tests
 from megaflow_hpc.tasks.judged_layer import home_of
 from megaflow_hpc.tasks.swebench.instances import Instance
-from megaflow_hpc.tasks.swebench.lines import LineSource, load
-from megaflow_hpc.tasks.swebench.plan import ask, request_fields
+from megaflow_hpc.tasks.swebench.plan import LineSource, ask, load, request_fields
 from megaflow_hpc.texts import parse_json
 from megaflow_hpc.types import ExecResult, Task, Verdict
 

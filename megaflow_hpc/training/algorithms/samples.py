@@ -22,6 +22,8 @@ class TurnTokens(NamedTuple):
     sequence: int
     start: int
     end: int
+    state: str = ""
+    """Digest of the last message before the call, such as a tool's output. Empty if the call has no messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class Sample:
     """The verifier's reward, if a scorer replaced it; NaN without a scorer."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """The rewards in :attr:`rewards` that a scorer gave."""
+    agent: str = ""
+    """Name of the agent in the campaign."""
 
     @property
     def verified(self) -> bool:

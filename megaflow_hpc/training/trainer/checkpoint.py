@@ -34,7 +34,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import file_mode, fsync, fsync_tree, make_directory, write_json
 from megaflow_hpc.host.files import read_regular, remove_tree
 from megaflow_hpc.rundir.safetensors import BITS, INDEX, Tensor, read_header
-from megaflow_hpc.rundir.weight_checksums import Checksum, checksum
+from megaflow_hpc.rundir.weights import Checksum, checksum
 from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 

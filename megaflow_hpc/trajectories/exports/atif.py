@@ -32,7 +32,7 @@ from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
-    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import Row
 
 HELP = "ATIF, Harbor's trajectory format, one JSON document per trajectory"
 
@@ -45,7 +45,7 @@ def write(job: ExportJob) -> list[Path]:
     directory = job.directory / "atif"
     with published_directory(directory) as temporary:
         for row in job.rows():
-            folder = temporary / safe_name(row.task_id) / safe_name(row.policy)
+            folder = temporary / safe_name(row.task_id) / safe_name(row.group_id.rpartition("/")[2])
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             round_number = round_of(row.task_id, row.group_id)
             suffix = f"@{round_number}" if round_number else ""

@@ -1,17 +1,23 @@
-"""Defines the columns of ``trajectories.h5``, format ``megaflow-hpc/trajectories``.
+r"""Defines the columns of ``trajectories.h5``, format ``megaflow-hpc/trajectories``, and how their text is encoded.
 
 The writer, the readers, the validator and docs/reference/trajectory-format.md share this table. All datasets are
 one-dimensional. Ragged data is stored flat: item i has the entries ``[offset[i], offset[i+1])`` of the flat columns,
 and an offset column has one more entry than there are items. The only filters are HDF5's shuffle, deflate and
 fletcher32, and nothing has variable length, so every HDF5 library can read the file. Readers ignore unknown datasets.
 Adding a column needs no new version; the column becomes :data:`OPTIONAL`. Changing a meaning does.
+
+HDF5 strings cannot contain NUL or lone surrogates (undecodable bytes from program output). String columns store the
+escapes ``\x00`` and ``\udc80`` instead. Messages are stored losslessly, because JSON has equivalent escapes.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+
+import orjson
 
 FORMAT = "megaflow-hpc/trajectories"
 FORMAT_VERSION = 3
@@ -352,3 +358,46 @@ def markdown() -> str:
         lines += [f"| `{name}` | {dtype} | {extent} | {doc} |" for name, dtype, extent, doc in group.columns]
     lines += ["", "### `/rewards/<name>`", "", REWARDS_DOC, "", "### `/images`", "", IMAGES_DOC]
     return "\n".join(lines) + "\n"
+
+
+# --- encoding ---------------------------------------------------------------------------------------------------------
+
+
+def escape(text: str) -> str:
+    """Escapes NUL and lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+
+def message_json(message: Mapping[str, Any]) -> bytes:
+    """Encodes a message as strict UTF-8 JSON. NaN and infinities become null; unsupported types become strings."""
+    try:
+        return orjson.dumps(message, default=_text)  # much faster, but rejects lone surrogates and large integers
+    except TypeError:
+        text = json.dumps(_plain(message), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_text)
+        return text.encode("utf-8", "backslashreplace")
+
+
+def reward_name(name: str) -> str:
+    """Converts a verifier's reward name to a dataset name, which is never a path and never empty."""
+    plain = escape(name).replace("/", "_")
+    return plain if plain.strip(".") else f"_{plain}"
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+MAX_DEPTH = 200
+"""Maximum nesting depth of a message. Deeper values are dropped, since few JSON parsers accept them."""
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if depth >= MAX_DEPTH and isinstance(value, Mapping | list | tuple):
+        return None
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else _text(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    return value

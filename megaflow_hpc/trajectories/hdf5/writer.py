@@ -19,7 +19,6 @@ import h5py
 import numpy as np
 
 from megaflow_hpc.trajectories.hdf5.columns import Array
-from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.file import continued_file, new_file
 from megaflow_hpc.trajectories.hdf5.schema import (
     BYTE_CHUNK,
@@ -31,6 +30,9 @@ from megaflow_hpc.trajectories.hdf5.schema import (
     TEXT,
     UNKNOWN_AS_NAN,
     Column,
+    escape,
+    message_json,
+    reward_name,
     text_offset,
 )
 from megaflow_hpc.trajectory import Trajectory, linked

@@ -14,8 +14,8 @@ Reading ends at the *torn tail*: the first byte that is not followed by a comple
 valid frame are *damage*. Strict readers raise an error that names file and offset; tolerant readers log and skip it.
 A file may be read while it is being written: the reader sees the frames that were complete at that time.
 
-Record kinds: ``{"kind": "trajectory", "epoch": int, "block": int, "trajectory": Trajectory.to_record()}`` and, in
-journals of earlier versions, ``{"kind": "part", "number": int, "base": int}``. Readers skip unknown kinds.
+Each record is ``{"kind": "trajectory", "epoch": int, "block": int, "trajectory": Trajectory.to_record()}``. Readers
+skip records of other kinds.
 """
 
 from __future__ import annotations

@@ -38,9 +38,8 @@ from megaflow_hpc.trajectories.journal.winners import (
     seals_of,
     sizes_of,
 )
-from megaflow_hpc.trajectories.reading.journal_source import JournalSource
-from megaflow_hpc.trajectories.reading.row import Row
-from megaflow_hpc.trajectories.reading.store import open_trajectories
+from megaflow_hpc.trajectories.reading.sources import JournalSource
+from megaflow_hpc.trajectories.reading.store import Row, open_trajectories
 from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import VERIFIED
 
@@ -81,8 +80,6 @@ class Follower:
         if cursor is not None:
             self._read, self._failed = _read_cursor(cursor)
         self._seen = {*after, *self._failed}
-        self._tails: dict[str, tuple[int, float, float]] = {}
-        """Name of a journal with an incomplete record at its end → (size, first read, last read)."""
 
     @property
     def cursor(self) -> dict[str, Any]:
@@ -106,7 +103,7 @@ class Follower:
             OSError: As for :meth:`poll`.
         """
         sizes = {self._run.journal / name: size for name, size in sizes_of(self._run).items()}
-        grown = {path: size for path, size in sizes.items() if self._is_new(path.name, size)}
+        grown = {path: size for path, size in sizes.items() if size > self._read.get(path.name, 0)}
         if not grown:
             return []
         seals = self._seals()
@@ -116,8 +113,6 @@ class Follower:
             of_journal, read[path.name] = entries(path, seals, start=read.get(path.name, 0), limit=size)
             valid += of_journal
         self._read = read
-        for path, size in grown.items():
-            self._note_tail(path.name, size)
         best, _ = decide(valid)
         return [entry for entry in in_commit_order(best.values()) if self._take(entry)]
 
@@ -129,22 +124,6 @@ class Follower:
             OSError: The run directory is unavailable.
         """
         return Index(self._run.journal).load(entry)
-
-    def _is_new(self, name: str, size: int) -> bool:
-        """Returns whether a journal may have new records. The torn tail of a killed writer is only retried for a
-        while."""
-        if size <= self._read.get(name, 0):
-            return False
-        if name not in self._tails:
-            return True
-        size_of_tail, first, last = self._tails[name]
-        return size != size_of_tail or last - first <= MAX_CACHE_AGE_S  # caches may show the size before the bytes
-
-    def _note_tail(self, name: str, size: int) -> None:
-        now = time.monotonic()
-        size_before, first, _ = self._tails.pop(name, (size, now, now))
-        if self._read[name] < size:
-            self._tails[name] = size, first if size_before == size else now, now
 
     def _take(self, entry: RecordEntry) -> bool:
         """Returns whether to yield an entry, and marks it as yielded."""

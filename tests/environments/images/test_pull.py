@@ -16,10 +16,9 @@ from megaflow_hpc.environments.images import pull
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.image_file import working_directory
 from megaflow_hpc.environments.images.layered import read_layered
-from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.pull import exports
-from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping, Registries
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import SiteError

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from megaflow_hpc.model.engines.scripted.tokens import END, render
+from megaflow_hpc.model.engines.scripted.engine import END, render
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import CallBudget, ModelEndpoint
 from tests.support.reported import answered, check_against_reported

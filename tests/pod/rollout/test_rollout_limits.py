@@ -57,7 +57,7 @@ def run(place: Path, image: Path, task: Task, agents: dict[str, str], **environm
     """Runs one attempt of each agent, given by policy."""
     campaign = {"name": "x", "tasks": str(place), "agent": "nop", "environment": {"network": "none", **environment}}
     config = CampaignConfig.model_validate(campaign)
-    policies = {name: Policy(agent=AgentConfig(name=agent)) for name, agent in agents.items()}
+    policies = {name: Policy(agents=(AgentConfig(name=agent),)) for name, agent in agents.items()}
 
     async def main() -> dict[str, Trajectory]:
         async with ApptainerProvider(place / "scratch") as provider:
