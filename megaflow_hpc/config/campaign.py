@@ -197,7 +197,7 @@ class Policy(Section):
     include: tuple[str, ...] = ()
 
     def agent(self, title: str) -> AgentConfig:
-        """Returns the agent with this title, which :attr:`.Rollout.agent` holds."""
+        """Returns the agent with this title, as stored in :attr:`.Rollout.agent`."""
         return next(agent for agent in self.agents if agent.title == title)
 
 

@@ -2,7 +2,7 @@
 
     from megaflow_hpc.training.dataflow import Dataflow
 
-    flow = Dataflow("runs/fix-bugs", policy="default", consumer="mine")
+    flow = Dataflow("runs/fix-bugs", policy="default")
     state = flow.restore()                       # the last commit that has a checkpoint, or None
     for step in flow.steps():                    # plans of an earlier start first, unchanged
         for minibatch in step.minibatches():
@@ -272,7 +272,6 @@ class Dataflow:
     Args:
         run: the run directory.
         policy: the policy to train; may be omitted if the campaign trains only one.
-        consumer: name under which the trainer holds the campaign open; by default the policy's.
         rank, ranks: this process of a distributed trainer, and the number of its processes.
         training: a section ``training`` for a campaign without one. Training then uses the planned rollouts as they
             arrive, whatever their staleness, and requests no others.
@@ -289,7 +288,6 @@ class Dataflow:
         self,
         run: RunDir | str | os.PathLike[str],
         policy: str | None = None,
-        consumer: str | None = None,
         *,
         rank: int = 0,
         ranks: int = 1,
@@ -306,7 +304,6 @@ class Dataflow:
         self.config = training or planned or _missing(self.run)
         methods.prepare(self.run, self.config, self.record.beside)
         self.trained = trained_policy(self.run, self.record, policy, self.config)
-        self.consumer = consumer or self.policy
         self.rank, self.ranks = rank, ranks
         self.files = TrainingFiles(self.run, self.policy)
         self.trainer = 0
@@ -396,9 +393,9 @@ class Dataflow:
         self.files.create()
         methods.record(self.run, methods.digests(methods.methods_of(self.config).values()))
         if self._paced:  # opened first, because a trainer without an open lease counts as ended
-            self._lease = OpenLease(self.run, self.consumer)
+            self._lease = OpenLease(self.run, self.policy)
             self._lease.keep()
-        self.trainer = self.files.enter(Trainer.here(self.consumer))
+        self.trainer = self.files.enter(Trainer.here(self.policy))
 
     def close(self) -> None:
         """Stops requesting rollouts, so that the campaign can end. A trainer that dies or is requeued leaves it

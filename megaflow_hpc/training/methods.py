@@ -58,19 +58,19 @@ def _of_policy(policy: PolicyTraining) -> dict[str, Any]:
     }
 
 
-def prepare(run: RunDir, training: TrainingConfig, beside: str) -> None:
+def prepare(run: RunDir, training: TrainingConfig, folder: str) -> None:
     """Makes a run's functions importable in this process, and checks that their files are unchanged.
 
     Args:
         run: the run directory.
         training: the section ``training``.
-        beside: directory of the campaign file, searched last; empty if unknown.
+        folder: directory of the campaign file, searched last; empty if unknown.
 
     Raises:
         ConfigError: a module cannot be found, or its file was changed.
     """
     if methods := methods_of(training):
-        look_in(str(run.code) if run.code.is_dir() else "", beside)
+        look_in(str(run.code) if run.code.is_dir() else "", folder)
         before = _recorded(run)
         for module, digest in digests(methods.values()).items():
             if before.get(module, digest) != digest:

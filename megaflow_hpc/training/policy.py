@@ -81,8 +81,8 @@ class TrainedPolicy:
 
 
 def _apportioned(agents: Sequence[AgentConfig], count: int, random: np.random.Generator) -> list[AgentConfig]:
-    """Returns ``count`` agents in random order. Each occurs as often as its share of ``count``, rounded up or down
-    (systematic sampling)."""
+    """Returns ``count`` agents in random order. Each occurs in proportion to its share, rounded up or down (systematic
+    sampling)."""
     if len(agents) == 1:
         return [agents[0]] * count
     bounds = np.cumsum([agent.share for agent in agents])

@@ -141,7 +141,7 @@ class ServedWeights:
     """The engines of one policy at one moment."""
 
     missing: str
-    """Names the engines that a request must wait for; empty if there are none."""
+    """Description of the engines that a request must wait for, or an empty string."""
     serve_newest: bool
     """True if a live engine serves the newest weights."""
 

@@ -43,7 +43,7 @@ def _returns(sample: Sample, discount: float) -> list[float]:
 
 
 def anchor_groups(groups: Sequence[SampleGroup], discount: float = 0.95, weight: float = 1.0) -> dict[str, list[float]]:
-    """Advantage of each turn: that of its rollout, plus ``weight`` × that among the group's turns with the same state.
+    """Gives each turn the advantage of its rollout, plus ``weight`` × its advantage among turns with the same state.
 
     The first part is the rollout's reward, with its turns', minus the mean of the group. The second is the turn's
     return, as in :func:`returns_to_go`, minus the mean return of all turns in the group that answered an equal message,

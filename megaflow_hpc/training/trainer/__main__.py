@@ -47,9 +47,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="run directory, as megaflow-hpc plan printed it")
     parser.add_argument("--policy", help="policy to train; optional if only one is trained")
-    parser.add_argument(
-        "--consumer", help="name under which the trainer holds the campaign open; default: the policy's"
-    )
     parser.add_argument("--json", action="store_true", help="print each step's metrics as one line of JSON")
     arguments = parser.parse_args(argv)
     try:
@@ -85,7 +82,6 @@ def _train_by(method: Method, arguments: argparse.Namespace) -> int:
     flow = Dataflow(
         arguments.run,
         arguments.policy,
-        arguments.consumer,
         rank=int(os.environ.get("RANK", "0")),
         ranks=int(os.environ.get("WORLD_SIZE", "1")),
         say=lambda text: print(text, file=sys.stderr, flush=True),
@@ -113,7 +109,6 @@ def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
     flow = Dataflow(
         arguments.run,
         arguments.policy,
-        arguments.consumer,
         rank=ranks.rank,
         ranks=ranks.count,
         say=lambda text: print(text, file=sys.stderr, flush=True),
