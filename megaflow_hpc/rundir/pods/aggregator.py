@@ -1,4 +1,4 @@
-"""Aggregates the events of one pod: into a summary of an event file that still grows, or over several starts."""
+"""Aggregation of one pod's events: the summary of a growing event file, or the aggregate of several starts."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ from megaflow_hpc.rundir.summaries import (
 from megaflow_hpc.types import VERIFIED
 
 LOOK_S = 5.0
+"""Minimum seconds between two reads of appended events."""
 SUMMARY_INTERVAL_S = 60.0
-"""Minimum number of seconds between summaries."""
+"""Minimum seconds between two summaries."""
 TAIL = 32 << 10
-"""Bytes of new events that justify a new summary, or half the summary's size if that is larger."""
+"""Write a new summary only after this many bytes of new events, or after half the summary's size if that is larger."""
 LAST_TAIL = 4 << 10
-"""The same threshold when the pod ends."""
+"""The same when the pod ends."""
 PIECE = 256 << 10
-"""Bytes of events read at a time. Kept small because the thread also does other work."""
+"""Read this many bytes of events at a time. The number is small, because the thread also does other work."""
 LAST_PIECES = 16
-"""Maximum number of chunks read when the pod ends, since other processes wait for it."""
+"""Read at most this many chunks when the pod ends, because other processes wait for its end."""
 MAX_UNFINISHED = 1000
-"""Number of unfinished rollouts whose failed attempts are kept after their start has ended. Other unfinished rollouts
-get all their retries again.
-"""
+"""Keep the failed attempts of this many unfinished rollouts after their start has ended. Other unfinished rollouts get
+all their retries again."""
 MAX_PERIODS = 64
-"""Maximum number of periods for which the slots of ended starts are kept. If there are more, neighbours are merged."""
+"""Keep the slots of ended starts for at most this many periods. Further periods are merged with their neighbours."""
 PAUSE_FACTOR = 50
-"""After each chunk, pause for this many times the chunk's duration, so that the pod's other work has priority."""
+"""After each chunk, pause for this many times the CPU time of the chunk, so that the pod's other work has priority."""
 
 
 class EventAggregator:
-    """Aggregates all events of one pod, in order. They may come from one start or from successive ones.
+    """Aggregates all events of one pod, in order. They come from one start or from successive starts.
 
-    Memory grows with the number of running and unsuccessful rollouts, plus 8 bytes for each successful rollout.
+    Memory grows with the number of running and unsuccessful rollouts. Each successful rollout takes 8 bytes.
 
     Args:
         pod: Name of the pod. Required only for several starts.
@@ -72,7 +72,7 @@ class EventAggregator:
         self._open: dict[str, list[tuple[int, AnyEvent]]] = {}
         """Unfinished rollout → its events."""
         self._attempts: dict[str, list[tuple[int, AnyEvent]]] = {}
-        """Unsuccessful rollout → its failed attempts, which are needed if it runs again."""
+        """Unsuccessful rollout → its failed attempts. A pod that runs it again counts them."""
         self._running = RunningRollouts()
         self._bad: dict[str, RolloutEvent] = {}
         self._well: dict[str, Counter[str]] = {}
@@ -97,8 +97,8 @@ class EventAggregator:
             sizes={},
             slots=[],
         )
-        """Facts about the starts that have ended: their number, sizes, slots and stored rollouts, and the events of the
-        last one. Other fields are unused."""
+        """Facts about the ended starts: their number, sizes, slots and stored rollouts, and the events of the last
+        start. Other fields are unused."""
 
     def apply(self, event: AnyEvent) -> None:
         """Adds one event."""
@@ -125,7 +125,7 @@ class EventAggregator:
                 self._open.setdefault(rollout, []).append((self._number, event))
 
     def adopt(self, summary: Summary) -> None:
-        """Adds a summary, which replaces the events that it covers."""
+        """Adds a summary in place of the events that it covers."""
         self._running.adopt(self._where, summary)
         self._seen_at, self._busy_at = summary.t, summary.busy_at
         for event in summary.events:
@@ -143,7 +143,7 @@ class EventAggregator:
         self._stored += summary.stored
 
     def begin_start(self, start: str) -> None:
-        """Marks the following events as those of the pod's next start."""
+        """Begins the pod's next start. The following events belong to it."""
         self._start = start
 
     def end_start(self, size: int) -> None:
@@ -171,7 +171,7 @@ class EventAggregator:
         self._open, self._workers, self._pod, self._stored = {}, [], None, 0
 
     def _period(self) -> tuple[float, float, float] | None:
-        """Returns the begin, the end and the mean number of slots of the current start."""
+        """Returns begin, end and mean number of slots of the current start."""
         if not self._workers:
             return None
         began = min(event.t for _, event in self._workers)
@@ -218,7 +218,11 @@ class EventAggregator:
             self._constrained[policy] += event.constrained
 
     def summary(self, covers: int) -> Summary:
-        """Returns the summary of all applied events, which are the first ``covers`` bytes of their file."""
+        """Returns the summary of all applied events.
+
+        Args:
+            covers: Size of these events in their file, in bytes.
+        """
         kept = [*self._workers, *chain(*self._open.values(), *self._attempts.values())]
         kept += [self._pod] if self._pod is not None else []
         self._recent = Counter({at: n for at, n in self._recent.items() if at >= int(self._seen_at - RECENT_S)})
@@ -261,13 +265,13 @@ class EventAggregator:
 
 
 def _joined(*periods: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Merges neighbouring periods into one with the same slot-seconds."""
+    """Merges neighbouring periods into one period with the same slot-seconds."""
     begin, end = periods[0][0], max(period[1] for period in periods)
     return begin, end, sum((until - since) * slots for since, until, slots in periods) / (end - begin)
 
 
 def _merged(before: PodEvent, event: PodEvent) -> PodEvent:
-    """Return the later event, with missing fields filled in from the earlier one."""
+    """Returns the later event, with missing fields from the earlier event."""
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     return PodEvent(**{name: getattr(before, name) if value is None else value for name, value in fields.items()})
 
@@ -286,7 +290,7 @@ class EventFileScan:
         self._descriptor = -1
 
     def advance(self) -> bool:
-        """Reads and aggregates one chunk. Returns whether there was progress. Raises OSError."""
+        """Reads and aggregates one chunk. Returns False without a new complete line. Raises OSError."""
         if self._descriptor < 0:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         data = os.pread(self._descriptor, PIECE, self.covered)
@@ -308,7 +312,7 @@ class EventFileScan:
 
 
 class SummaryWriter:
-    """Keeps the summary of one event file up to date by reading appended events. A full disk does no harm.
+    """Keeps the summary of one event file up to date. Ignores errors such as a full disk.
 
     Args:
         events: The event file.
@@ -320,7 +324,7 @@ class SummaryWriter:
         self._aggregator = EventAggregator()
         self._scan = EventFileScan(events, self._aggregator)
         self._written = 0
-        """Bytes of events that the summary on disk covers."""
+        """Number of bytes of events that the summary on disk covers."""
         self._size = 0
         """Size of the summary on disk, in bytes."""
         self._look_at = clock() + LOOK_S
@@ -338,7 +342,7 @@ class SummaryWriter:
         self._look_at = self._clock() + max(LOOK_S, PAUSE_FACTOR * (time.thread_time() - began))
 
     def finish(self) -> None:
-        """Writes a final summary if it saves readers much. Nothing is written afterwards."""
+        """Writes a final summary if that saves readers much. Call it last."""
         with suppress(OSError):
             for _ in range(LAST_PIECES):
                 if not self._scan.advance():

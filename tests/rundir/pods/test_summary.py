@@ -227,7 +227,7 @@ def test_a_successor_hears_of_failures_that_only_a_summary_covers(run: RunDir) -
         assert (history.causes, history.next_attempt) == (["model", "model"], 2)
 
 
-@pytest.mark.parametrize("size", [PIECE + 100, 10 * PIECE])
+@pytest.mark.parametrize("size", [PIECE + 100, 10 * PIECE + 100])
 def test_a_line_longer_than_a_piece_stops_no_summary(run: RunDir, size: int) -> None:
     path = run.event_file("a", "0")
     told = EndpointsEvent(t=1.0, servers=["x" * size])
