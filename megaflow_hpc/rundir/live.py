@@ -60,9 +60,6 @@ class Asked(msgspec.Struct, frozen=True):
     rollouts: tuple[str, ...] = ()
     transcripts: tuple[str, ...] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self.rollouts or self.transcripts)
-
 
 class LiveStatus(msgspec.Struct):
     """Live status of one rollout."""

@@ -82,23 +82,12 @@ class EventAggregator:
         self._recent: Counter[int] = Counter()
         self._number = self._stored = 0
         self._seen_at = self._busy_at = 0.0
-        self._earlier = Condensed(
-            covers=0,
-            events=[],
-            ended_well={},
-            digests=b"",
-            inexact={},
-            ended_badly=[],
-            retries={},
-            failures={},
-            recent={},
-            starts=0,
-            after=-1,
-            sizes={},
-            slots=[],
-        )
-        """Facts about the ended starts: their number, sizes, slots and stored rollouts, and the events of the last
-        start. Other fields are unused."""
+        # Facts about the ended starts; see Condensed.
+        self._ended_starts = self._ended_stored = 0
+        self._after = -1
+        self._sizes: dict[str, int] = {}
+        self._slots: list[tuple[float, float, float]] = []
+        self._last: list[AnyEvent] = []
 
     def apply(self, event: AnyEvent) -> None:
         """Adds one event."""
@@ -148,17 +137,16 @@ class EventAggregator:
 
     def end_start(self, size: int) -> None:
         """Ends the current start. ``size`` is the number of bytes of its event file."""
-        earlier = self._earlier
-        earlier.starts += 1
-        earlier.sizes[self._start] = size
-        earlier.stored += max(self._stored, (self._pod[1].stored or 0) if self._pod else 0)
+        self._ended_starts += 1
+        self._sizes[self._start] = size
+        self._ended_stored += max(self._stored, (self._pod[1].stored or 0) if self._pod else 0)
         kept: list[tuple[int, AnyEvent]] = [*self._workers]
         kept += [self._pod] if self._pod is not None else []
-        earlier.last = [event for _, event in sorted(kept, key=lambda pair: pair[0])]
+        self._last = [event for _, event in sorted(kept, key=lambda pair: pair[0])]
         if period := self._period():
-            earlier.slots.append(period)
-        while len(earlier.slots) > MAX_PERIODS:
-            earlier.slots = [_joined(*earlier.slots[n : n + 2]) for n in range(0, len(earlier.slots), 2)]
+            self._slots.append(period)
+        while len(self._slots) > MAX_PERIODS:
+            self._slots = [_joined(*self._slots[n : n + 2]) for n in range(0, len(self._slots), 2)]
         for rollout, events in self._open.items():
             attempts = [one for one in events if isinstance(one[1], AttemptEvent)]
             if attempts:
@@ -186,16 +174,23 @@ class EventAggregator:
     def adopt_earlier(self, condensed: Condensed, number: int) -> None:
         """Adds the condensed events of the starts up to ``number``. Must be the first call."""
         self.adopt(condensed)
-        self._earlier.starts, self._earlier.slots = condensed.starts, list(condensed.slots)
-        self._earlier.stored, self._earlier.after, self._stored = condensed.stored, number, 0
+        self._ended_starts, self._slots = condensed.starts, list(condensed.slots)
+        self._ended_stored, self._after, self._stored = condensed.stored, number, 0
         self._attempts.update(self._open)
         self._open = {}
 
     def condensed(self) -> Condensed:
         """Returns the aggregate of all starts that have ended."""
-        earlier = self._earlier
-        facts = {name: getattr(earlier, name) for name in ("starts", "after", "sizes", "slots", "stored", "last")}
-        return Condensed(**{**msgspec.structs.asdict(self.summary(0)), **facts})
+        fields = msgspec.structs.asdict(self.summary(0))
+        fields["stored"] = self._ended_stored
+        return Condensed(
+            **fields,
+            starts=self._ended_starts,
+            after=self._after,
+            sizes=self._sizes,
+            slots=self._slots,
+            last=self._last,
+        )
 
     def _end(self, event: RolloutEvent) -> None:
         events = self._open.pop(event.id, [])
@@ -260,7 +255,7 @@ class EventAggregator:
                 event.inexact,
                 (attempt.rank, attempt.attempt, attempt.began_at) if attempt else None,
                 attempt.pod.rpartition(".")[2] if attempt else "",
-                attempt.node if attempt and self._earlier.starts else "",
+                attempt.node if attempt and self._ended_starts else "",
             )
 
 
