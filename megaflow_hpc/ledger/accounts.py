@@ -58,10 +58,13 @@ def stored_by(run: RunDir, pod: str, lease: Mapping[str, Any]) -> int:
     """
     progress = progress_of(lease)
     events, all_of_them = last_events(run, pod, 1 if lease.get("ended") else RECENT_EVENTS)
-    said = max((event.stored or 0 for event in events if isinstance(event, PodEvent)), default=0)
-    counted, since = (0, 0.0) if all_of_them or not progress else (progress.stored, progress.t)
+    published = progress.stored if progress else 0
+    reported = max((event.stored or 0 for event in events if isinstance(event, PodEvent)), default=0)
+    counted, since = 0, 0.0
+    if progress and not all_of_them:
+        counted, since = progress.stored, progress.t
     counted += len({event.id for event in events if isinstance(event, RolloutEvent) and event.t > since})
-    return max(progress.stored if progress else 0, counted, said)
+    return max(published, counted, reported)
 
 
 Facts = dict[str, Any]
@@ -136,9 +139,10 @@ def taken_over(leases: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 def recent(record: Mapping[str, Any]) -> dict[str, Facts]:
     """Returns ``<pod>.<start>`` → facts, for the starts that a record of ended pods keeps apart."""
-    found = record.get("recent")
-    found = found if isinstance(found, Mapping) else {}
-    return {name: dict(facts) for name, facts in found.items() if isinstance(name, str) and isinstance(facts, Mapping)}
+    apart = record.get("recent")
+    if not isinstance(apart, Mapping):
+        return {}
+    return {name: dict(facts) for name, facts in apart.items() if isinstance(name, str) and isinstance(facts, Mapping)}
 
 
 def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any]) -> dict[str, Facts]:
@@ -152,12 +156,14 @@ def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any])
     counted = set(record.get("names", ()))
     took = taken_over(leases)
     ended = [record, *(facts for name, facts in recent(record).items() if name not in took)]
-    found: dict[str, Facts] = {"": facts} if (facts := add_facts(ended)) else {}
+    facts_by_start: dict[str, Facts] = {}
+    if ended_facts := add_facts(ended):
+        facts_by_start[""] = ended_facts
     for name in newest_starts(leases) - counted:
-        found[name] = facts_of(leases[name])
+        facts_by_start[name] = facts_of(leases[name])
         if earlier := _earlier(leases[name]):
-            found[f"{name} earlier"] = add_facts([earlier])
-    return found
+            facts_by_start[f"{name} earlier"] = add_facts([earlier])
+    return facts_by_start
 
 
 def counted(name: str, lease: dict[str, Any]) -> Steps[dict[str, Any]]:

@@ -173,9 +173,14 @@ def _deal_groups(
     """Returns the rollout indices of each group or part of a group, and the group numbers of each block."""
     groups = _spans(rollouts)
     if not whole:
-        few = math.ceil(pods * WAVE_SHARE / len(groups)) if 0 < len(groups) < pods else 1
-        parts = [min(max(few, math.ceil(len(group) / MAX_BLOCK)), len(group)) for group in groups]
-        groups = [group[n::count] for group, count in zip(groups, parts, strict=True) for n in range(count)]
+        parts: list[range] = []
+        for group in groups:
+            count = math.ceil(len(group) / MAX_BLOCK)
+            if len(groups) < pods:
+                count = max(count, math.ceil(pods * WAVE_SHARE / len(groups)))
+            count = min(count, len(group))
+            parts += [group[n::count] for n in range(count)]
+        groups = parts
     if size:
         largest_group = max((len(group) for group in groups), default=1)
         groups_in_block = max(1, size // largest_group)

@@ -62,14 +62,13 @@ class HandOffs:
 
     def made_of(self, block: int, blocks: Iterable[int]) -> Steps[list[int]]:
         """Returns the members of ``blocks`` that were handed off from ``block``."""
-        found = []
+        handed_off = []
         for number in blocks:
-            if number < FIRST_HANDED_OFF:
-                continue
-            origin = yield from self.origin(number)
-            if origin.block == block:
-                found.append(number)
-        return found
+            if number >= FIRST_HANDED_OFF:
+                origin = yield from self.origin(number)
+                if origin.block == block:
+                    handed_off.append(number)
+        return handed_off
 
     def take_over(self, block: int, given: int | Sequence[int]) -> Steps[frozenset[str]]:
         """Records the hand-offs that a claim lists for its block. Returns the ids of the rollouts that were handed off.

@@ -147,7 +147,8 @@ class LiveFiles:
             unchanged_s = self._heartbeats.unchanged_s(name, ask.counter if ask else None)
             if ask is not None and unchanged_s < STALE_S:
                 rollouts += ask.rollouts
-                transcripts += [ask.transcript] if ask.transcript else []
+                if ask.transcript:
+                    transcripts.append(ask.transcript)
             elif unchanged_s > STALE_VIEWER_CLEANUP_S:
                 (self._folder / name).unlink(missing_ok=True)
         return Asked(tuple(sorted({*rollouts}))[:MAX_ROLLOUTS], tuple(sorted({*transcripts}))[:MAX_TRANSCRIPTS])

@@ -146,7 +146,8 @@ def why_lost(run: RunDir, pod: str) -> str:
 
 
 def _names(logs: list[Log], most: int = 10) -> str:
-    return ", ".join(log.name for log in logs[:most]) + (f" and {len(logs) - most} more" if len(logs) > most else "")
+    names = ", ".join(log.name for log in logs[:most])
+    return names if len(logs) <= most else f"{names} and {len(logs) - most} more"
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ class RolloutLog:
         self._run, self._rollout = run, rollout
         self._events = EventReader(run.events, about=rollout)
         self._logs: dict[Path, GrowingLog] = {}
-        self._said = re.compile(rf"(?<![\w./-]){re.escape(rollout)}(?![\w./-])")
+        self._mentions = re.compile(rf"(?<![\w./-]){re.escape(rollout)}(?![\w./-])")
         self.ended = False
         """True once the rollout's outcome is stored."""
         self.skipped = 0
@@ -246,12 +247,15 @@ class RolloutLog:
 
     def read(self) -> list[str]:
         """Returns the lines written since the last call, events first. Empty if there are none."""
-        texts = [(t, text) for _, events in self._events.read() for event in events for t, text in self._texts(event)]
+        texts: list[tuple[float, str]] = []
+        for _, events in self._events.read():
+            for event in events:
+                texts += self._texts(event)
         self.ended = self.ended or any(text.startswith("stored: ") for _, text in texts)
         lines = [f"{_clock(t)} {text}" for t, text in sorted(texts)]
         for log in self._changed_logs():
             while grown := log.read():
-                lines += [f"{log.path.name}: {line}" for line in grown if self._said.search(line)]
+                lines += [f"{log.path.name}: {line}" for line in grown if self._mentions.search(line)]
         return lines
 
     def _texts(self, event: AnyEvent | Summary) -> Iterator[tuple[float, str]]:
@@ -263,9 +267,9 @@ class RolloutLog:
         elif WantedPods([self._rollout]).among(event.digests):
             yield event.t, "stored: ended well before this, in a start whose events were condensed"
         else:
-            yield from (
-                (ended.t, describe(ended.to_event())) for ended in event.ended_badly if ended.id == self._rollout
-            )
+            for ended in event.ended_badly:
+                if ended.id == self._rollout:
+                    yield ended.t, describe(ended.to_event())
 
     def _changed_logs(self) -> list[GrowingLog]:
         """Returns the pod logs with a new size since the last read."""
@@ -289,8 +293,8 @@ def last_events(run: RunDir, pod: str, most: int) -> tuple[list[AnyEvent], bool]
         end = tail(run.events / f"{pod}.jsonl", most, _END if most == 1 else TAIL_BYTES)
     except OSError:
         return [], False
-    events = [event for line in end.lines if (event := decode(line.encode("utf-8", "surrogateescape")))]
-    return events, end.before == 0
+    decoded = [decode(line.encode("utf-8", "surrogateescape")) for line in end.lines]
+    return [event for event in decoded if event is not None], end.before == 0
 
 
 def describe(event: AnyEvent) -> str:

@@ -215,8 +215,10 @@ class Marks:
 
     def forget_refused(self, jobs: Iterable[str] | None = None) -> None:
         """Removes the ``refused`` marks of these jobs, or of all jobs."""
-        for path in self._refused.glob("*") if jobs is None else [self._refused / job for job in jobs]:
-            path.unlink(missing_ok=True)
+        if jobs is None:
+            jobs = [path.name for path in self._refused.glob("*")]
+        for job in jobs:
+            (self._refused / job).unlink(missing_ok=True)
 
 
 def planned(names: Iterable[str]) -> int:
@@ -237,7 +239,8 @@ def cause(lines: Sequence[str]) -> str:
     """Returns the line at the end of a log that best explains a failure."""
     texts = [line.strip() for line in lines if line.strip()]
     requeued = [n for n, text in enumerate(texts) if "DUE TO JOB REQUEUE" in text]
-    texts = texts[requeued[-1] + 1 :] if requeued else texts  # earlier lines belong to an earlier start
+    if requeued:  # earlier lines belong to an earlier start
+        texts = texts[requeued[-1] + 1 :]
     return explained(texts, CAUSES) or (texts[-1] if texts else "nothing was written")
 
 

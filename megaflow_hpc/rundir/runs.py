@@ -112,7 +112,7 @@ def _directories(root: Path, depth: int, search: FoundRuns) -> Iterator[tuple[Pa
             search.cut_runs = bool(first)
             return
         in_runs = bool(first)
-        path, below = (first or others).popleft()
+        path, below = first.popleft() if in_runs else others.popleft()
         looked += 1
         names: dict[str, bool] = {}
         try:
@@ -137,7 +137,8 @@ def _directories(root: Path, depth: int, search: FoundRuns) -> Iterator[tuple[Pa
         if below and TASK not in names:
             for name, is_directory in sorted(names.items()):
                 if is_directory and name[0] != ".":
-                    (first if in_runs or name == RUNS else others).append((path / name, below - 1))
+                    queue = first if in_runs or name == RUNS else others
+                    queue.append((path / name, below - 1))
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

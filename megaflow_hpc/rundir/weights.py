@@ -437,8 +437,8 @@ def _place() -> str:
 def _sweep(run: RunDir, host: str) -> None:
     """Removes the files of killed publishers."""
     for path in run.weights.glob(".publishing.*"):
-        where, process = [*path.name.split("."), "", ""][2:4]
-        identity = Identity.parse(process) if where == host else None
+        fields = path.name.split(".")
+        identity = Identity.parse(fields[3]) if len(fields) > 3 and fields[2] == host else None
         try:
             died = identity is not None and not identity.alive()
             if died or time.time() - path.stat().st_mtime > STALE_PUBLISHER_S:

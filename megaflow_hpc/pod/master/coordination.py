@@ -176,12 +176,13 @@ class Coordination:
     def _publish(self, surveyed: Surveyed) -> None:
         leases, live = surveyed.leases, surveyed.live
         many_pods = len(live) > self._few
+        progress = {name: progress_of(leases[name]) for name in live}
         report = Report(
             pods=len(live),
             survey=surveyed.survey,
             generation=self._listed,
             exceeded=self._budget.exceeded(surveyed.accounts),
-            progress={name: progress for name in live if (progress := progress_of(leases[name])) is not None},
+            progress={name: shown for name, shown in progress.items() if shown is not None},
             asked=self._live.asked() if many_pods else Asked(),
         )
         leads = True

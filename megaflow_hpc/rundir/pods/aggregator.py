@@ -167,7 +167,8 @@ class EventAggregator:
         slot_s = 0.0
         slots: dict[int, int] = {}
         for _, event in self._workers:
-            before, slots[event.rank] = slots.get(event.rank, 0), (event.slots or 0) * (event.state == "ready")
+            before = slots.get(event.rank, 0)
+            slots[event.rank] = event.slots or 0 if event.state == "ready" else 0
             slot_s += (slots[event.rank] - before) * (end - event.t)
         return (began, end, slot_s / (end - began)) if end > began else None
 
