@@ -82,15 +82,6 @@ class EngineEvent(Event, tag="engine"):
     node: str
 
 
-class ClaimEvent(Event, tag="claim"):
-    """The pod ``claimed`` or ``released`` a block, the block is ``done``, or the pod ``gave`` part of it to others."""
-
-    block: Count
-    epoch: Count
-    state: str
-    rollouts: Count | None = None
-
-
 class StartEvent(Event, tag="start", gc=False):
     """An attempt at a rollout started on a rank."""
 
@@ -130,13 +121,7 @@ class AttemptEvent(Event, tag="attempt", gc=False):
     rank: Count | None = None
 
 
-class EndpointsEvent(Event, tag="endpoints"):
-    """The pod's set of engine servers changed."""
-
-    servers: list[str]
-
-
-AnyEvent = PodEvent | WorkerEvent | EngineEvent | ClaimEvent | StartEvent | RolloutEvent | AttemptEvent | EndpointsEvent
+AnyEvent = PodEvent | WorkerEvent | EngineEvent | StartEvent | RolloutEvent | AttemptEvent
 
 
 def shown(error: str) -> str:

@@ -96,7 +96,7 @@ run = RunDir(sys.argv[1])
 ledger = Ledger(run, PodIdentity("999_0", sys.argv[2]), pods=int(sys.argv[3]))
 ledger.register()
 events = EventWriter(run.event_file("999_0", sys.argv[2]))
-blocks = ClaimedBlocks(run, ledger, events, StoredRollouts(run), {})
+blocks = ClaimedBlocks(run, ledger, StoredRollouts(run), {})
 coordination = Coordination(ledger, Endpoints(run, {}), CampaignBudget(run, {"core_hours": 1e9}))
 survey = ledger.survey()
 while not survey.advance(10_000):
@@ -140,7 +140,7 @@ class Start:
         self.ledger = Ledger(run, name, clock, pods=world.pods)
         self.events = EventWriter(run.event_file(pod, start))
         self.summary = SummaryWriter(run.event_file(pod, start), clock)
-        self.blocks = ClaimedBlocks(run, self.ledger, self.events, StoredRollouts(run, self.ledger.renew), AnyTasks())
+        self.blocks = ClaimedBlocks(run, self.ledger, StoredRollouts(run, self.ledger.renew), AnyTasks())
         self.coordination = Coordination(
             self.ledger, Endpoints(run, {"default": 1}), CampaignBudget(run, LIMITS), clock
         )

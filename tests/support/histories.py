@@ -8,7 +8,7 @@ from pathlib import Path
 from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
-    ClaimEvent,
+    EngineEvent,
     PodEvent,
     RolloutEvent,
     StartEvent,
@@ -98,7 +98,7 @@ class History:
         elif what < 0.91 and self._failed:  # resume --failed
             self._queue.insert(0, self._failed.pop(draw.randrange(len(self._failed))))
         elif what < 0.93:
-            self._say(pod, ClaimEvent(block=draw.randrange(9), epoch=0, state="claimed", rollouts=4))
+            self._say(pod, EngineEvent(rank=draw.randrange(9), state="ready", node="n1"))
         elif what < 0.95:
             self._say(pod, WorkerEvent(rank=rank, state="excluded", node=f"n{rank}", why="sandboxes do not start"))
         elif what < 0.98:

@@ -15,7 +15,6 @@ from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, read_block
 from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.master.histories import Histories, History
-from megaflow_hpc.rundir.events import ClaimEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.stored import StoredBlock, StoredRollouts
 from megaflow_hpc.types import Rollout
@@ -69,7 +68,6 @@ class ClaimedBlocks:
         self,
         run: RunDir,
         ledger: Ledger,
-        events: EventWriter,
         stored: StoredRollouts,
         tasks: Mapping[str, PlannedTask],
         ahead: int = 0,
@@ -77,7 +75,7 @@ class ClaimedBlocks:
         self._histories = Histories(run)
         self._tasks = tasks
         self._lookahead = BlockLookahead(run, ledger, tasks, ahead)
-        self._run, self._ledger, self._events = run, ledger, events
+        self._run, self._ledger = run, ledger
         self._stored = stored
         self._held: dict[int, _Held] = {}
         self._unread: Claim | None = None
@@ -109,7 +107,6 @@ class ClaimedBlocks:
             self._histories.look_at_events({block.owner for block in held})
         self._unread = None
         self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})
-        self._write_event(claim, "claimed", rollouts=len(todo))
         self._lookahead.claimed(size)
         if not todo:
             self._finish(claim.block)
@@ -173,7 +170,6 @@ class ClaimedBlocks:
             if not self._ledger.hand_off(held.claim, one.rollouts, one.token):
                 return  # the fence is closed, so the pod that takes over runs these rollouts
             self._hand_offs.pop(0)
-            self._write_event(held.claim, "gave", rollouts=len(one.rollouts))
             for rollout in one.rollouts:
                 self.settled(one.block, rollout.id)
 
@@ -189,17 +185,11 @@ class ClaimedBlocks:
         self.retry_hand_offs()
         for held in self._held.values():
             self._ledger.release(held.claim, sealed, held.missing)
-            self._write_event(held.claim, "released", rollouts=len(held.missing))
         self._held.clear()
 
     def _finish(self, block: int) -> None:
-        claim = self._held[block].claim
-        self._ledger.mark_done(claim)
+        self._ledger.mark_done(self._held[block].claim)
         del self._held[block]
-        self._write_event(claim, "done")
-
-    def _write_event(self, claim: Claim, state: str, rollouts: int | None = None) -> None:
-        self._events.write(ClaimEvent(block=claim.block, epoch=claim.epoch, state=state, rollouts=rollouts))
 
 
 class BlockLookahead:

@@ -38,7 +38,6 @@ from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.rundir.budget import cores_of
 from megaflow_hpc.rundir.events import (
-    EndpointsEvent,
     EngineEvent,
     PodEvent,
     WorkerEvent,
@@ -243,7 +242,6 @@ class Master:
     def _pass_on_engines(self, engines: Engines) -> None:
         self._engines = engines
         self.scheduler.waiting = set(engines.unanswered)
-        self.pod.events.write(EndpointsEvent(servers=sorted(engines.files)))
         self._ranks.tell({"op": "endpoints", "endpoints": engines.all})
 
     # --- periodic tasks ---
@@ -330,6 +328,6 @@ class Master:
 def _io_thread(pod: Pod) -> RunIoThread:
     """Builds the I/O thread, which owns everything that accesses the run directory."""
     stored, ahead = StoredRollouts(pod.run, pod.ledger.renew), AHEAD_BLOCKS if pod.several_images else 0
-    blocks = ClaimedBlocks(pod.run, pod.ledger, pod.events, stored, pod.tasks, ahead)
+    blocks = ClaimedBlocks(pod.run, pod.ledger, stored, pod.tasks, ahead)
     endpoints = Endpoints(pod.run, pod.servers)
     return RunIoThread(pod.run, pod.journal, pod.ledger, blocks, pod.events, endpoints, pod.budget())
