@@ -108,7 +108,7 @@ class Ledger:
 
     @property
     def superseded(self) -> bool:
-        """True if a later start of this array element runs, so the element belongs to that one."""
+        """True if this array element has a later start, which takes over."""
         return self._rules.superseded
 
     @property

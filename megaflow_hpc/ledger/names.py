@@ -107,7 +107,7 @@ class Seal(NamedTuple):
     sealed: int
     """Length of the valid part of its journal, in bytes."""
     given: int | Sequence[int]
-    """The blocks that were handed off from the block, or just their number if the owner released the block."""
+    """Numbers of the handed-off blocks, or just their count if the owner released the block."""
 
 
 def seals_in(content: Mapping[str, Any]) -> list[Seal]:

@@ -55,8 +55,6 @@ class PodEvent(Event, tag="pod"):
     state: str
     job_id: str | None = None
     node: str | None = None
-    ranks: Count | None = None
-    """MPI ranks of the pod."""
     stored: Count | None = None
     """Number of rollouts that this start of the pod has stored."""
     why: str | None = None
@@ -70,8 +68,6 @@ class WorkerEvent(Event, tag="worker"):
     slots: Count | None = None
     node: str | None = None
     why: str | None = None
-    rollouts: Count | None = None
-    """Number of rollouts that were running on a lost worker."""
 
 
 class EngineEvent(Event, tag="engine"):

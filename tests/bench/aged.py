@@ -148,7 +148,7 @@ class Start:
         self.block: ClaimedBlock | None = None
         self.ledger.register()
         condense(run.events, pod, start)
-        self.events.write(PodEvent(state="started", job_id=pod, node="n", ranks=2))
+        self.events.write(PodEvent(state="started", job_id=pod, node="n"))
         self.events.write(WorkerEvent(rank=1, state="ready", slots=96, node="n"))
         self.events.flush()
 

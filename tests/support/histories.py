@@ -49,7 +49,7 @@ class History:
     def _begin(self) -> None:
         pod = f"7_{len(self.files)}.0"
         self.files[pod], self._running[pod] = [], {}
-        self._say(pod, PodEvent(state="started", job_id=pod, node=f"n{len(self.files)}", ranks=3))
+        self._say(pod, PodEvent(state="started", job_id=pod, node=f"n{len(self.files)}"))
         for rank in (1, 2):
             self._say(pod, WorkerEvent(rank=rank, state="ready", slots=4, node=f"n{len(self.files)}-{rank}"))
 

@@ -108,7 +108,7 @@ class Master:
         pod = self.pod
         pod.ledger.register()
         pod.run.partial.mkdir(mode=0o700, exist_ok=True)
-        pod.events.write(PodEvent(state="started", job_id=pod.job_id, node=node_name(), ranks=pod.comm.size))
+        pod.events.write(PodEvent(state="started", job_id=pod.job_id, node=node_name()))
         self._io.start()
         self._engines = self._io.state.engines
         self._ranks.greet(pod.init)
@@ -208,8 +208,8 @@ class Master:
         self._last_loss = why
         self._ranks.leave(rank)
         self._live.leave(rank)
-        rollouts = self._results.lost(rank, why)
-        self.pod.events.write(WorkerEvent(rank=rank, state="lost", why=why, rollouts=rollouts))
+        self._results.lost(rank, why)
+        self.pod.events.write(WorkerEvent(rank=rank, state="lost", why=why))
 
     # --- the I/O thread ---
 

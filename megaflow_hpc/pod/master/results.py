@@ -73,12 +73,10 @@ class Results:
             self._exclude(rank, outcome.error)
         self.settle(rank, work, outcome)
 
-    def lost(self, rank: int, why: str) -> int:
-        """Settles the rollouts of a lost worker rank. Returns their number."""
-        lost = self._scheduler.workers.leave(rank)
-        for work in lost:
+    def lost(self, rank: int, why: str) -> None:
+        """Settles the rollouts of a lost worker rank."""
+        for work in self._scheduler.workers.leave(rank):
             self.settle(rank, work, self.outcome_without_run(work, "node", f"worker rank {rank} was lost: {why}"))
-        return len(lost)
 
     def refuse(self) -> None:
         """Fails queued rollouts that are too large for every worker."""

@@ -67,7 +67,7 @@ NEARLY_ALL = 0.9
 SYSTEMATIC_LAST = 32
 """Number of latest results that a pod checks for systematic failures."""
 FIRST_WITHOUT_PROGRAM = 8
-"""Stop a pod if the agent's program could not be started in this many first results."""
+"""Stop a pod after this many results if the agent's program could not be started in any of them."""
 BAD_STARTS = 4
 """Give a rank no more work after this many consecutive failed sandbox starts, if other ranks succeed."""
 
