@@ -20,7 +20,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megaflow_hpc.errors import LedgerError
@@ -43,15 +42,6 @@ MAX_LOOKS = 5
 """Maximum number of attempts to read a listed claim. An attempt fails only if a later claim has just replaced it."""
 Seals = dict[tuple[int, int], tuple[str, int]]
 """(block, epoch) → (``<pod>.<start>`` that held the block, valid bytes of its journal), for superseded epochs."""
-
-
-@dataclass(frozen=True)
-class LedgerView:
-    """Claims and done marks from one listing of the ledger."""
-
-    epochs: dict[int, int]
-    """Block → epoch of its latest claim."""
-    done: set[int]
 
 
 class Ledger:
@@ -267,9 +257,9 @@ class Ledger:
         rollouts = content.get("rollouts")
         return rollouts if isinstance(rollouts, int) and 0 <= rollouts < 1 << 53 else 0
 
-    def view(self) -> LedgerView:
-        """Returns the claimed blocks, and the blocks that are done except for handed-off rollouts."""
-        return LedgerView(names.latest(self._names(names.CLAIMS)), set(names.done_blocks(self._names(names.DONE))))
+    def marked_done(self) -> set[int]:
+        """Returns the blocks with a done mark. Rollouts that were handed off from them may not be done."""
+        return set(names.done_blocks(self._names(names.DONE)))
 
     def done(self) -> set[int]:
         """Returns the blocks with only durable rollouts, including those that were handed off."""

@@ -306,9 +306,6 @@ class ChildComm:
             message = {"op": "beat"}
         return None if message is None else (1, message)
 
-    def flush(self, seconds: float) -> None:
-        """Does nothing, because messages are sent immediately."""
-
 
 class Backoff:
     """Increases sleep times while nothing happens, so that an idle rank costs little and a busy one adds no latency.

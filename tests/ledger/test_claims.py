@@ -194,7 +194,7 @@ def test_a_block_is_done_or_taken_over_though_neither_pod_knows_of_the_other(run
     assert swift.claim(meanwhile) == Claim(1, 1)
     with pytest.raises(LedgerError, match="taken over"):
         slow.mark_done(second)
-    assert Ledger(run).view().done == {0}
+    assert Ledger(run).marked_done() == {0}
     assert Ledger(run).seals() == {(1, 0): ("slow.0", 0)}
     assert not swift.finished
     swift.mark_done(Claim(1, 1))

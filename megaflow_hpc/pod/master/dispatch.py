@@ -149,7 +149,8 @@ class Dispatch:
         planned = block.tasks[first.task_id]
         demand = self._pod.demand(planned)
         # The group's other samples run in other pods. They count as rewarded.
-        elsewhere = max(0, self._pod.planned(first.policy) - len(rollouts))
+        samples = self._pod.samples.get(first.policy, 0) + self._pod.scheduling.spare
+        elsewhere = max(0, samples - len(rollouts))
         ids = [rollout.id for rollout in rollouts]
         deferred: set[str] = set()
         if first.task_id not in self._pod.held_out:

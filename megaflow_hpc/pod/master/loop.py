@@ -36,7 +36,7 @@ from megaflow_hpc.pod.master.work_stealing import WorkStealing
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
-from megaflow_hpc.rundir.budget import cores_of
+from megaflow_hpc.rundir.budget import CampaignBudget, cores_of
 from megaflow_hpc.rundir.events import (
     EngineEvent,
     PodEvent,
@@ -330,4 +330,5 @@ def _io_thread(pod: Pod) -> RunIoThread:
     stored, ahead = StoredRollouts(pod.run, pod.ledger.renew), AHEAD_BLOCKS if pod.several_images else 0
     blocks = ClaimedBlocks(pod.run, pod.ledger, stored, pod.tasks, ahead)
     endpoints = Endpoints(pod.run, pod.servers)
-    return RunIoThread(pod.run, pod.journal, pod.ledger, blocks, pod.events, endpoints, pod.budget())
+    budget = CampaignBudget(pod.run, pod.limits.model_dump())
+    return RunIoThread(pod.run, pod.journal, pod.ledger, blocks, pod.events, endpoints, budget)

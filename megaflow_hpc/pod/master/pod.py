@@ -18,7 +18,6 @@ from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.scheduling.groups import GroupRules
 from megaflow_hpc.pod.scheduling.scheduler import NOTHING, Demand
-from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
@@ -114,19 +113,11 @@ class Pod:
             signal_after=section.signal_after or 0,
         )
 
-    def planned(self, policy: str) -> int:
-        """Returns the number of samples planned for each group of this policy, including spare samples."""
-        return self.samples.get(policy, 0) + self.scheduling.spare
-
     @property
     def several_images(self) -> bool:
         """True if not all tasks use the same image."""
         first = next(iter(self.tasks.values()), None)
         return first is not None and first.alike < len(self.tasks)
-
-    def budget(self) -> CampaignBudget:
-        """Creates the check of the campaign-wide limits."""
-        return CampaignBudget(self.run, self.limits.model_dump())
 
     def demand(self, planned: PlannedTask) -> Demand:
         """Returns the resources that a task's rollouts need in addition to a slot. Omits resources by which the
