@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO, ClassVar
 
+from megaflow_hpc.host import descriptors
 from megaflow_hpc.host.files import behind_hole, open_regular
 from megaflow_hpc.rundir import summaries
 from megaflow_hpc.rundir.events import AnyEvent, decode
@@ -53,7 +56,7 @@ def list_pods(folder: Path, only: str = "") -> dict[str, PodFiles]:
 
 
 class EventReader:
-    """Reads the events of a run incrementally.
+    """Reads the events of a run incrementally. Files stay open between reads, as far as the descriptor limit allows.
 
     The reader yields a pod's :class:`~.summaries.Condensed` in place of the events that it replaces. Its ``seen`` is
     True if the reader has already yielded all of those events. If the reader has yielded only some of them, it calls
@@ -66,6 +69,8 @@ class EventReader:
         use_summaries: Yield the summary of a file instead of the events that it covers.
         restart: Called when the caller must discard everything that the reader has yielded.
     """
+
+    _readers: ClassVar[weakref.WeakSet[EventReader]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -84,6 +89,9 @@ class EventReader:
         """Pod → last start that the yielded condensed events cover."""
         self._ended: set[Path] = set()
         """Files that do not grow any more."""
+        self._open: dict[Path, BinaryIO] = {}
+        self._most_open = 0
+        self._readers.add(self)
 
     def read(self, starts: Iterable[str] | None = None) -> Iterator[tuple[str, list[AnyEvent | Summary]]]:
         """Yields ``<pod>.<start>`` and its events since the last call, possibly none, for each file.
@@ -91,6 +99,8 @@ class EventReader:
         Args:
             starts: Read only the files of these starts (``<pod>.<start>``). Default: all files.
         """
+        others = sum(len(reader._open) for reader in list(self._readers) if reader is not self)
+        self._most_open = descriptors.limit() // 2 - others
         if starts is not None:
             yield from self._read_named(sorted(starts))
             return
@@ -141,14 +151,24 @@ class EventReader:
             sizes = {start: size for start, size in condensed.sizes.items() if size}
             condensed.seen = condensed.after == before and sizes == {s: size for s, size in read.items() if size}
             if not condensed.seen and self._restart is not None:
-                self._offsets, self._covered, self._ended = {}, {}, set()
+                self._forget()
                 self._restart()
                 return False
         self._covered[pod] = number
         for start in read:
             self._offsets[pod].pop(start)
-            self._ended.discard(self._folder / f"{pod}.{start}{EVENTS}")
+            self._close(self._folder / f"{pod}.{start}{EVENTS}")
         return True
+
+    def _forget(self) -> None:
+        for path in list(self._open):
+            self._close(path)
+        self._offsets, self._covered, self._ended = {}, {}, set()
+
+    def _close(self, path: Path) -> None:
+        self._ended.discard(path)
+        if file := self._open.pop(path, None):
+            file.close()
 
     def _read_named(self, names: Iterable[str]) -> Iterator[tuple[str, list[AnyEvent | Summary]]]:
         pods: dict[str, PodFiles] | None = None
@@ -181,31 +201,41 @@ class EventReader:
             offsets[start] = summary.covers
             events.append(summary)
         try:
-            lines, offsets[start] = _read_appended(path, offsets.get(start, 0))
+            lines, offsets[start] = self._read_appended(path, offsets.get(start, 0))
         except OSError:
             if events:
                 offsets.pop(start)  # use a summary only together with the events after it
             raise
         if lines and _LAST.search(lines[-1]):
+            self._close(path)
             self._ended.add(path)
         for line in lines:
             if self._mark in line and self._about in line and (event := decode(line)) is not None:
                 events.append(event)
         return events
 
-
-def _read_appended(path: Path, offset: int) -> tuple[list[bytes], int]:
-    """Returns the complete lines after ``offset``, and the offset where they end. Raises OSError."""
-    lines: list[bytes] = []
-    with open_regular(path) as file:
-        file.seek(offset)
-        while data := file.read(PIECE):
-            end = data.rfind(b"\n") + 1
-            lines += data[:end].splitlines()
-            offset += end
-            if len(data) < PIECE:
-                break
-            if not end:  # a crash left a hole, or no pod wrote this
-                offset = max(offset + PIECE, behind_hole(file, offset))
+    def _read_appended(self, path: Path, offset: int) -> tuple[list[bytes], int]:
+        """Returns the complete lines after ``offset``, and the offset where they end."""
+        file = self._open.pop(path, None)
+        if file is None:
+            if offset and path.stat().st_size <= offset:
+                return [], offset
+            file = open_regular(path)
+        lines: list[bytes] = []
+        try:
             file.seek(offset)
-    return lines, offset
+            while data := file.read(PIECE):
+                end = data.rfind(b"\n") + 1
+                lines += data[:end].splitlines()
+                offset += end
+                if len(data) < PIECE:
+                    break
+                if not end:  # a crash left a hole, or no pod wrote this
+                    offset = max(offset + PIECE, behind_hole(file, offset))
+                file.seek(offset)
+            if len(self._open) < self._most_open:
+                self._open[path] = file
+            return lines, offset
+        finally:
+            if path not in self._open:  # also after an error, because the handle may be stale
+                file.close()

@@ -34,7 +34,7 @@ from megaflow_hpc.rundir.summaries import (
 )
 from megaflow_hpc.types import VERIFIED
 
-LOOK_S = 5.0
+READ_INTERVAL_S = 5.0
 """Minimum seconds between two reads of appended events."""
 SUMMARY_INTERVAL_S = 60.0
 """Minimum seconds between two summaries."""
@@ -323,7 +323,7 @@ class SummaryWriter:
         """Number of bytes of events that the summary on disk covers."""
         self._size = 0
         """Size of the summary on disk, in bytes."""
-        self._look_at = clock() + LOOK_S
+        self._look_at = clock() + READ_INTERVAL_S
         self._write_at = clock() + SUMMARY_INTERVAL_S
 
     def tick(self) -> None:
@@ -335,7 +335,7 @@ class SummaryWriter:
             self._scan.advance()
             if self._clock() >= self._write_at and self._scan.covered - self._written >= max(TAIL, self._size // 2):
                 self._write()
-        self._look_at = self._clock() + max(LOOK_S, PAUSE_FACTOR * (time.thread_time() - began))
+        self._look_at = self._clock() + max(READ_INTERVAL_S, PAUSE_FACTOR * (time.thread_time() - began))
 
     def finish(self) -> None:
         """Writes a final summary if that saves readers much. Call it last."""

@@ -171,7 +171,7 @@ import sys, time
 from pathlib import Path
 from megaflow_hpc.rundir.events import EventWriter, PodEvent, RolloutEvent, StartEvent
 from megaflow_hpc.rundir.pods import aggregator
-aggregator.LOOK_S, aggregator.SUMMARY_INTERVAL_S, aggregator.TAIL, aggregator.PAUSE_FACTOR = 0.0, 0.0, 1, 0
+aggregator.READ_INTERVAL_S, aggregator.SUMMARY_INTERVAL_S, aggregator.TAIL, aggregator.PAUSE_FACTOR = 0.0, 0.0, 1, 0
 path = Path(sys.argv[1])
 events, keeper = EventWriter(path), aggregator.SummaryWriter(path)
 events.write(PodEvent(state="started", job_id="7_0", node="n"))
