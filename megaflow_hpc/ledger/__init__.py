@@ -1,8 +1,8 @@
 """The ledger: blocks, claims, leases and seals in ``RUN/tasks`` and ``RUN/ledger``. Pods coordinate only here.
 
-The input is rollouts, grouped into blocks. The outputs are claims, and seals, which tell readers how much of a journal
-is valid. All rules hold on NFS and Lustre: no wall clock, mtime or file lock is compared between hosts. Planning writes
-blocks. Pods claim them through :class:`Ledger`. A consumer of the rollouts adds blocks while it holds an
+The input is rollouts, grouped into blocks. The outputs are claims and seals. A seal tells readers how much of a journal
+is valid. All rules hold on NFS and Lustre: hosts never compare wall clocks or mtimes, and use no file locks. Planning
+writes blocks. Pods claim them through :class:`Ledger`. A consumer of the rollouts adds blocks while it holds an
 :class:`OpenLease`. Readers open a ledger without an identity.
 """
 

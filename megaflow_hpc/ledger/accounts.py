@@ -1,8 +1,9 @@
-"""Accounts of pod starts: progress, core-seconds and stored rollouts, from leases, events and the record of ended pods.
+"""Accounts of pod starts: progress, core-seconds and stored rollouts.
 
-A start takes over the sums of the element's earlier starts into its own lease, under the key ``earlier``. For pods that
-ended for good, the coordinator adds them to the record ``ledger/ended/<n>``. A new version of the record is linked
-under the next number, so only one of two coordinators can add to the same version. The latest number counts.
+They come from leases, events and the record of ended pods. A start takes over the sums of the element's earlier starts
+into its own lease, under the key ``earlier``. For pods that ended for good, the coordinator adds the sums to the record
+``ledger/ended/<n>``. A new version of the record is linked under the next number, so only one of two coordinators can
+add to the same version. The latest number counts.
 
 An element may start again after its last start was recorded and before that lease is removed. So a lease lists under
 ``took`` the leases that it has taken over. The record keeps the facts of each start apart, under ``recent``, until the
@@ -25,7 +26,7 @@ from megaflow_hpc.rundir.logs import last_events
 from megaflow_hpc.rundir.record import JOB_ID, array_of
 
 RECENT_EVENTS = 200
-"""Number of latest events to read of a start that has not ended."""
+"""Read this many of the latest events of a start that has not ended."""
 
 
 class Progress(NamedTuple):
@@ -51,31 +52,35 @@ def progress_of(lease: Mapping[str, object]) -> Progress | None:
 
 
 def stored_by(run: RunDir, pod: str, lease: Mapping[str, Any]) -> int:
-    """Returns the number of rollouts that a pod start (``<pod>.<start>``) has stored.
+    """Returns the number of rollouts that a start of a pod (``<pod>.<start>``) has stored.
 
-    Its last events are newer than its last lease renewal, for instance if it was killed or its run was moved.
+    Reads its last events too. They are newer than its lease if the start was killed or its run was moved.
     """
     progress = progress_of(lease)
     events, all_of_them = last_events(run, pod, 1 if lease.get("ended") else RECENT_EVENTS)
-    said = max((event.stored or 0 for event in events if isinstance(event, PodEvent)), default=0)
-    counted, since = (0, 0.0) if all_of_them or not progress else (progress.stored, progress.t)
+    published = progress.stored if progress else 0
+    reported = max((event.stored or 0 for event in events if isinstance(event, PodEvent)), default=0)
+    counted, since = 0, 0.0
+    if progress and not all_of_them:
+        counted, since = progress.stored, progress.t
     counted += len({event.id for event in events if isinstance(event, RolloutEvent) and event.t > since})
-    return max(progress.stored if progress else 0, counted, said)
+    return max(published, counted, reported)
 
 
 Facts = dict[str, Any]
-"""``starts``: their number, ``core_s``, ``began_at`` of the first in Unix seconds, ``stored`` rollouts, ``journals``:
-the number of starts that stored any, ``arrays``: ids of their Slurm jobs. Empty before the first start."""
+"""Sums over starts: the number of ``starts`` and of ``stored`` rollouts, ``core_s``, ``began_at`` of the first start in
+Unix seconds, ``journals`` (the number of starts that stored a rollout), and ``arrays`` (ids of their Slurm jobs). Empty
+before the first start."""
 TOOK = "took"
 MAX_TOOK = 100
-"""Maximum number of names under ``took``. A name is needed for some minutes."""
+"""Maximum number of names under ``took``. A name is needed only for some minutes."""
 MAX_LOOKS = 10
 """Maximum number of attempts to read the record. An attempt fails only if a coordinator has just replaced the
 record."""
 
 
 def facts_of(lease: Mapping[str, Any]) -> Facts:
-    """Returns the facts of one start, without earlier ones."""
+    """Returns the facts of one start. Excludes earlier starts."""
     stored, job = _count(lease.get("stored")), lease.get("job_id")
     array = array_of(job) if isinstance(job, str) else None
     return {
@@ -89,7 +94,7 @@ def facts_of(lease: Mapping[str, Any]) -> Facts:
 
 
 def add_facts(several: Iterable[Mapping[str, Any]]) -> Facts:
-    """Sums facts. Values of a wrong type count as missing."""
+    """Adds up facts. Values of a wrong type count as missing."""
     total: Facts = {}
     for facts in several:
         if not facts:
@@ -106,7 +111,7 @@ def add_facts(several: Iterable[Mapping[str, Any]]) -> Facts:
 
 
 def facts_of_starts(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
-    """Sums the facts of the given starts of one array element, and of the earlier starts that their leases include."""
+    """Adds up the facts of some starts of one array element, and of the earlier starts that their leases include."""
     several: list[Mapping[str, Any]] = []
     for name in sorted(leases, key=lambda name: (len(name), name), reverse=True):  # the latest start first
         several.append(facts_of(leases[name]))
@@ -117,26 +122,31 @@ def facts_of_starts(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
 
 
 def take_over(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
-    """Returns what a start states about these leases of earlier starts of its element, under the key ``earlier``."""
+    """Returns the entry ``earlier`` of a start's lease.
+
+    Args:
+        leases: ``<pod>.<start>`` → lease, for earlier starts of the element.
+    """
     facts = facts_of_starts(leases)
     took = sorted(taken_over(leases) | leases.keys(), key=lambda name: (len(name), name))
     return {**facts, TOOK: took[-MAX_TOOK:]} if facts else {}
 
 
 def taken_over(leases: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Returns the starts that later starts, whose leases are given, have taken over."""
+    """Returns the starts that the starts with these leases have taken over."""
     return {name for lease in leases.values() for name in _texts(_earlier(lease).get(TOOK))}
 
 
 def recent(record: Mapping[str, Any]) -> dict[str, Facts]:
-    """Returns the facts that a record of ended pods keeps apart, by ``<pod>.<start>``."""
-    found = record.get("recent")
-    found = found if isinstance(found, Mapping) else {}
-    return {name: dict(facts) for name, facts in found.items() if isinstance(name, str) and isinstance(facts, Mapping)}
+    """Returns ``<pod>.<start>`` → facts, for the starts that a record of ended pods keeps apart."""
+    apart = record.get("recent")
+    if not isinstance(apart, Mapping):
+        return {}
+    return {name: dict(facts) for name, facts in apart.items() if isinstance(name, str) and isinstance(facts, Mapping)}
 
 
 def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any]) -> dict[str, Facts]:
-    """Returns the facts of every start that the run ever had, as a mapping for
+    """Returns the facts of every start that the run ever had, for
     :meth:`~megaflow_hpc.rundir.budget.CampaignBudget.exceeded`.
 
     Args:
@@ -146,23 +156,25 @@ def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any])
     counted = set(record.get("names", ()))
     took = taken_over(leases)
     ended = [record, *(facts for name, facts in recent(record).items() if name not in took)]
-    found: dict[str, Facts] = {"": facts} if (facts := add_facts(ended)) else {}
+    facts_by_start: dict[str, Facts] = {}
+    if ended_facts := add_facts(ended):
+        facts_by_start[""] = ended_facts
     for name in newest_starts(leases) - counted:
-        found[name] = facts_of(leases[name])
+        facts_by_start[name] = facts_of(leases[name])
         if earlier := _earlier(leases[name]):
-            found[f"{name} earlier"] = add_facts([earlier])
-    return found
+            facts_by_start[f"{name} earlier"] = add_facts([earlier])
+    return facts_by_start
 
 
 def counted(name: str, lease: dict[str, Any]) -> Steps[dict[str, Any]]:
-    """Returns a lease with the number of rollouts that the start stored, also after its last renewal."""
+    """Returns a lease with an exact ``stored``. It includes rollouts that were stored after the last renewal."""
     if not lease or lease.get("ended"):
         return lease
     return {**lease, "stored": (yield Stored(name, lease))}
 
 
 def read_record() -> Steps[tuple[int, dict[str, Any]]]:
-    """Returns the number and the content of the latest record of ended pods, or (0, {}) before the first."""
+    """Returns number and content of the latest record of ended pods, or (0, {}) if there is none."""
     number = 0
     for _ in range(MAX_LOOKS):
         number = max((int(name) for name in (yield Names(ENDED)) if name.isdigit()), default=0)

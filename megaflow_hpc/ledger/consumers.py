@@ -29,13 +29,12 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, Marks, counts
 
 READ_S = 10.0
-"""Seconds between a pod's reads of the open leases. Their names are listed at every poll."""
+"""Seconds between two reads of the open leases by a pod. It lists their names at every poll."""
 
 
 @dataclass
 class Consumers:
-    """Tracks the consumers that may add blocks, for one pod. A lease that the pod sees for the first time counts as
-    fresh."""
+    """Tracks the consumers that may add blocks. A lease counts as fresh when it is seen for the first time."""
 
     open_s: float = TIMES.open_s
     opened: bool = False
@@ -66,13 +65,13 @@ def finish(by: str, known: Iterable[int] = ()) -> Steps[bool]:
     """Writes the finished mark if the campaign is finished. Returns whether it is finished.
 
     Args:
-        known: Blocks known to exist, even if a stale listing does not show them.
+        known: Blocks that exist, even if a stale listing does not show them.
     """
     blocks = set(known)
     while not (yield Names(OPEN)):
         done = done_blocks((yield Names(DONE)))
         blocks.update(done)
-        blocks.update(block_numbers((yield Names(TASKS))))  # after the marks, which are written after any hand-offs
+        blocks.update(block_numbers((yield Names(TASKS))))  # after the marks, because a pod hands off before it marks
         if not all_done(done, blocks):
             return False
         count = sum(block < FIRST_HANDED_OFF for block in blocks)
@@ -83,8 +82,8 @@ def finish(by: str, known: Iterable[int] = ()) -> Steps[bool]:
         blocks.update(block_numbers((yield Names(TASKS))))
         if len(blocks) == before:
             return True
-        # This mark may have replaced one that covers more blocks, and the pod that wrote that one may have exited. So
-        # check again.
+        # This mark may have replaced a mark that covers more blocks, and the pod that wrote that mark may have exited.
+        # So check again.
     return False
 
 
@@ -92,7 +91,7 @@ RENEW_S = 30.0
 
 
 class OpenLease:
-    """Open lease of one consumer, used by its owner. All methods are idempotent and may raise OSError.
+    """Open lease of one consumer, for the consumer itself. All methods are idempotent and may raise OSError.
 
     Args:
         consumer: Name of the consumer, unique in the run. A trainer uses the name of its policy.
@@ -110,7 +109,7 @@ class OpenLease:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Keeps the campaign open. Also works on a finished campaign, which ``resume`` then continues.
+        """Keeps the campaign open. After opening a finished campaign, ``resume`` continues it.
 
         Raises:
             LedgerError: The campaign was cancelled.
@@ -120,7 +119,7 @@ class OpenLease:
         try:
             self._refuse_if_cancelled()
         except LedgerError:
-            self._files.answer(Remove(self._lease.path))  # the cancelling process may have listed the leases earlier
+            self._files.answer(Remove(self._lease.path))  # the cancelling process may have listed the leases before
             raise
 
     def put(self) -> None:
@@ -131,7 +130,7 @@ class OpenLease:
         self._files.carry_out(self._lease.publish(now, self._content()))
 
     def renew(self) -> bool:
-        """Renews the lease if it is due; call it often. Returns False if the campaign has been cancelled."""
+        """Renews the lease if it is due. Call it often. Returns False if the campaign has been cancelled."""
         now = time.monotonic()
         if now - self._lease.renewed_at < RENEW_S:
             return True
@@ -140,7 +139,7 @@ class OpenLease:
             self._files.carry_out(self._lease.rewrite(now, self._content()))
         except FileNotFoundError:
             return False
-        exists: bool = self._files.answer(There(self._lease.path))  # an unlinked open file stays writable
+        exists: bool = self._files.answer(There(self._lease.path))  # an open file stays writable after its removal
         return exists
 
     def keep(self) -> None:
@@ -161,7 +160,7 @@ class OpenLease:
         """Removes the lease, so that the campaign can finish. This consumer must not add further blocks."""
         self.leave()
         self._files.answer(Remove(self._lease.path))
-        self._files.carry_out(finish(self.consumer))  # there may be no pod left to do so
+        self._files.carry_out(finish(self.consumer))  # no pod may be left to do so
 
     def _keep(self) -> None:
         while not self._stop.wait(RENEW_S):
@@ -169,7 +168,7 @@ class OpenLease:
                 if not self.renew():
                     return
             except OSError:
-                continue  # the disk is full or unavailable; the next renewal may succeed
+                continue  # the disk is full or unavailable, and the next renewal may succeed
 
     def _refuse_if_cancelled(self) -> None:
         if self._marks.cancelled:

@@ -1,4 +1,4 @@
-"""Work of the coordinator: it surveys the ledger for all pods, and removes files that are no longer needed. Pure.
+"""Surveys and pruning of the ledger, by one pod for all. Pure: no file is touched here.
 
 A survey scans blocks, requests, consumers and all leases, so that the other pods need not.
 
@@ -9,7 +9,7 @@ and the fence of a pod that acts on such a state is closed. A file that is not n
 ==================================== ========================================================================
 file                                 is not needed once
 ==================================== ========================================================================
-``leases/<pod>.<start>``             a later start of the element has a lease; or the pod has ended or is gone,
+``leases/<pod>.<start>``             a later start of the element has a lease, or the pod has ended or is gone,
                                      holds no block, and its facts are in the record of ended pods
 ``gone/<pod>.<start>``               the pod has no lease and holds no block
 ``claims/<block>.<epoch>``           a later claim of the block repeats its seals, and the pod of the epoch before
@@ -22,7 +22,7 @@ file                                 is not needed once
 ``ended/<n>``                        there is a later record
 ==================================== ========================================================================
 
-A pod whose lease was removed may still be alive. It finds out at its next renewal, and commits nothing more.
+If a pod is still alive when its lease is removed, it finds out at its next renewal and commits nothing more.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from megaflow_hpc.ledger.names import (
 from megaflow_hpc.ledger.rules import LedgerRules
 
 MAX_ORPHANS = 512
-"""Maximum number of orphaned blocks in a survey, because every pod reads it. Later surveys list the others."""
+"""Maximum number of orphaned blocks in a survey, since every pod reads it. Later surveys list the other blocks."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class Surveyed:
     live: set[str]
     """Every ``<pod>.<start>`` that has not ended and is not gone."""
     accounts: dict[str, Facts]
-    """Facts about every start that the run ever had; see :func:`~megaflow_hpc.ledger.accounts.accounts`."""
+    """Facts of every start that the run ever had (:func:`~megaflow_hpc.ledger.accounts.accounts`)."""
 
 
 def survey(rules: LedgerRules) -> Steps[Surveyed]:
-    """Determines which blocks can be claimed, which pods request work, and which leases have expired.
+    """Finds the blocks that can be claimed, the pods that request work, and the leases that have expired.
 
     Marks pods with expired leases as gone, so that other pods need not read those leases. Reads the lease of an ended
     pod only once, and never the leases of superseded starts. Other operations of ``rules`` may run between these steps.
@@ -120,13 +120,13 @@ def survey(rules: LedgerRules) -> Steps[Surveyed]:
         except NotYet:
             continue
         if handed_off is not None:
-            yield Touch(done_path(block, epoch, handed_off))  # the pod may have died before it could
+            yield Touch(done_path(block, epoch, handed_off))  # the pod may have died before it wrote the mark
         else:
             held.append((block, epoch, owner))
     holders = {owner for _, _, owner in held}
     newest = {name.rpartition(".")[0]: name for name in leases}
     superseded = {owner for owner in holders if precedes(owner, newest.get(owner.rpartition(".")[0], ""))}
-    for owner in sorted(holders - listed - gone):  # its lease was removed, or is not visible yet
+    for owner in sorted(holders - listed - gone):  # the lease was removed, or is not visible yet
         # If the latest start of an element is over, so are its earlier ones. If it is alive, it takes over their blocks
         # first.
         over = owner in superseded and newest[owner.rpartition(".")[0]] not in live
@@ -151,30 +151,30 @@ MAX_NAMES = 1000
 
 
 class Pruning:
-    """Finds and removes unneeded files, for the coordinator. Run only one :meth:`look` of an object at a time."""
+    """Finds and removes unneeded files. Only one :meth:`look` may run at a time."""
 
     def __init__(self, rules: LedgerRules) -> None:
         self._rules = rules
         self._since: dict[str, float] = {}
-        """Path → this machine's clock at the first of the consecutive checks that found the file unneeded."""
+        """Path → time since which every check has found the file unneeded, on this machine's clock."""
 
     def look(self) -> Steps[None]:
         """Checks for unneeded files, and removes those that have been unneeded for long enough.
 
-        Relies on the leases that the last survey read.
+        Relies on the leases that the latest survey read.
         """
-        with suppress(NotYet):  # a cache hides the holder of a block; a later check will see it
+        with suppress(NotYet):  # a cache hides the holder of a block, and a later check will see it
             yield from self._look()
 
     def _look(self) -> Steps[None]:
         began: float = yield Clock()
-        # Read before the leases, so a lease missing from the record has not been removed yet.
+        # Read the record before the leases, so that no lease is missing that the record does not contain.
         number, record = yield from read_record()
         gone = set((yield Names(GONE)))
         leases = set((yield Names(LEASES)))
         requests = yield Names(REQUESTS)
         partial = yield Names(PARTIAL)
-        # Read the claims last: a pod that has ended or is gone makes no more.
+        # Read the claims last, because a pod that has ended or is gone makes no more claims.
         done = done_blocks((yield Names(DONE)))
         listed = yield Names(CLAIMS, private=True)
         claims = pairs(name for name in listed if name[0] != ".")
@@ -205,7 +205,7 @@ class Pruning:
         ]
         paths += [f"{CLAIMS}/{name}" for name in listed if name[0] == "." and not _is_of(name, active)]
         paths += [f"{ENDED}/{older}" for older in (yield Names(ENDED)) if older.isdigit() and int(older) < number]
-        unread = {name.rpartition(".")[0] for name in current - known.keys()}  # they may have taken starts over
+        unread = {name.rpartition(".")[0] for name in current - known.keys()}  # may have taken over starts
         absent = [name for name in recorded if name not in leases and name.rpartition(".")[0] not in unread]
         unneeded = [*paths, *absent]
         self._since = {path: self._since.get(path, began) for path in unneeded}
@@ -224,8 +224,9 @@ class Pruning:
     def _owners(
         self, newest: Mapping[int, int], done: Mapping[int, int], released: set[tuple[int, int]]
     ) -> Steps[tuple[set[str], set[str]]]:
-        """Returns the pods that hold a block that is neither done nor released, and all pods that ever held a block
-        that is not done. Raises NotYet.
+        """Returns the current holders of open blocks, and all pods that ever held an open block.
+
+        The first set excludes the holders of released blocks. Raises NotYet.
         """
         holders: set[str] = set()
         ever: set[str] = set()
@@ -240,14 +241,14 @@ class Pruning:
     def _record(
         self, number: int, record: Mapping[str, Any], apart: Mapping[str, Facts], names: list[str], took: set[str]
     ) -> Steps[None]:
-        """Publishes the next record of ended pods. Leases are removed only if a later look finds them in it.
+        """Publishes the next record of ended pods. A lease is removed only after a later look finds it in the record.
 
         Args:
-            number: Its number.
+            number: Number of the new record.
             record: The record before it.
             apart: Facts of starts that are not part of the sums yet.
-            names: All starts that the record counts and that a lease may be there for.
-            took: Starts that later starts have taken over, so that they count there.
+            names: Starts that the new record counts and that may still have a lease.
+            took: Starts that later starts have taken over. The leases of the later starts count them.
         """
         not_in_sums = {*names, *took}
         sums = add_facts([record, *(facts for name, facts in apart.items() if name not in not_in_sums)])
@@ -257,6 +258,6 @@ class Pruning:
 
 
 def _is_of(private: str, pods: Collection[str]) -> bool:
-    """Returns whether a private file belongs to one of these ``<pod>.<start>``, with whose name it begins."""
+    """Returns whether the name of a private file begins with one of these ``<pod>.<start>``."""
     parts = private.lstrip(".").split(".")
     return any(".".join(parts[:count]) in pods for count in range(2, len(parts) + 1))

@@ -1,4 +1,4 @@
-"""A run's tasks in a single file, from which a pod reads only the tasks of its blocks.
+"""A run's tasks in a single file. A pod reads only the tasks of its blocks.
 
 ::
 
@@ -7,10 +7,12 @@
                        magic "MFHPCTSK" | u64 lines | u64 bytes of tasks.jsonl | u32 CRC of the rest
                        u64 hashes of the ids, ascending | u64 offsets | u32 lengths
 
-Digests of changed tasks are replaced by accepted ones (:mod:`megaflow_hpc.ledger.tasks`).
+    RUN/ledger/tasks.json    task id → :class:`AcceptedTask`, for tasks with accepted changes
 
-Both are written once, before ``run.json``, which contains the number of tasks and the size of tasks.jsonl. If the index
-is missing or damaged, it is rebuilt from the lines.
+The first two files are written once, before ``run.json``. They never change. ``run.json`` contains the number of tasks
+and the size of tasks.jsonl. If the index is missing or damaged, readers rebuild it from the lines. A user may accept
+changed files of a task (``resume --accept-changes``). Readers then replace the digests of its files. Instructions and
+settings stay as planned.
 """
 
 from __future__ import annotations
@@ -52,13 +54,13 @@ class AcceptedTask(msgspec.Struct):
     """A task with changed files."""
 
     files: dict[str, Any]
-    """Digests of the current files, which replace those in the task's metadata."""
+    """Digests of the current files. They replace those in the task's metadata."""
     changes: list[Change] = []
     """All changes, in order."""
 
 
 def accepted(run: RunDir) -> dict[str, AcceptedTask]:
-    """Returns the tasks with accepted changes by id.
+    """Returns task id → task, for the tasks with accepted changes.
 
     Raises:
         ConfigError: The file is damaged.
@@ -86,7 +88,7 @@ def accept(run: RunDir, tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> N
 
 
 def accepted_line(run: RunDir) -> str:
-    """Describes the accepted changes in one line. Empty without any."""
+    """Returns one line that describes the accepted changes. Empty if there are none."""
     tasks = accepted(run)
     if not tasks:
         return ""
@@ -114,7 +116,7 @@ class PlannedTask(msgspec.Struct, frozen=True):
     images: dict[str, str] = {}
     """Image name in the task → SIF file or directory. Images that were not built are omitted."""
     alike: int = 1
-    """Number of the campaign's tasks, including this one, whose agent uses the same image name."""
+    """Number of the campaign's tasks with the same image name for the agent, including this task."""
 
     @property
     def image(self) -> str | None:
@@ -136,7 +138,7 @@ class _Values(ValuesView[PlannedTask]):
 
 
 def write_tasks(run: RunDir, tasks: Iterable[PlannedTask]) -> PackedTasks:
-    """Writes the tasks of a run before its ``run.json`` exists. Holds one task in memory at a time."""
+    """Writes the tasks of a run, before its ``run.json`` exists. Holds one task in memory at a time."""
     lines: list[tuple[int, int, int]] = []
     end = 0
     with new_file(run.packed_tasks) as file:
@@ -151,7 +153,7 @@ def write_tasks(run: RunDir, tasks: Iterable[PlannedTask]) -> PackedTasks:
 
 
 def planned_tasks(run: RunDir, record: RunRecord) -> Mapping[str, PlannedTask]:
-    """Returns the tasks of a run by id, in planned order. Each task is read on access."""
+    """Returns task id → task, in planned order. Reads each task on access."""
     return TaskFile(run, record.packed, accepted(run)) if record.packed is not None else {}
 
 
@@ -164,7 +166,7 @@ def image_files(tasks: Mapping[str, PlannedTask]) -> dict[str, str]:
 
 
 class TaskFile(Mapping[str, PlannedTask]):
-    """Mapping of task ids to the tasks of one run, read on access. Not thread-safe.
+    """Mapping of task id to task. Reads each task on access. Not thread-safe.
 
     Any access may raise ConfigError if the file is damaged or missing, and OSError if the run directory is unavailable.
     """
@@ -211,7 +213,7 @@ class TaskFile(Mapping[str, PlannedTask]):
     def _read(self, offset: int, length: int) -> PlannedTask:
         try:
             line = os.pread(self._open(), length, offset)
-        except OSError:  # the handle may be stale; the next access reopens the file
+        except OSError:  # the handle may be stale, so the next access reopens the file
             self._close()
             raise
         return self._decode(line)

@@ -61,7 +61,7 @@ def test_the_samples_of_a_group_stay_in_one_block() -> None:
 def test_a_group_is_shared_out_where_there_are_fewer_groups_than_pods() -> None:
     one = rollouts(1, samples=16)
     assert [len(block) for block in split(one, 2)] == [16]
-    shared = split(one, 2, whole=False)
+    shared = list(split(one, 2, whole=False))
     assert sorted(r.id for block in shared for r in block) == sorted(r.id for r in one)
     assert len(shared[0]) <= 8  # each pod begins with some
     assert len(shared) > 2  # and what is left goes to the one that is done first
@@ -194,7 +194,7 @@ def test_a_block_is_done_or_taken_over_though_neither_pod_knows_of_the_other(run
     assert swift.claim(meanwhile) == Claim(1, 1)
     with pytest.raises(LedgerError, match="taken over"):
         slow.mark_done(second)
-    assert Ledger(run).view().done == {0}
+    assert Ledger(run).marked_done() == {0}
     assert Ledger(run).seals() == {(1, 0): ("slow.0", 0)}
     assert not swift.finished
     swift.mark_done(Claim(1, 1))

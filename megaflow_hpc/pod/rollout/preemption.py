@@ -57,17 +57,17 @@ COPIED = (
     *("status", "error_kind", "error", "seed", "inexact", "constrained"),
     *("messages", "parents", "sequences", "turns", "artifacts"),
 )
-"""Trajectory fields that the next attempt inherits. Times are added up, and peaks keep their maximum."""
+"""Trajectory fields that the next attempt inherits. :data:`TIMES` are added up. :data:`PEAKS` keep their maximum."""
 TIMES = ("setup_s", "agent_s", "verify_s", "cpu_s")
 PEAKS = ("memory_peak_mb", "disk_peak_mb")
 
 
 class DamagedError(Exception):
-    """The file is not a checkpoint, or has another version."""
+    """The file is not a checkpoint, is damaged or has another version."""
 
 
 class CheckpointQuota:
-    """Number of bytes that may still be written. Thread-safe."""
+    """Limits the number of bytes that checkpoints may occupy. Thread-safe."""
 
     def __init__(self, left: float = math.inf) -> None:
         self._left = left
@@ -81,7 +81,7 @@ class CheckpointQuota:
             self._left -= count
 
     def give_back(self, count: int) -> None:
-        """Returns the bytes of a file that was not published."""
+        """Gives back the bytes of a file that was not published."""
         with self._lock:
             self._left += count
 
@@ -90,8 +90,8 @@ class CutShort(Exception):
     """The allocation ends, and the gateway refused the agent's next turn.
 
     Args:
-        agent: the agent's state, or ``None`` if the agent cannot continue.
-        recorded: the recorder's state.
+        agent: The agent's state, or ``None`` if the agent cannot continue.
+        recorded: The recorder's state.
     """
 
     def __init__(self, agent: dict[str, Any] | None, recorded: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ class Checkpoint:
     breaches: list[str] = field(default_factory=list)
     """Limits that the agent's commands have exceeded in the current step."""
     note: bytes = b""
-    """The host's record of the checkout in the sandbox."""
+    """The note that the host keeps about the checkout in the sandbox (:mod:`megaflow_hpc.tasks.checkout`)."""
     layer: Snapshot | None = None
     """The sandbox's files."""
 
@@ -133,9 +133,9 @@ class Checkpoint:
         """Publishes the checkpoint at ``path`` atomically. ``layer`` must be a directory.
 
         Raises:
-            SandboxError: the checkpoint exceeds ``max_bytes`` or the quota.
-            OSError: the checkpoint cannot be written.
-            TypeError, ValueError, OverflowError: a field cannot be packed.
+            SandboxError: The checkpoint exceeds ``max_bytes`` or the quota.
+            OSError: The checkpoint cannot be written.
+            TypeError, ValueError, OverflowError: A field cannot be packed.
         """
         assert self.layer is not None
         content = {
@@ -163,7 +163,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        """Reads a file published by :meth:`write`. Raises DamagedError with the reason if it cannot be read."""
+        """Reads a checkpoint. Raises DamagedError if it is missing, damaged or has another version."""
         try:
             with open(path, "rb") as file:
                 digest = file.read(_DIGEST)
@@ -187,7 +187,7 @@ class Checkpoint:
             raise DamagedError(f"{path}: {error!r}") from error
 
     def carry_over(self, trajectory: Trajectory) -> None:
-        """Copies the work so far into the trajectory of the next attempt."""
+        """Adds the work so far to the trajectory of the next attempt."""
         before = self.trajectory
         for name in COPIED:
             setattr(trajectory, name, getattr(before, name))
@@ -208,7 +208,7 @@ def new_name(rollout_id: str) -> str:
 
 
 class _HashedFile:
-    """Writes to a file within a quota, and computes a digest of the written data."""
+    """Writes to a file within a quota, and hashes the written data."""
 
     def __init__(self, file: BinaryIO, quota: CheckpointQuota) -> None:
         self._file, self._quota, self._hash = file, quota, hashlib.sha256()
@@ -238,18 +238,18 @@ def _verdict(record: dict[str, Any]) -> StepVerdict:
 
 
 MAX_CHECKPOINT_BYTES = 256 * 10**6
-"""Maximum size of one checkpoint. If a sandbox's files are larger, the rollout restarts from the beginning."""
+"""Maximum size of one checkpoint in bytes. If a sandbox's files are larger, the rollout restarts from the beginning."""
 MAX_CAMPAIGN_BYTES = 200e9
-"""Maximum total size of a campaign's checkpoints. Each worker rank may use an equal share."""
+"""Maximum total size of a campaign's checkpoints in bytes. Each worker rank gets an equal share."""
 
 
 class Preemption:
     """Writes checkpoints when a runner's allocation ends, and reads those of earlier allocations.
 
     Args:
-        folder: directory for checkpoints. If ``None``, none are written.
-        max_bytes: maximum size of one checkpoint.
-        max_rank_bytes: maximum total size of this rank's checkpoints, including those of its earlier starts.
+        folder: Directory for checkpoints. With ``None``, no checkpoints are written.
+        max_bytes: Maximum size of one checkpoint.
+        max_rank_bytes: Maximum total size of this rank's checkpoints, including those of its earlier starts.
     """
 
     def __init__(
@@ -258,26 +258,30 @@ class Preemption:
         self._gateway, self.folder = gateway, folder
         self._max_bytes, self._max_rank_bytes = max_bytes, max_rank_bytes
         self.owner = "0"
-        """Name of this rank's directory in ``folder``. It is the same in every start of the rank."""
+        """Name of this rank's directory in ``folder``. Every start of the rank uses the same name."""
         self._quota: CheckpointQuota | None = None
         self.preempted = False
-        """True once Slurm has signalled every process of the step. Processes that end afterwards may not have
+        """True once Slurm has signalled every process of the step. If a process ends afterwards, it may not have
         failed."""
         self._suspending = self._now = False
         self._resumable: dict[str, ApptainerSandbox] = {}
-        """Running rollouts whose agents can be resumed, with their sandboxes."""
+        """Running rollout with a resumable agent → its sandbox."""
         self._interrupted: set[str] = set()
-        """Rollouts whose sandbox was running a command when the signal arrived."""
+        """Rollouts that were running a command in their sandbox when the signal arrived."""
 
     @property
     def kind(self) -> str:
-        """Error kind of an attempt that ends now: ``preemption``, ``walltime``, or empty."""
+        """Error kind of an attempt that is interrupted now: ``preemption``, ``walltime`` or empty."""
         if self.preempted:
             return "preemption"
         return "walltime" if self._suspending else ""
 
     def suspend(self, now: bool) -> None:
-        """Stops agents before their next turn. If ``now`` is true, also aborts pending model calls."""
+        """Stops agents before their next turn.
+
+        Args:
+            now: Also abort pending model calls.
+        """
         self._suspending, self._now = True, self._now or now
         for rollout in self._resumable:
             self._gateway.suspend(rollout, now)
@@ -285,8 +289,8 @@ class Preemption:
     def preempt(self) -> None:
         """Records that Slurm signalled the step, and suspends agents immediately.
 
-        Slurm sends several signals. Only the first one shows which rollouts were running a command, because afterwards
-        no agent waits for the model.
+        Slurm sends several signals. Only the first one shows which rollouts were running a command. Afterwards, no
+        agent waits for the model any more.
         """
         if self.preempted:
             return
@@ -300,7 +304,7 @@ class Preemption:
     def watching(self, rollout: str, sandbox: ApptainerSandbox) -> Iterator[None]:
         """Makes a rollout suspendable while its agent runs. The rollout must be open at the gateway."""
         if self.folder is None:
-            yield  # without a directory for checkpoints, suspending is pointless
+            yield  # suspending is pointless without a directory for checkpoints
             return
         self._resumable[rollout] = sandbox
         try:
@@ -314,7 +318,7 @@ class Preemption:
         """Publishes a checkpoint.
 
         Returns:
-            The name of its file, or an empty name and the reason why the rollout restarts from the beginning.
+            The name of its file, and an empty string. On failure, an empty name and the reason.
         """
         assert self.folder is not None, "nothing else was suspended"
         if not checkpoint.turns:
@@ -333,7 +337,7 @@ class Preemption:
         return name, ""
 
     def _rank_quota(self) -> CheckpointQuota:
-        """Returns the quota left after the checkpoints of earlier starts. Creates the directory if needed. Raises
+        """Returns the rank's quota, less the checkpoints of earlier starts. Creates the rank's directory. Raises
         OSError."""
         if self._quota is None:
             assert self.folder is not None, "nothing else was suspended"
@@ -347,7 +351,7 @@ class Preemption:
         return self._quota
 
     def _check_size(self, sandbox: ApptainerSandbox) -> None:
-        """Rejects a layer that is too large before it is copied. Ignores unreadable files."""
+        """Raises SandboxError if a layer is too large, before it is copied. Ignores unreadable files."""
         command = ["du", "-s", "-B1", "--", os.path.join(sandbox.directory, "layer", "upper")]  # trees of any depth
         output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout.split()
         if output and int(output[0]) > self._max_bytes:
@@ -364,7 +368,7 @@ class Preemption:
             return None
 
     def remove(self, name: str) -> None:
-        """Deletes a checkpoint from which a rollout has resumed, so that no other process uses it."""
+        """Deletes a checkpoint after a rollout has resumed from it, so that no other process uses it."""
         if name and self.folder is not None:
             with suppress(OSError):
                 (self.folder / name).unlink()

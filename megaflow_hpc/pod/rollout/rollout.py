@@ -1,11 +1,14 @@
-"""Runs one rollout from start to verdict.
+"""One attempt at a rollout, from its sandbox to its verdict.
 
 The steps are: start the sandbox, run the agent, kill all of the agent's processes, verify. Tasks with several steps
-repeat the last three for each step. Every error becomes a status and a cause, never an exception. An infrastructure
-failure gives ``failed``, with an error kind that says what is to blame. A failed agent gives ``completed`` and is
-verified as usual, unless its program could not be started: that gives ``failed``. A failed verifier gives reward 0. If
-the allocation ends first, the rollout is ``cancelled`` and resumes in another allocation from its checkpoint
-(preemption.py).
+repeat the last three for each step. Every error becomes a status and a cause, never an exception:
+
+- If the infrastructure fails, the status is ``failed``, and the error kind names the faulty part.
+- If the agent fails, the status is ``completed``, and its work is verified as usual. If its program cannot be started,
+  the status is ``failed``.
+- If the verifier fails, the reward is 0.
+- If the allocation ends first, the status is ``cancelled``. The rollout resumes in another allocation, from its
+  checkpoint if it has one.
 """
 
 from __future__ import annotations
@@ -68,10 +71,10 @@ from megaflow_hpc.types import (
 
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 NO_PROGRAM = (126, 127)
-"""A shell's exit codes for a program that cannot be executed or does not exist."""
+"""Exit codes of a shell for a program that cannot be executed or does not exist."""
 SETTLE_S = 1.0
-"""Pause after an agent was killed, in seconds. If Slurm is ending the job, its signal also reaches this process
-within the pause, so the preempted rollout is not verified."""
+"""Seconds to wait after an agent was killed. If Slurm is ending the job, its signal reaches this process meanwhile. A
+preempted rollout is then not verified."""
 
 
 class NoProgramError(MegaflowError):
@@ -92,8 +95,8 @@ class AgentRun:
     """Runs the agent of one attempt on each step, and adds its work to the trajectory.
 
     Args:
-        has_model: whether the policy has a model, which the agent calls through the gateway.
-        resumed: the checkpoint to continue from, if any.
+        has_model: Whether the policy has a model, which the agent calls through the gateway.
+        resumed: The checkpoint to continue from, if any.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class AgentRun:
         """Runs the agent on one step.
 
         Raises:
-            CutShort: the allocation ends. The rollout was saved if it can be resumed.
+            CutShort: The allocation ends. The rollout was saved if it can be resumed.
         """
         trajectory, sandbox = self._trajectory, self._sandbox
         resumed, self._resumed = self._resumed, None
@@ -145,16 +148,17 @@ class AgentRun:
     async def _run_agent(self, task: Task, resumed: Checkpoint | None) -> tuple[AgentResult, Recording]:
         """Runs the agent within its time limit. Keeps the gateway's recording even if the agent is cut off.
 
-        An agent that ended by itself is verified, even after an error. The model service is blamed for a call without
-        response only if it was down (:meth:`.ModelGateway.outage`). An exception in the agent's code after a response
-        counts as the agent's failure, because the response may have caused it.
+        The work of an agent that ended by itself is verified, even after an error. A model call without a response
+        counts as a failure of the model service only if the service was down (:meth:`.ModelGateway.outage`). An
+        exception in the agent's code after a response counts as the agent's failure, because the response may have
+        caused it.
 
         Raises:
-            CutShort: the allocation ends, so the gateway refused a model call of the agent.
-            ModelServiceError: the model service was down.
-            NoProgramError: the agent's program in the sandbox could not be started.
-            UserCodeError: the agent's code failed before the model's first response.
-            LostError: the sandbox was lost in the first attempt. In later attempts, the agent is blamed instead.
+            CutShort: The allocation ends, so the gateway refused a model call of the agent.
+            ModelServiceError: The model service was down.
+            NoProgramError: The agent's program in the sandbox could not be started.
+            UserCodeError: The agent's code failed before the model's first response.
+            LostError: The sandbox was lost in the first attempt. In later attempts, that is the agent's failure.
         """
         services, rollout, settings = self._services, self._rollout, self._agent
         agent = create(settings)
@@ -187,7 +191,7 @@ class AgentRun:
                     raise
                 result = AgentResult(exit_code=KILLED[0], error=str(error))
             except (UserCodeError, ModelServiceError) as error:
-                result, raised = AgentResult(), error  # may result from a call that the gateway refused
+                result, raised = AgentResult(), error  # perhaps because the gateway refused a call
             if endpoint:
                 suspended = services.gateway.suspended(rollout.id)
                 if suspended is not None:
@@ -198,7 +202,7 @@ class AgentRun:
         finally:
             if endpoint:
                 recording = await services.gateway.close(rollout.id)
-        if recording.over_budget:  # regardless of how the agent handled the refusal
+        if recording.over_budget:  # no matter how the agent handled the refusal
             result.status, result.error = "truncated", recording.over_budget
         elif raised is not None:
             if not recording.turns:
@@ -210,7 +214,7 @@ class AgentRun:
         return result, recording
 
     async def _open_model(self, task: Task, agent: Agent, recorded: Mapping[str, Any] | None) -> ModelEndpoint:
-        """Opens the rollout's URL at the gateway, and also inside the sandbox if its agent runs there."""
+        """Opens the rollout's URL at the gateway, or inside the sandbox if the agent runs there without a network."""
         gateway, rollout, trajectory = self._services.gateway, self._rollout, self._trajectory
         network = self._services.config.environment.network_of(task)
         limits = self._agent
@@ -223,7 +227,7 @@ class AgentRun:
 
 
 def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> None:
-    """Adds the agent's work in one step to its work in earlier steps."""
+    """Adds the agent's work in one step to that of earlier steps."""
     if trajectory.status != "truncated":
         trajectory.status = result.status
     if result.exit_code or result.error:
@@ -251,7 +255,7 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
 
 
 def _report_breaches(result: AgentResult, breaches: Sequence[str]) -> None:
-    """Reports the first limit that the agent's commands exceeded as the result's error, unless it already has one."""
+    """Sets the result's error to the first limit that the agent's commands exceeded, unless it already has one."""
     if breaches and not result.error:
         more = f" (and {len(breaches) - 1} more)" if len(breaches) > 1 else ""
         result.error = f"{breaches[0]}{more}"
@@ -274,23 +278,22 @@ class NoSandboxError(SandboxError):
 
 @dataclass
 class AttemptResult:
-    """The result of one attempt."""
+    """Result of one attempt."""
 
     trajectory: Trajectory
     cause: str = ""
-    """Cause of a failure, one of those in :mod:`megaflow_hpc.pod.scheduling.failures`."""
+    """Cause of a failure (:mod:`megaflow_hpc.pod.scheduling.failures`). Empty for the default of the error kind."""
     checkpoint: str = ""
-    """Checkpoint from which an interrupted attempt resumes. Empty if there is none."""
+    """Checkpoint to resume an interrupted attempt from. Empty if there is none."""
 
 
 async def run_attempt(
     services: Services, rollout: Rollout, task: Task, attempt: int, checkpoint: str = ""
 ) -> AttemptResult:
-    """Runs one attempt and reports any error in its trajectory. On cancellation, the trajectory has status
-    ``cancelled``.
+    """Runs one attempt. Its trajectory reports any error, and has the status ``cancelled`` after a cancellation.
 
     Args:
-        checkpoint: checkpoint of an interrupted attempt to resume from. Empty if there is none.
+        checkpoint: Checkpoint of an interrupted attempt to resume from. Empty if there is none.
     """
     began = time.time()
     ended = AttemptResult(blank(rollout, attempt))
@@ -317,7 +320,7 @@ async def run_attempt(
         _end(trajectory, "failed", "agent", str(error))
     except (ConfigError, UserCodeError) as error:  # the message names the location
         _end(trajectory, "failed", "user", str(error))
-    except Exception as error:  # a bug in a scaffold or a task must cost one rollout, not the runner
+    except Exception as error:  # a bug in a scaffold or a task may cost one rollout, but not the runner
         place = traceback.extract_tb(error.__traceback__)[-1]
         _end(trajectory, "failed", "user", f"{error!r} at {place}")
     trajectory.started_at = began
@@ -330,7 +333,7 @@ def _cancel(services: Services, trajectory: Trajectory, error: str) -> None:
 
 
 def _end(trajectory: Trajectory, status: Status, kind: str, error: str) -> None:
-    """Ends a trajectory without a verdict. Clears the reward, because a file with a reward for such a rollout is
+    """Ends a trajectory without a verdict. Clears the reward, because a trajectories file with such a reward is
     invalid."""
     trajectory.status, trajectory.error_kind, trajectory.error = status, kind, error
     trajectory.reward, trajectory.rewards = None, {}
@@ -403,7 +406,7 @@ async def _run_in_sandbox(
     finally:
         try:
             await sandbox.stop()
-        except Exception as error:  # the janitor cleans up, and the verdict stays valid
+        except Exception as error:  # the verdict stays valid, and the janitor cleans up
             print(printable(f"{trajectory.id}: {error}"), file=sys.stderr)
         sandboxes.add_usage(trajectory)
 

@@ -1,5 +1,4 @@
-"""Starts the sandboxes of a rollout and records their usage. Also recreates a sandbox for a user who inspects a
-rollout."""
+"""Sandboxes of a rollout: their start and their usage. Also recreates a sandbox for a user who inspects a rollout."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from megaflow_hpc.types import Network, Task
 def rollout_spec(
     task: Task, agent: AgentConfig, images: Mapping[str, str], environment: EnvironmentConfig
 ) -> SandboxSpec:
-    """Returns the spec of a rollout's sandbox, including the agent's binds."""
+    """Returns the specification of a rollout's sandbox, including the agent's binds."""
     return replace(sandbox_spec(task, images, environment), binds=_binds(agent))
 
 
@@ -39,13 +38,13 @@ class Sandboxes:
         self._started: list[ApptainerSandbox] = []
 
     async def start(self, spec: SandboxSpec, kept: Snapshot | None = None) -> ApptainerSandbox:
-        """Starts a sandbox; see :meth:`ApptainerProvider.start`."""
+        """Starts a sandbox (:meth:`ApptainerProvider.start`)."""
         sandbox = await self._provider.start(spec, kept)
         self._started.append(sandbox)
         return sandbox
 
     def add_usage(self, trajectory: Trajectory) -> None:
-        """Adds the usage of these sandboxes to a trajectory. Must be called once, when the attempt ends."""
+        """Adds the usage of these sandboxes to a trajectory. Call it once, when the attempt ends."""
         for sandbox in self._started:
             used = sandbox.consumption()
             trajectory.cpu_s = (trajectory.cpu_s or 0.0) + used.cpu_s
@@ -67,12 +66,12 @@ async def recreated(
     """Recreates the sandbox of a rollout as it was when the agent started the first step, without time limits.
 
     Args:
-        own_code: whether to call the agent and task classes that the run names, outside of any sandbox. An untrusted
-            run directory may name any class.
+        own_code: Call the agent and task classes that the run names, outside of any sandbox. An untrusted run
+            directory may name any class.
 
     Raises:
-        ConfigError: only the task's own code can prepare its sandbox.
-        SandboxError: the sandbox does not start or cannot be prepared.
+        ConfigError: Only the task's own code can prepare its sandbox, and ``own_code`` is False.
+        SandboxError: The sandbox does not start or cannot be prepared.
     """
     if task.kind == "python" and not own_code:
         raise ConfigError(

@@ -31,7 +31,7 @@ from megaflow_hpc.types import Rollout
 
 
 class Demand(NamedTuple):
-    """Resources that a rollout needs in addition to its slot."""
+    """Resources that a rollout needs in addition to a slot."""
 
     cpus: float = 0.0
     memory_mb: int = 0
@@ -56,9 +56,9 @@ class Work:
     causes: tuple[str, ...] = ()
     """Causes of the failed earlier attempts."""
     deferred: bool = False
-    """Whether to start this work only when nothing else is ready."""
+    """True if this work starts only when nothing else is ready."""
     planned: Any = field(default=None, compare=False, repr=False)
-    """The planned task, for the dispatcher. Opaque to the scheduler."""
+    """The planned task. Opaque to the scheduler."""
 
 
 class Entry(NamedTuple):
@@ -78,7 +78,7 @@ class Lane:
         self._removed: set[int] = set()
         """Numbers of removed entries that are still in the heap."""
         self.overtaken = 0
-        """Number of times that other lanes started work since the head of this lane did not fit."""
+        """Number of starts in other lanes since the head of this lane did not fit."""
 
     def __bool__(self) -> bool:
         return bool(self._heap)
@@ -98,7 +98,7 @@ class Lane:
         return entry.work
 
     def remove(self, number: int) -> None:
-        """Removes the entry with this number, which must be in the lane."""
+        """Removes the entry with this number. It must be in the lane."""
         self._removed.add(number)
         self._pop_removed()
 
@@ -115,7 +115,7 @@ class Lane:
 
 
 MAX_OVERTAKEN = 64
-"""Number of starts that may overtake a rollout that does not fit, before a worker is reserved for it."""
+"""Reserve a worker for a rollout that does not fit after this many starts of other rollouts."""
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class Workers:
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
         self._reserved: dict[int, Lane] = {}
-        """Worker → lane for which it is reserved."""
+        """Reserved worker → the lane that it is reserved for."""
         self.running = 0
         """Number of running attempts."""
         self.slots = 0
@@ -179,8 +179,8 @@ class Workers:
         """Adds a worker. Ignores repeated calls for the same worker.
 
         Args:
-            cpus: CPUs that its rollouts share. If ``None``, unlimited.
-            memory_mb: memory in MB that its rollouts share. If ``None``, unlimited.
+            cpus: CPUs that its rollouts share. ``None`` means unlimited.
+            memory_mb: Memory in MB that its rollouts share. ``None`` means unlimited.
         """
         if worker in self._workers:
             return
@@ -213,8 +213,8 @@ class Workers:
     # --- starts and ends ---
 
     def place(self, lane: Lane) -> int | None:
-        """Returns a worker for a lane's head, preferably not the one on which it failed. ``None`` if no worker fits.
-        In that case, a worker is reserved after :data:`MAX_OVERTAKEN` starts in other lanes."""
+        """Returns a worker for a lane's head, preferably one on which it has not failed. ``None`` if no worker has
+        room. Then reserves a worker if other lanes have started work :data:`MAX_OVERTAKEN` times."""
         avoid = lane.head.work.avoid
         best: tuple[bool, int, int] | None = None
         best_rank = None
@@ -251,8 +251,8 @@ class Workers:
             del self._reserved[rank]
 
     def finish(self, rank: int, rollout_id: str) -> Work | None:
-        """Frees the slot of a rollout. Returns ``None`` if the worker does not run it, for example because the
-        message is late."""
+        """Frees a rollout's slot and returns its work. Returns ``None`` if the worker does not run it, for example
+        because the message is late."""
         worker = self._workers.get(rank)
         if worker is None or rollout_id not in worker.running:
             return None
@@ -282,9 +282,9 @@ class Scheduler:
     """The queue of one pod, and the slots of its workers.
 
     Args:
-        order: scheduling order; see the module.
-        weights: policy weights for ``fair``. The default weight is 1.
-        surely_s: returns the seconds within which a rollout very likely ends, or 0 if unknown.
+        order: Scheduling order; see the module.
+        weights: Policy weights for ``fair``. The default weight is 1.
+        surely_s: Returns a duration in seconds that a rollout very likely does not exceed, or 0 if unknown.
     """
 
     def __init__(
@@ -301,13 +301,13 @@ class Scheduler:
         """Queued rollouts, by id."""
         self.workers = Workers()
         self._given_s: dict[str, float] = {}
-        """Policy → total expected seconds of its started rollouts."""
+        """Policy → sum of the expected seconds of its started rollouts."""
         self._number = count(1)
         self._too_long: list[Work] = []
         self.deferred = 0
         """Number of queued rollouts that start only when nothing else is ready."""
         self.waiting: set[str] = set()
-        """Policies that must wait, because none of their engines responds yet."""
+        """Policies whose rollouts must wait, because no engine serves them yet."""
 
     # --- the queue ---
 
@@ -318,7 +318,7 @@ class Scheduler:
 
     @property
     def too_long(self) -> int:
-        """Number of rollouts set aside because they would not end in time. :meth:`clear` returns them."""
+        """Number of rollouts that were set aside because they would not end in time. :meth:`clear` returns them."""
         return len(self._too_long)
 
     def waiting_work(self) -> list[Work]:
@@ -365,9 +365,9 @@ class Scheduler:
         """Starts the next rollout. Returns its worker and work, or ``None`` if no queued rollout can start now.
 
         Args:
-            remaining_s: seconds until the pod must be empty. Longer rollouts are left to another pod, unless a fresh
-                pod would be too short for them too.
-            whole_s: seconds available in a fresh pod.
+            remaining_s: Seconds until the pod must be empty. Longer rollouts are set aside for another pod, unless
+                they are too long even for a fresh pod.
+            whole_s: Seconds available in a fresh pod.
         """
         if not self.workers.free:
             return None
@@ -422,7 +422,7 @@ class Scheduler:
         self.deferred += work.deferred
 
     def _level(self, policy: str) -> None:
-        """Raises a policy that had no queued work to the level of the others. Otherwise it would take every slot to
+        """Raises a policy without queued work to the level of the others, so that it does not take every slot to
         catch up."""
         active = {lane.policy for lane in self._lanes.values()}
         if policy not in active:
