@@ -55,7 +55,7 @@ def register(subparsers: Subparsers) -> None:
     )
     for name, key, metavar, what in (
         ("--time", "time", "TIME", "walltime"),
-        ("--mem", "mem_gb", "GB", "memory of each node, in GB"),
+        ("--mem", "mem_gb", "GB", "memory on each node in GB"),
         ("--partition", "partition", "NAME", "partition"),
     ):
         resume.add_argument(
@@ -65,7 +65,8 @@ def register(subparsers: Subparsers) -> None:
             type=request(key),
             metavar=f"[JOBS=]{metavar}",
             dest="requests",
-            help=f"{what} of new jobs: pods, or servers={metavar}, trainer=…, gather=…; none: the site's default",
+            help=f"{what} for new jobs: {metavar} for pods, or servers={metavar}, trainer=…, gather=…; "
+            "none: the site's default",
         )
     resume.add_argument("--no-wait", action="store_true", help="submit and return")
     add_launcher(resume)
@@ -76,13 +77,13 @@ def register(subparsers: Subparsers) -> None:
         _scale,
         "add pods to a running campaign, or release some",
         examples=["scale RUN --pods 12", "scale RUN --servers 4 --policy student"],
-        description="Sets the number of pods or of engine servers from now on. Released pods finish their running "
-        "rollouts.",
+        description="Sets the number of pods or engine servers from now on. Pods that leave finish their running "
+        "rollouts first.",
     )
     add_run(scale)
     scale.add_argument("--pods", type=whole(), metavar="N", help="target number of pods, queued or running")
     scale.add_argument(
-        "--servers", type=whole(), metavar="N", help="target number of engine servers; held ones are released"
+        "--servers", type=whole(), metavar="N", help="target number of engine servers, which releases held ones"
     )
     scale.add_argument("--policy", help="with --servers: the model's policy, if there are several")
 
@@ -103,7 +104,7 @@ def register(subparsers: Subparsers) -> None:
         "write trajectories.h5 from the journals",
         examples=["gather RUN", "gather latest --rebuild"],
         description="Writes all results stored so far into RUN/trajectories.h5, while the campaign runs or after it. "
-        "On SIGTERM it keeps what is written and exits with status 75; the next call continues.",
+        "On SIGTERM, keeps what it has written and exits with status 75; the next call continues.",
     )
     add_run(gather)
     gather.add_argument("--rebuild", action="store_true", help="rebuild trajectories.h5 even if it is up to date")
