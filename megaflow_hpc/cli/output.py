@@ -157,7 +157,8 @@ def failure_lines(status: Mapping[str, Any], key: str = "first_failures") -> lis
     lines, run = [], status["run"]
     for cause in status.get(key, ()):
         lines.append(in_one_line(f"first of {cause['kind'] or 'no cause'}: {cause['id']}: {cause['error']}"))
-        lines += [f"  log: {cause['log']}"] if cause["log"] else []
+        if cause["log"]:
+            lines.append(f"  log: {cause['log']}")
         lines.append(f"  more: megaflow-hpc show {run} {cause['id']}; megaflow-hpc logs {run} {cause['id']}")
     return lines
 

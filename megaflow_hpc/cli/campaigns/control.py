@@ -153,7 +153,10 @@ def _resume(arguments: argparse.Namespace) -> int:
             return True
         say_notices(run.slurm_jobs)
         if arguments.no_wait:
-            print_json({"run": str(run.path), "jobs": run.job_ids()}) if arguments.json else say(run.path)
+            if arguments.json:
+                print_json({"run": str(run.path), "jobs": run.job_ids()})
+            else:
+                say(run.path)
             return False
         return True
 
@@ -199,7 +202,9 @@ def _cancel(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"run": str(run.path), "before": done.before, "cancelled": done.jobs, "pods": done.pods})
         return 0
-    lines = [f"cancelled {' '.join(done.jobs)}"] * bool(done.jobs) + [f"local pod {pod} drains" for pod in done.pods]
+    lines = [f"local pod {pod} drains" for pod in done.pods]
+    if done.jobs:
+        lines.insert(0, f"cancelled {' '.join(done.jobs)}")
     say("\n".join(lines) or "nothing was queued or running")
     if done.before == "finished":
         note(f"{run.path} is finished: every rollout is stored, so there is nothing to cancel")
