@@ -343,7 +343,7 @@ def list_servers(
 
     Args:
         sleeping: Sleep level by policy, for policies whose server runs in the trainer's job. These servers come last.
-        srun: Additional options for srun, with which engines over several nodes start.
+        srun: Additional srun options for engines that span several nodes.
     """
     servers = [
         ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)

@@ -249,7 +249,7 @@ def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]
     """Returns the file of each image that a campaign's tasks need.
 
     Args:
-        build: Build the images that the store lacks.
+        build: Whether to build the images that the store lacks.
     """
     return _resolve(images, _wanted_by_campaign(images, path, None, build), build)
 

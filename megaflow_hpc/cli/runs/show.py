@@ -277,7 +277,7 @@ def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
 
 
 def verifier_lines(row: Row, full: bool) -> Iterator[str]:
-    """Yields the end of the verifier log, or all of it, if the reward is 0 or the verifier failed."""
+    """Yields the last lines of the verifier log, or all if ``full``, if the reward is 0 or the verifier failed."""
     if row.reward != 0 and row.error_kind != "verifier":
         return
     data = next((item.data for item in reversed(row.artifacts) if item.name == VERIFIER_LOG), b"").rstrip()

@@ -130,7 +130,7 @@ def _list(arguments: argparse.Namespace) -> int:
     for cause in dict.fromkeys(glance.cause for glance in shown if glance.cause):
         note(cause)
     if cut:
-        note("the search stopped at its bound, since there are too many files: name the directory of your runs")
+        note("the search stopped because there are too many files; name the directory of your runs")
     if unreadable:
         note(f"{unreadable} directories are unreadable and were skipped")
     return 0
