@@ -19,6 +19,9 @@ from megaflow_hpc.resources import docs
 from megaflow_hpc.texts import in_one_line, printable
 
 FINAL = ("completed", "truncated", "failed", "cancelled")
+"""States of a rollout that has ended."""
+ROLE_COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
+"""Role of a message → colour of its heading."""
 
 
 def print_json(value: Any, indent: int | None = 1) -> None:

@@ -61,6 +61,9 @@ class Silent:
         """Ignores the progress."""
 
 
+SILENT = Silent()
+
+
 @dataclass
 class Draft:
     """A campaign that has been read. No images are built, the site is not queried, and nothing is written."""
@@ -124,7 +127,7 @@ def read(
     base: Path,
     where: Where,
     only: Sequence[str] = (),
-    watch: PlanWatch | None = None,
+    watch: PlanWatch = SILENT,
     most: int = MAX_ROLLOUTS,
 ) -> Draft:
     """Reads the tasks of a campaign and collects mistakes, which :meth:`Draft.check` raises.
@@ -134,7 +137,7 @@ def read(
         only: Rollout or task ids (shell patterns). Empty selects all.
         most: Maximum number of rollouts of the whole campaign.
     """
-    watch, draft = watch or Silent(), Draft(config, base)
+    draft = Draft(config, base)
     watch.step("looking at models and agents")
     for name, policy in config.policies().items():
         with draft.noting():
