@@ -95,7 +95,8 @@ def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
 
     there = {path.name.removesuffix(".journal") for path in journals(run)}  # <pod>.<start>
     leases = ledger.leases()
-    lost = [count for name, lease in leases.items() if name not in there and (count := stored_by(run, name, lease))]
+    lost = [stored_by(run, name, lease) for name, lease in leases.items() if name not in there]
+    lost = [count for count in lost if count]
     accounts = ledger.accounts(leases)
     # The leases of earlier starts were removed. We know how many journals there were, but not which are missing.
     earlier = sum(facts["journals"] for name, facts in accounts.items() if name not in leases)

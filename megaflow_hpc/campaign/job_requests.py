@@ -134,12 +134,9 @@ def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> 
             reserved for draining. Each message names key and limit.
         SiteError: A job would never start. The message names the limit.
     """
-    wanted = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
-    if short := [
-        f"{where(f'{key}.time')}: {line}"
-        for key, role, options in wanted
-        for line in _too_short(config, key, role, options)
-    ]:
+    jobs = list(each_job(config, RunDir("/RUN"), groups))
+    short = [f"{where(f'{key}.time')}: {line}" for key, job in jobs for line in _too_short(config, key, job)]
+    if short:
         raise Mistakes(short)
     findings = []
     for one in (lambda: site.check_site(config, where), lambda: check_resources(config, groups, where)):
@@ -150,7 +147,7 @@ def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> 
                 raise
             lines = error.found if isinstance(error, Mistakes) else [str(error)]
             findings += [line + LIFTED for line in lines]
-    findings += [_placed(line, where) for key, _, options in wanted for line in doubts(key, options)]
+    findings += [_placed(line, where) for key, job in jobs for line in doubts(key, job.named)]
     return findings + _unused(config, groups, where)
 
 
@@ -208,11 +205,11 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
     return list(lines.values())
 
 
-def _too_short(config: CampaignConfig, key: str, role: str, options: Mapping[str, Any]) -> Iterator[str]:
+def _too_short(config: CampaignConfig, key: str, job: script.Job) -> Iterator[str]:
     leads = {"pods": config.slurm.lead_s, "servers": script.WARN_S, "trainer": script.TRAINER_WARN_S}
-    time_s, lead = walltime_s(options), leads.get(role, 0)
+    time_s, lead = walltime_s(job.named), leads.get(job.role, 0)
     if time_s is not None and time_s <= lead:
-        what = "slurm.lead_s" if role == "pods" else "the time reserved for its end"
+        what = "slurm.lead_s" if job.role == "pods" else "the time reserved for its end"
         yield f"{key}.time: {time_s:.0f} s, and {what} is {lead} s: the job would end as it starts; request more time"
 
 
@@ -224,8 +221,9 @@ def drain_window_s(config: CampaignConfig) -> int:
     pods = config.slurm.pods
     jobs = [script.pod_job(config, RunDir("/RUN"), 1, pool=pool) for pool in (None, *pods.pools)]
     try:
-        times = [time_s for job in jobs if not job.cluster and (time_s := walltime_s(job.named))]
-        return limits.requeue_window_s(pods.total, min(times, default=None))
+        times = [walltime_s(job.named) for job in jobs if not job.cluster]
+        known = [time_s for time_s in times if time_s]
+        return limits.requeue_window_s(pods.total, min(known, default=None))
     except SiteError:
         return 0
 
@@ -310,7 +308,8 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
 
 
 def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:
-    cpus = min((cpus for group in groups if (cpus := cpus_per_gpu(config, run, group))), default=None)
+    known = [cpus for cpus in (cpus_per_gpu(config, run, group) for group in groups) if cpus]
+    cpus = min(known, default=None)
     servers = [group for group in groups for _ in range(group.count)]
     gpus, types = [server.gpus for server in servers], [server.gpu_type for server in servers]
     return timed(script.together_job(config, run, gpus, cpus, types))

@@ -21,9 +21,9 @@ from megaflow_hpc.campaign import edits, provenance
 from megaflow_hpc.campaign.job_environment import environment_script
 from megaflow_hpc.campaign.planning.draft import (
     MAX_ROLLOUTS,
+    SILENT,
     Draft,
     PlanWatch,
-    Silent,
     read,
     whole_groups,
 )
@@ -52,7 +52,7 @@ def make(
     where: Where,
     source: str = "",
     only: Sequence[str] = (),
-    watch: PlanWatch | None = None,
+    watch: PlanWatch = SILENT,
     site: Callable[[Draft], None] | None = None,
     most: int = MAX_ROLLOUTS,
 ) -> Draft:
@@ -77,7 +77,7 @@ def make(
     return draft
 
 
-def complete(draft: Draft, build: bool, watch: PlanWatch | None = None) -> None:
+def complete(draft: Draft, build: bool, watch: PlanWatch = SILENT) -> None:
     """Resolves the images of a valid draft.
 
     Args:
@@ -86,7 +86,6 @@ def complete(draft: Draft, build: bool, watch: PlanWatch | None = None) -> None:
     """
     from megaflow_hpc.tasks.loading import in_image_directories
 
-    watch = watch or Silent()
     if draft.images is None or draft.mapping is None:  # an engine pool has no tasks
         return
     watch.step(f"looking up images of {len(draft.tasks)} tasks")
@@ -103,7 +102,7 @@ def write(
     draft: Draft,
     run: RunDir,
     mpi: str = "pmi2",
-    watch: PlanWatch | None = None,
+    watch: PlanWatch = SILENT,
     profile: Profile | None = None,
     window_s: int = 0,
 ) -> list[Path]:
@@ -115,10 +114,10 @@ def write(
         The directories that were created: RUN and its new parents.
     """
     check_new(run)
-    (watch or Silent()).step(f"taking digests of the files of {len(draft.tasks)} tasks")
+    watch.step(f"taking digests of the files of {len(draft.tasks)} tasks")
     draft.tasks = fixed(draft.tasks)
     missing = [path for path in (run.path, *run.path.parents) if not path.exists()]
-    (watch or Silent()).step(f"writing {run} with {len(draft.rollouts)} rollouts")
+    watch.step(f"writing {run} with {len(draft.rollouts)} rollouts")
     try:
         run.create(draft.config.run_share)
         _fill(draft, run, mpi, profile, window_s)

@@ -187,8 +187,9 @@ class Successors:
         Args:
             now: Unix seconds.
         """
-        due = {pod.id: at for pod in pods if (at := self._due_at(pod)) < now + TOGETHER_S}
-        if min(due.values(), default=math.inf) > now:
+        due_at = {pod.id: self._due_at(pod) for pod in pods}
+        due = [pod for pod, at in due_at.items() if at < now + TOGETHER_S]
+        if min(due_at.values(), default=math.inf) > now:
             return []
         for array in sorted({array_of(pod) for pod in due if pod not in self._requeued}):
             self._ask(array)
@@ -196,7 +197,8 @@ class Successors:
 
     def next_at(self, pods: Sequence[JobState], now: float) -> float:
         """Returns the Unix time at which the next of these pods needs a successor, or infinity if no pod needs one."""
-        return min((at for pod in pods if (at := self._due_at(pod)) > now), default=math.inf)
+        due_at = [self._due_at(pod) for pod in pods]
+        return min((at for at in due_at if at > now), default=math.inf)
 
     def _due_at(self, pod: JobState) -> float:
         if pod.starts_at is None or pod.ends_at is None or self._requeued.get(pod.id):

@@ -19,6 +19,9 @@ from megaflow_hpc.resources import docs
 from megaflow_hpc.texts import in_one_line, printable
 
 FINAL = ("completed", "truncated", "failed", "cancelled")
+"""States of a rollout that has ended."""
+ROLE_COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
+"""Role of a message → colour of its heading."""
 
 
 def print_json(value: Any, indent: int | None = 1) -> None:
@@ -157,7 +160,8 @@ def failure_lines(status: Mapping[str, Any], key: str = "first_failures") -> lis
     lines, run = [], status["run"]
     for cause in status.get(key, ()):
         lines.append(in_one_line(f"first of {cause['kind'] or 'no cause'}: {cause['id']}: {cause['error']}"))
-        lines += [f"  log: {cause['log']}"] if cause["log"] else []
+        if cause["log"]:
+            lines.append(f"  log: {cause['log']}")
         lines.append(f"  more: megaflow-hpc show {run} {cause['id']}; megaflow-hpc logs {run} {cause['id']}")
     return lines
 

@@ -62,6 +62,9 @@ class Silent:
         """Ignores the progress."""
 
 
+SILENT = Silent()
+
+
 @dataclass
 class Draft:
     """A campaign that has been read. No images are built, the site is not queried, and nothing is written."""
@@ -125,7 +128,7 @@ def read(
     base: Path,
     where: Where,
     only: Sequence[str] = (),
-    watch: PlanWatch | None = None,
+    watch: PlanWatch = SILENT,
     most: int = MAX_ROLLOUTS,
 ) -> Draft:
     """Reads the tasks of a campaign and collects mistakes, which :meth:`Draft.check` raises.
@@ -135,7 +138,7 @@ def read(
         only: Rollout or task ids (shell patterns). Empty selects all.
         most: Maximum number of rollouts of the whole campaign.
     """
-    watch, draft = watch or Silent(), Draft(config, base)
+    draft = Draft(config, base)
     watch.step("looking at models and agents")
     for name, policy in config.policies().items():
         with draft.noting():
@@ -357,7 +360,7 @@ def list_servers(
 
     Args:
         sleeping: Sleep level by policy, for policies whose server runs in the trainer's job. These servers come last.
-        srun: Additional options for srun, with which engines over several nodes start.
+        srun: Additional srun options for engines that span several nodes.
     """
     servers = [
         ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)

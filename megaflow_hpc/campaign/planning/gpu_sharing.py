@@ -90,10 +90,13 @@ def check_gpu_types(config: CampaignConfig, where: Where) -> None:
         for name, policy in config.policies().items()
         for kind in (policy.model.kinds() if policy.model and not policy.model.pool else ())
     ]
-    typed += [("slurm.trainer", slurm.trainer.gpu_type, "trainer", slurm.trainer.extra)] if config.training else []
+    if config.training:
+        typed.append(("slurm.trainer", slurm.trainer.gpu_type, "trainer", slurm.trainer.extra))
     for key, gpu_type, role, extra in typed:
+        if not gpu_type:
+            continue
         for section, options in (("slurm.extra", slurm.extra), (f"slurm.{role}.extra", extra)):
-            for name, value in options.items() if gpu_type else ():
+            for name, value in options.items():
                 if option_name(name) in GPU_OPTIONS:
                     conflicts.append(
                         f"{where(section)}: {section}: {name}: {value}: replaces {key}.gpu_type: {gpu_type}; write "

@@ -36,7 +36,7 @@ class Starter:
     """Source of tasks in the directory, if any."""
     model: str = ""
     base: str = "docker://debian:12"
-    """Source of the image ``base``, a placeholder that only ``tasks new`` writes and that no registry has."""
+    """Source of the image ``base``, to which tasks made by ``tasks new`` refer. No registry has this image."""
     engine: bool = False
     agent: bool = False
     """True if mini-swe-agent is installed."""

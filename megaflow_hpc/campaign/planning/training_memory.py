@@ -69,16 +69,20 @@ class Fit:
         wider = [{"context": n} for n in powers if settings.parallel.context < n <= self.nodes * self.gpus]
         offload = {"optimizer": {"offload": True}}
         yield [("recompute: true", {"recompute": True})]
-        yield [(f"parallel.{_words(expert)}", {"parallel": expert})] if expert else []
+        if expert:
+            yield [(f"parallel.{_words(expert)}", {"parallel": expert})]
         yield [(f"parallel.{_words(change)}", {"parallel": change}) for change in wider]
         yield [("optimizer.offload: true", offload)]
         both = [change | expert for change in wider]
-        yield [(f"parallel: {{{_words(change)}}} and optimizer.offload: true", {"parallel": change} | offload)
-               for change in both]  # fmt: skip
+        yield [
+            (f"parallel: {{{_words(change)}}} and optimizer.offload: true", {"parallel": change} | offload)
+            for change in both
+        ]
         yield [(f"slurm.trainer.nodes: {n}", {"nodes": n}) for n in powers if n > self.nodes]
         parts = [settings.microbatch // n for n in powers]
         yield [(f"microbatch: {n}", {"microbatch": n}) for n in parts if n >= MIN_ROW]
-        yield [("lora: {}", {"lora": {}})] if not settings.lora else []
+        if not settings.lora:
+            yield [("lora: {}", {"lora": {}})]
 
     def _with(self, changes: Mapping[str, Any]) -> Fit:
         """Returns a copy with other settings. Sections are merged."""

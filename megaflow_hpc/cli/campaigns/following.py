@@ -111,14 +111,18 @@ def next_step(result: Mapping[str, Any], missing: int, broken: bool, changed: bo
         changed: Whether rollouts fail until the changes of their tasks are accepted.
     """
     run, counts = result["run"], result["rollouts"]
-    lines = [f"{missing} of {counts['total']} rollouts are missing"] * bool(missing)
+    lines = []
+    if missing:
+        lines.append(f"{missing} of {counts['total']} rollouts are missing")
     if set(result["failures"]) == {"agent"}:  # a run keeps the command and the images with which it was planned
         return [*lines, "the agent's program could not be started: correct its command or the image; plan a new run"]
     if missing:
         first = "once that is corrected, " if broken or result["unstarted"] else ""
         return [f"{lines[0]}; {first}continue with: megaflow-hpc resume {run}"]
-    accept = " --accept-changes" if changed else ""
-    return [f"repeat the failed rollouts with: megaflow-hpc resume {run} --failed{accept}"] * bool(counts["failed"])
+    if counts["failed"]:
+        accept = " --accept-changes" if changed else ""
+        lines.append(f"repeat the failed rollouts with: megaflow-hpc resume {run} --failed{accept}")
+    return lines
 
 
 def say_notices(*of: Any) -> None:

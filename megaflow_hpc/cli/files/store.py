@@ -159,7 +159,10 @@ def _drop_journals(path: Path, arguments: argparse.Namespace) -> int:
             held = drop_journals(run, dry_run=True)
         what = f"{path}: journal files: {held['journals']}, {held['journal_bytes'] / 1e6:.1f} MB"
         if arguments.dry_run:
-            print_json({**held, "dry_run": True}) if arguments.json else say(f"{what}, would be removed")
+            if arguments.json:
+                print_json({**held, "dry_run": True})
+            else:
+                say(f"{what}, would be removed")
             return 0
         if not confirmed(f"{what}, will be lost; the run cannot be resumed afterwards. Remove them?", "--yes"):
             note("nothing was removed")

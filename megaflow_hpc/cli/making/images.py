@@ -89,7 +89,7 @@ def register(subparsers: Subparsers) -> None:
         "fetch images into the store",
         "Fetches addresses (docker://, oras://, library://), through the mirrors if there are any, and adds SIF files. "
         "With --manifest, fetches every image that the manifest lists: from registries, or with --from from a "
-        "directory that holds the store's files. Their content is verified.",
+        "directory that holds the store's files. Verifies their content.",
         [
             "images pull docker://debian:12",
             "images pull docker://python:3.12 --mirror docker.io=registry.site.edu/hub",
@@ -118,8 +118,7 @@ def register(subparsers: Subparsers) -> None:
         "export",
         _export,
         "write an image to one SIF file, to share it",
-        "Packs an image's base and layers into one SIF file, or copies its SIF file. The content of each layer is "
-        "compared with its digest.",
+        "Packs an image's base and layers into one SIF file, or copies its SIF file. Verifies each layer's digest.",
         ["images export docker://debian:12 -o debian.sif", "images export 3f2a9c0b -o out.sif --force"],
     )
     export.add_argument(
@@ -158,8 +157,8 @@ def register(subparsers: Subparsers) -> None:
         _prune,
         "remove images from the store",
         "Removes the named images and those older than --older-than days. Also removes layers that no image uses, and "
-        "files that killed builders left. New layers are kept for a day, because a build may need them. The base of a "
-        "remaining image is kept. Runs that were planned with a removed image cannot continue.",
+        "files that killed builders left. Keeps new layers for a day, because a build may need them, and the bases of "
+        "remaining images. Runs that were planned with a removed image cannot continue.",
         ["images prune 3f2a9c0b --dry-run", "images prune --older-than 90", "images prune --staged"],
     )
     prune.add_argument("image", metavar="DIGEST", nargs="*", help="digest of an image, or its beginning")
@@ -249,7 +248,7 @@ def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]
     """Returns the file of each image that a campaign's tasks need.
 
     Args:
-        build: Build the images that the store lacks.
+        build: Whether to build the images that the store lacks.
     """
     return _resolve(images, _wanted_by_campaign(images, path, None, build), build)
 

@@ -21,8 +21,8 @@ from megaflow_hpc.resources import docs
 
 IMPORT = """\
 Reads JSON lines of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, and reports how each
-instance is tested. A script runs the command of the line or of the swebench package, which parses the log. Named runs
-pytest with the ids. Lines without a problem statement are skipped and counted. With --output, writes the instances to
+instance is tested: script (the command of the line or of the swebench package, which parses the log) or named (pytest
+with the test ids). Skips and counts lines without a problem statement. With --output, writes the instances to
 DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign reads such files directly, imported or
 not: tasks: [{path: X.jsonl}].
 """

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import note, print_json, say, used
+from megaflow_hpc.cli.output import ROLE_COLOURS, note, print_json, say, used
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic
@@ -45,7 +45,6 @@ WIDTH = 110
 SCALE = ((0.5, "green"), (0.1, "yellow"), (0.01, "dark_orange"), (0.0, "red"))
 """Colours of sampled tokens, each with the minimum probability at which it applies."""
 
-_COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
 _STATUS = {"completed": "green", "truncated": "yellow", "failed": "red", "cancelled": "red"}
 
 
@@ -166,7 +165,7 @@ def _lines(row: Row, full: bool) -> Iterator[tuple[str, str]]:
             message, call = conversation.messages[index], conversation.turns[index]
             role = str(message.get("role", "?"))
             by = "" if call is None else f"  (call {call})"
-            yield f"\n[{index}] {role}{by}", f"bold {_COLOURS.get(role, 'cyan')}"
+            yield f"\n[{index}] {role}{by}", f"bold {ROLE_COLOURS.get(role, 'cyan')}"
             yield from ((line, "") for line in _fold(content_of(message), full))
     yield from _calls(row)
     verifier = [*verifier_lines(row, full)]
@@ -269,7 +268,7 @@ def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
 
 
 def verifier_lines(row: Row, full: bool) -> Iterator[str]:
-    """Yields the end of the verifier log, or all of it, if the reward is 0 or the verifier failed."""
+    """Yields the last lines of the verifier log, or all if ``full``, if the reward is 0 or the verifier failed."""
     if row.reward != 0 and row.error_kind != "verifier":
         return
     data = next((item.data for item in reversed(row.artifacts) if item.name == VERIFIER_LOG), b"").rstrip()

@@ -29,7 +29,7 @@ from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb, whole
 from megaflow_hpc.rundir import runs
 from megaflow_hpc.texts import in_one_line
 
-STATES = ("planned", "queued", "running", "serving", "stopped", "cancelled", "finished", "broken", "unknown")
+STATES = ("planned", "queued", "running", "waiting", "serving", "stopped", "cancelled", "finished", "broken", "unknown")
 
 HEAD = ("run", "core-hours", "idle", "GPU-hours", "idle GPU-hours")
 LIST = f"""\
@@ -39,7 +39,8 @@ Lists the runs here, or under each DIR, newest first, with state, stored and pla
 states:
   planned    no job has been submitted
   queued     its jobs wait in Slurm's queue
-  running    a pod is running; for an engine pool: serving
+  running    a pod is running
+  serving    an engine pool has registered servers
   waiting    every rollout is stored, and a trainer may add more
   stopped    no pod is left, and rollouts are missing: megaflow-hpc resume
   cancelled  megaflow-hpc cancel ended it
@@ -90,9 +91,9 @@ def register(subparsers: Subparsers) -> None:
         _usage,
         "show core-hours and GPU-hours of runs, and their sum",
         examples=["usage RUN", "usage runs/*", "usage latest --json"],
-        description="Shows the resources of all jobs of the runs, from the start of each allocation to its end, by "
-        "Slurm's accounting. A pod is idle while none of its rollouts runs, an engine server while no rollout runs "
-        "at all. JSON values are in seconds.",
+        description="Sums the resources that the jobs of each run held from the start to the end of an allocation, "
+        "according to Slurm's accounting. A pod is idle while none of its rollouts runs, an engine server while no "
+        "rollout runs at all. JSON values are in seconds.",
     )
     add_run(usage, nargs="+")
 
@@ -129,7 +130,7 @@ def _list(arguments: argparse.Namespace) -> int:
     for cause in dict.fromkeys(glance.cause for glance in shown if glance.cause):
         note(cause)
     if cut:
-        note("the search stopped at its bound, since there are too many files: name the directory of your runs")
+        note("the search stopped because there are too many files; name the directory of your runs")
     if unreadable:
         note(f"{unreadable} directories are unreadable and were skipped")
     return 0

@@ -37,7 +37,7 @@ def register(subparsers: Subparsers) -> None:
             "weights publish RUN checkpoints/step-20 --policy student --move --keep 3",
         ],
         description="Copies the directory (or moves it) into the run and makes it the newest version of a policy. "
-        "Servers check for it every few seconds and load it while rollouts run. The version is printed.",
+        "Servers check for it every few seconds and load it while rollouts run. Prints the version.",
     )
     add_run(publish)
     publish.add_argument("directory", metavar="DIR", type=Path, help="the model directory that the trainer wrote")

@@ -11,14 +11,12 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import RichLog, Static
 
-from megaflow_hpc.cli.output import seconds, used
+from megaflow_hpc.cli.output import ROLE_COLOURS, seconds, used
 from megaflow_hpc.cli.view.reader import Detail, RunReader, RunView
 from megaflow_hpc.cli.view.tables import last_word
 from megaflow_hpc.cli.view.words import STYLES
 from megaflow_hpc.monitor.live import RolloutRow, RunSnapshot
 from megaflow_hpc.texts import in_one_line, printable
-
-ROLES = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
 
 
 class DetailScreen(Screen[None]):
@@ -184,7 +182,7 @@ def _joined(lines: Sequence[Text], width: int) -> Text:
 def _transcript(detail: Detail) -> list[Text]:
     lines = [Text(f"… {detail.left_out} messages before these: megaflow-hpc show", "dim")] if detail.left_out else []
     for role, text in detail.messages:
-        lines += [Text(f"── {in_one_line(role)}", f"bold {ROLES.get(role, 'cyan')}"), Text(printable(text))]
+        lines += [Text(f"── {in_one_line(role)}", f"bold {ROLE_COLOURS.get(role, 'cyan')}"), Text(printable(text))]
     return [*lines, Text(printable(detail.said), "dim")] if detail.said else lines
 
 
