@@ -58,7 +58,7 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
         dockerfiles: reads and caches the task's Dockerfiles.
 
     Raises:
-        ConfigError: names the file, the line if known, the value and the remedy.
+        ConfigError: the task is invalid. The message names the file, the line if known, the value and the remedy.
     """
     root = Path(path).absolute()
     toml = read_toml(inside(root, root / "task.toml"))
@@ -211,7 +211,7 @@ def read_environment(
             which may not use them.
 
     Raises:
-        ConfigError: names file, line, value and remedy.
+        ConfigError: a value is invalid. The message names file, line, value and remedy.
     """
     _refuse(table, directory)
     dockerfile = inside(root, directory / "Dockerfile")
@@ -310,7 +310,7 @@ def read_judging(
         step: the step's ``[[steps]]`` table, if reading a step.
 
     Raises:
-        ConfigError: names file, line, value and remedy.
+        ConfigError: a value is invalid. The message names file, line, value and remedy.
     """
     tests = [root / "tests"]
     solution = root / "solution"

@@ -202,26 +202,22 @@ class _Outage:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._began: float | None = None
-        self._is_logged = False
 
     def note(self, error: OSError) -> None:
         """Records a failed poll. Raises the error if it is permanent or the outage has lasted too long."""
         if not passing(error):
             raise error
-        if self._began is None:  # a single stale handle is not worth logging
+        if self._began is None:
             self._began = time.monotonic()
-            return
-        if time.monotonic() - self._began > GIVE_UP_S:
-            raise error
-        if not self._is_logged:
             logger.warning("%s does not answer (%s); waiting for it", self._run, error)
-            self._is_logged = True
+        elif time.monotonic() - self._began > GIVE_UP_S:
+            raise error
 
     def end(self) -> None:
         """Records a successful poll."""
-        if self._began is not None and self._is_logged:
+        if self._began is not None:
             logger.warning("%s is back after %.0f s", self._run, time.monotonic() - self._began)
-        self._began, self._is_logged = None, False
+            self._began = None
 
 
 def _read_cursor(cursor: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
