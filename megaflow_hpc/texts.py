@@ -81,7 +81,10 @@ def content_of(message: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-END_CHARACTERS, MESSAGE_CHARACTERS = 200_000, 20_000
+END_CHARACTERS = 200_000
+"""Maximum length of the text that :func:`end_of` returns, in characters."""
+MESSAGE_CHARACTERS = 20_000
+"""Maximum length of one message in that text. Longer messages are shortened in the middle."""
 
 
 def end_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, str]], int]:

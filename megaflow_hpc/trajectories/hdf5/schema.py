@@ -4,7 +4,7 @@ The writer, the readers, the validator and docs/reference/trajectory-format.md s
 one-dimensional. Ragged data is stored flat: item i has the entries ``[offset[i], offset[i+1])`` of the flat columns,
 and an offset column has one more entry than there are items. The only filters are HDF5's shuffle, deflate and
 fletcher32, and nothing has variable length, so every HDF5 library can read the file. Readers ignore unknown datasets.
-Adding a column needs no new version; the column becomes :data:`OPTIONAL`. Changing a meaning does.
+A new column needs no new format version; it becomes :data:`OPTIONAL`. A changed meaning needs one.
 
 HDF5 strings cannot contain NUL or lone surrogates (undecodable bytes from program output). String columns store the
 escapes ``\x00`` and ``\udc80`` instead. Messages are stored losslessly, because JSON has equivalent escapes.
@@ -328,7 +328,7 @@ MEASURED = ("setup_s", "agent_s", "verify_s", "cpu_s", "memory_peak_mb", "disk_p
 """Measurements of a rollout; any of them may be unknown."""
 
 UNKNOWN_AS_NAN = ("reward", *MEASURED)
-"""Row numbers that may be unknown: NaN in a column, ``None`` in a :class:`~megaflow_hpc.trajectory.Trajectory`."""
+"""Numbers of a rollout that may be unknown: NaN in a column, ``None`` in a trajectory."""
 
 OPTIONAL: dict[str, Any] = {
     "trajectories/rank": -1,

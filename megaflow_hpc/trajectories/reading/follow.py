@@ -30,7 +30,6 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.winners import (
     Index,
     RecordEntry,
-    Seals,
     decide,
     entries,
     in_commit_order,
@@ -57,7 +56,6 @@ class Follower:
     Args:
         run: The run directory. Its campaign may not have started yet.
         after: Ids never to yield, such as those that an earlier process has seen succeed.
-        seals: Called on each poll to get the seals. Default: the ledger's seals.
         cursor: The :attr:`cursor` of an earlier follower of this run, to continue after its last result.
 
     Raises:
@@ -68,11 +66,9 @@ class Follower:
         self,
         run: RunDir | str | os.PathLike[str],
         after: Iterable[str] = (),
-        seals: Callable[[], Seals] | None = None,
         cursor: Mapping[str, Any] | None = None,
     ) -> None:
         self._run = run if isinstance(run, RunDir) else RunDir(run)
-        self._seals = seals or (lambda: seals_of(self._run))
         self._read: dict[str, int] = {}
         """Journal file name → bytes read."""
         self._failed: set[str] = set()
@@ -106,7 +102,7 @@ class Follower:
         grown = {path: size for path, size in sizes.items() if size > self._read.get(path.name, 0)}
         if not grown:
             return []
-        seals = self._seals()
+        seals = seals_of(self._run)
         valid: list[RecordEntry] = []
         read = dict(self._read)
         for path, size in grown.items():
