@@ -250,8 +250,7 @@ TURN_REWARD = "turn."
 
 @dataclass
 class AgentResult:
-    """How an agent reports that it ended. ``status`` is ``completed`` or ``truncated`` (by a limit of turns or
-    time)."""
+    """Outcome of an agent's run. ``status`` is ``completed``, or ``truncated`` by a limit on turns or time."""
 
     status: Status = "completed"
     exit_code: int = 0

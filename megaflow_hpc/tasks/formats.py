@@ -80,7 +80,7 @@ class TaskFormat(Protocol):
                 skipped.
 
         Raises:
-            ConfigError: the source is invalid; names file, line, value and remedy.
+            ConfigError: the source is invalid. The message names file, line, value and remedy.
         """
 
     def settle(self, tasks: Sequence[Task], /) -> list[Task]:
@@ -169,10 +169,10 @@ class OneStep:
     def step_name(self, step: Task) -> str:
         return ""
 
-    async def begin_step(self, step: Task, sandbox: ApptainerSandbox) -> None:
+    async def begin_step(self, step: Task, sandbox: ApptainerSandbox, /) -> None:
         pass
 
-    def may_continue(self, step: Task, verdict: Verdict) -> bool:
+    def may_continue(self, step: Task, verdict: Verdict, /) -> bool:
         return True
 
     def combine(self, task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:

@@ -43,7 +43,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def read_python_tasks(source: str, base: str | os.PathLike[str]) -> list[Task]:
         base: directory that is searched for the module before the interpreter's own path.
 
     Raises:
-        ConfigError: the class is invalid; names its file and line, the problem and what was expected.
+        ConfigError: the class is invalid. The message names its file and line, the problem and what was expected.
     """
     cls = _load(source, str(Path(base).absolute()))
     where = f"{source} ({_place(cls)})"
@@ -364,7 +364,7 @@ async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox
             raise UserCodeError(
                 f"{code_of(method)}: {method.__name__} of task {task.id} ran longer than its {timeout_s:g} s"
             ) from None
-        raise _user_error(task, method, error) from error
+        raise UserCodeError(f"{origin(error)}: {method.__name__} of task {task.id} raised {error!r}") from error
 
 
 async def _in_thread(call: Callable[[], Any], name: str) -> Any:
@@ -395,10 +395,6 @@ async def _in_thread(call: Callable[[], Any], name: str) -> Any:
 
     threading.Thread(target=body, name=f"task-{name}", daemon=True).start()
     return await done
-
-
-def _user_error(task: Task, method: Callable[..., Any], error: BaseException) -> UserCodeError:
-    return UserCodeError(f"{origin(error)}: {method.__name__} of task {task.id} raised {error!r}")
 
 
 def guarded(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[UserCodeError]) -> Any:
@@ -433,18 +429,23 @@ class WaitingSandbox:
         self._sandbox = sandbox
         self._loop = loop
 
+    def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
     def exec(self, command: Any, **options: Any) -> ExecResult:
         """Runs a command and waits for it. ``options`` are those of the sandbox's own ``exec``."""
-        return asyncio.run_coroutine_threadsafe(self._sandbox.exec(command, **options), self._loop).result()
+        result: ExecResult = self._wait(self._sandbox.exec(command, **options))
+        return result
 
     def upload(self, source: str, target: str) -> None:
         """Copies a file or directory from the host into the sandbox."""
-        asyncio.run_coroutine_threadsafe(self._sandbox.upload(source, target), self._loop).result()
+        self._wait(self._sandbox.upload(source, target))
 
     def download(self, source: str, target: str) -> None:
         """Copies a file or directory from the sandbox to the host."""
-        asyncio.run_coroutine_threadsafe(self._sandbox.download(source, target), self._loop).result()
+        self._wait(self._sandbox.download(source, target))
 
     def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
         """Returns the first ``limit`` bytes of a file, or ``None`` if it is not a regular file."""
-        return asyncio.run_coroutine_threadsafe(self._sandbox.read(path, limit), self._loop).result()
+        content: bytes | None = self._wait(self._sandbox.read(path, limit))
+        return content

@@ -22,7 +22,7 @@ from megaflow_hpc.host.wire import unpack
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.harbor.rewards import MOST_LOGS, read_logs, read_rewards
+from megaflow_hpc.tasks.harbor.rewards import MAX_LOGS, read_logs, read_rewards
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import Task
@@ -225,7 +225,7 @@ def test_logs_and_rewards_are_read_without_reading_what_is_not_kept(tmp_path: Pa
     (tmp_path / "reward.txt").write_text("1")
     tmp_path.chmod(0)
     before = sum(map(os.times().__getitem__, (0, 1)))
-    assert len(read_logs(tmp_path)) == MOST_LOGS
+    assert len(read_logs(tmp_path)) == MAX_LOGS
     assert sum(map(os.times().__getitem__, (0, 1))) - before < 60  # 3 GB would be read, or 3 PB
     assert read_rewards(tmp_path) == {"reward": 1.0}
 

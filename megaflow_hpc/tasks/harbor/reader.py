@@ -58,7 +58,7 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
         dockerfiles: reads and caches the task's Dockerfiles.
 
     Raises:
-        ConfigError: names the file, the line if known, the value and the remedy.
+        ConfigError: the task is invalid. The message names the file, the line if known, the value and the remedy.
     """
     root = Path(path).absolute()
     toml = read_toml(inside(root, root / "task.toml"))
@@ -211,7 +211,7 @@ def read_environment(
             which may not use them.
 
     Raises:
-        ConfigError: names file, line, value and remedy.
+        ConfigError: a value is invalid. The message names file, line, value and remedy.
     """
     _refuse(table, directory)
     dockerfile = inside(root, directory / "Dockerfile")
@@ -310,20 +310,19 @@ def read_judging(
         step: the step's ``[[steps]]`` table, if reading a step.
 
     Raises:
-        ConfigError: names file, line, value and remedy.
+        ConfigError: a value is invalid. The message names file, line, value and remedy.
     """
-    tests = [root / "tests"]
-    solution = root / "solution"
+    homes = [root]
     if step is not None:
-        home = root / "steps" / str(step.data["name"])
-        tests.append(home / "tests")
-        if (home / "solution").is_dir():
-            solution = home / "solution"
-    tests = [inside(root, directory) for directory in tests if directory.is_dir()]
+        homes.append(root / "steps" / str(step.data["name"]))
+    tests = [inside(root, home / "tests") for home in homes if (home / "tests").is_dir()]
+    solution = root / "solution"
+    if (homes[-1] / "solution").is_dir():
+        solution = homes[-1] / "solution"
     levels = [table for table in (toml, step) if table is not None]
     sections = [table.table("verifier") for table in levels]
     passed: set[str] = set()
-    separate = _read_separate(sections, tests, root, environment, dockerfiles, passed)
+    separate = _read_separate(sections, homes, root, environment, dockerfiles, passed)
     rules = _read_rules(sections, passed if separate else None)
     if separate is not None:
         own = separate.environment.to_dict()
@@ -332,8 +331,9 @@ def read_judging(
     if script is not None and not rules.bundled:
         TaskFiles(root).require(script)
     elif script is None and not rules.bundled:
-        expected = (root if step is None else root / "steps" / str(step.data["name"])) / "tests" / SCRIPT
-        raise ConfigError(f"{expected}: missing; a Harbor task needs tests for its reward: add tests/test.sh")
+        raise ConfigError(
+            f"{homes[-1] / 'tests' / SCRIPT}: missing; a Harbor task needs tests for its reward: add tests/test.sh"
+        )
     return Judging(
         tests=[str(directory) for directory in tests],
         solution=str(inside(root, solution)),
@@ -378,33 +378,34 @@ class _Separate:
 
 
 def _read_separate(
-    levels: list[TomlTable],
-    tests: list[Path],
+    sections: list[TomlTable],
+    homes: list[Path],
     root: Path,
     environment: Task,
     dockerfiles: Dockerfiles,
     passed: set[str],
 ) -> _Separate | None:
-    """Returns the verifier's own environment, or ``None`` if it shares the agent's. The innermost level that sets it
-    wins."""
+    """Returns the verifier's own environment, or ``None`` if it shares the agent's.
+
+    Args:
+        sections: ``[verifier]`` of the task and, if reading a step, of the step. The last one that sets a value wins.
+        homes: directories of the task and the step, whose ``tests/`` may contain the image's Dockerfile.
+    """
     separate = False
-    for table in levels:
-        mode = table.choice("environment_mode", "shared", "separate")
-        if mode == "shared" and "environment" in table:
-            raise table.error("environment_mode", mode, "separate, or no [verifier.environment]")
-        if mode or "environment" in table:
+    for section in sections:
+        mode = section.choice("environment_mode", "shared", "separate")
+        if mode == "shared" and "environment" in section:
+            raise section.error("environment_mode", mode, "separate, or no [verifier.environment]")
+        if mode or "environment" in section:
             separate = mode != "shared"
     if not separate:
         return None
-    own = next((table.table("environment") for table in reversed(levels) if "environment" in table), None)
-    directories = {directory.parent: directory for directory in tests}
-    places = [root / "steps" / str(table.data.get("name", "")) for table in levels[1:]]
-    for level, home in reversed([(levels[0], root), *zip(levels[1:], places, strict=True)]):
-        table = level.table("environment")
-        directory = directories.get(home, home / "tests")
-        if table.data.get("docker_image") or (directory / "Dockerfile").is_file():
+    own = next((section.table("environment") for section in reversed(sections) if "environment" in section), None)
+    for section, home in reversed([*zip(sections, homes, strict=True)]):
+        table = section.table("environment")
+        if table.data.get("docker_image") or (home / "tests" / "Dockerfile").is_file():
             chosen = table if table or own is None else own
-            return _Separate(read_environment(chosen, directory, root, dockerfiles, passed), bundled=True)
+            return _Separate(read_environment(chosen, home / "tests", root, dockerfiles, passed), bundled=True)
     if own is None or not own:
         return _Separate(replace(environment, user=None))
     # the agent's image with the verifier's own limits and variables

@@ -108,7 +108,8 @@ def read_instances(
         skipped: Receives the lines without a problem statement. If ``None``, such lines are invalid.
 
     Raises:
-        ConfigError: a line is invalid or an id is duplicated; names file, line, field, value and what was expected.
+        ConfigError: a line is invalid or an id is duplicated. The message names file, line, field, value and what was
+            expected.
     """
     file = Path(path).absolute()
     seen: dict[str, int] = {}
@@ -158,7 +159,7 @@ def parse(line: Line) -> Instance:
     """Parses one line of any dataset.
 
     Raises:
-        ConfigError: the line is invalid; names file, line, field, value and what was expected.
+        ConfigError: the line is invalid. The message names file, line, field, value and what was expected.
     """
     try:
         raw = parse_json(line.data)
@@ -303,7 +304,7 @@ class SweBench:
         """Returns the fields of an instance, by name.
 
         Raises:
-            ConfigError: a field has the wrong type; names file, line, field and value.
+            ConfigError: a field has the wrong type. The message names file, line, field and value.
         """
         fields = dict(raw)
         for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):  # some releases use lower-case field names

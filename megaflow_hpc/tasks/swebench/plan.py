@@ -1,4 +1,4 @@
-"""Makes tasks of the lines of a JSONL file, and decides with the ``swebench`` package how they are tested.
+"""Creates tasks from the lines of a JSONL file, and decides with the ``swebench`` package how they are tested.
 
 A task stores its line's position and hash, not the line itself. So agents and ``run.json`` do not see patches and
 tests, and edits to the file after planning are detected.
@@ -66,7 +66,7 @@ def settle(tasks: Sequence[Task]) -> list[Task]:
     """Returns the tasks with their runners, after checking that all of them can be tested and graded here.
 
     Raises:
-        ConfigError: a task cannot be tested; names the line, what is missing and the remedies.
+        ConfigError: a task cannot be tested. The message names the line, what is missing and the remedies.
     """
     loaded = [(task, load(task)) for task in tasks]
     for_package = [(task, instance) for task, instance in loaded if instance.runner != "named"]

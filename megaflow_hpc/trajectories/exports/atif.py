@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaflow_hpc.texts import joined_parts
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
 from megaflow_hpc.trajectories.reading.conversations import Conversation, main
 from megaflow_hpc.trajectories.reading.sources import SequenceView
@@ -237,13 +238,7 @@ def _metrics(turn: Turn, views: list[SequenceView]) -> dict[str, Any]:
 
 def _text(content: Any) -> str:
     """Converts any message content to valid Unicode text."""
-    if isinstance(content, list):
-        parts = []
-        for part in content:
-            if isinstance(part, dict):
-                part = part.get("text", f"({part.get('type', '?')})")
-            parts.append(str(part))
-        content = "\n".join(parts)
+    content = joined_parts(content)
     text = "" if content is None else str(content)
     return text.encode("utf-8", "backslashreplace").decode()
 

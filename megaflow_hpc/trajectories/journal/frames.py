@@ -271,7 +271,8 @@ def _open_journal(path: str | os.PathLike[str]) -> BinaryIO | PackedJournal:
     except OSError as error:
         if passing(error):
             raise
-        if isinstance(error, FileNotFoundError) and (packed := open_packed(Path(path))) is not None:
+        packed = open_packed(Path(path)) if isinstance(error, FileNotFoundError) else None
+        if packed is not None:
             return packed
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a journal") from error
 

@@ -30,14 +30,10 @@ from megaflow_hpc.trajectories.hdf5.file import (
     root_attributes,
 )
 from megaflow_hpc.trajectories.hdf5.publishing import Unfinished, published, unfinished
-from megaflow_hpc.trajectories.hdf5.schema import escape
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
-from megaflow_hpc.trajectories.journal.winners import Index, Seals, fingerprint, index, seals_of
+from megaflow_hpc.trajectories.journal.winners import Seals, fingerprint, index, seals_of
 
 logger = logging.getLogger(__name__)
-
-_IDS = 1 << 16
-"""Number of ids compared at a time, to bound memory."""
 
 
 def gather(
@@ -76,7 +72,7 @@ def gather(
     winners = index(run, seals)
     total = len(winners.winners)
     with published(run.trajectories) as temporary:
-        done = _take_up(unfinished(run.trajectories), temporary, now, winners)
+        done = _take_up(unfinished(run.trajectories), temporary, now)
         with TrajectoryWriter(temporary, campaign_name(run), now, root_attributes(run), append=done > 0) as writer:
             for trajectory in winners.trajectories(done):
                 writer.append(trajectory)
@@ -89,7 +85,7 @@ def gather(
     return run.trajectories
 
 
-def _take_up(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) -> int:
+def _take_up(kept: Path, temporary: Path, now: dict[str, Any]) -> int:
     """Renames what a stopped gather has kept to ``temporary``, and returns its number of rows. Removes it and returns 0
     if it does not fit the journals."""
     try:
@@ -97,26 +93,22 @@ def _take_up(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) -
     except FileNotFoundError:
         if not temporary.exists():  # otherwise a network file system has repeated the request
             return 0
-    rows = _rows_that_fit(temporary, now, winners)
+    rows = _rows_that_fit(temporary, now)
     if not rows:
         temporary.unlink()
     return rows
 
 
-def _rows_that_fit(kept: Path, now: dict[str, Any], winners: Index) -> int:
-    """Returns the number of rows of a kept file. 0 if the file is damaged, or was made from other records or by another
-    version.
-    """
+def _rows_that_fit(kept: Path, now: dict[str, Any]) -> int:
+    """Returns the number of rows of a kept file. 0 if it is damaged, or made from other journals or by another
+    version."""
     try:
         with open_file(kept) as file:
             if attribute(file, "sources") != now or attribute_text(file, "software") != SOFTWARE:
                 return 0
-            ids = file["trajectories/id"]
-            for first in range(0, len(ids), _IDS):
-                expected = [escape(entry.id).encode() for entry in winners.winners[first : first + _IDS]]
-                if ids[first : first + _IDS].tolist() != expected[: len(ids) - first]:
-                    return 0
-            return len(ids) if next(iter(offset_faults(file)), None) is None else 0
+            if any(offset_faults(file)):
+                return 0
+            return len(file["trajectories/id"])
     except (ConfigError, OSError, LookupError, ValueError) as error:
         logger.warning("%s: %s; gathering begins again", kept, error)
         return 0

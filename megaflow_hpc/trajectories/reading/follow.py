@@ -30,7 +30,6 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.winners import (
     Index,
     RecordEntry,
-    Seals,
     decide,
     entries,
     in_commit_order,
@@ -57,7 +56,6 @@ class Follower:
     Args:
         run: The run directory. Its campaign may not have started yet.
         after: Ids never to yield, such as those that an earlier process has seen succeed.
-        seals: Called on each poll to get the seals. Default: the ledger's seals.
         cursor: The :attr:`cursor` of an earlier follower of this run, to continue after its last result.
 
     Raises:
@@ -68,11 +66,9 @@ class Follower:
         self,
         run: RunDir | str | os.PathLike[str],
         after: Iterable[str] = (),
-        seals: Callable[[], Seals] | None = None,
         cursor: Mapping[str, Any] | None = None,
     ) -> None:
         self._run = run if isinstance(run, RunDir) else RunDir(run)
-        self._seals = seals or (lambda: seals_of(self._run))
         self._read: dict[str, int] = {}
         """Journal file name → bytes read."""
         self._failed: set[str] = set()
@@ -106,7 +102,7 @@ class Follower:
         grown = {path: size for path, size in sizes.items() if size > self._read.get(path.name, 0)}
         if not grown:
             return []
-        seals = self._seals()
+        seals = seals_of(self._run)
         valid: list[RecordEntry] = []
         read = dict(self._read)
         for path, size in grown.items():
@@ -202,26 +198,22 @@ class _Outage:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._began: float | None = None
-        self._is_logged = False
 
     def note(self, error: OSError) -> None:
         """Records a failed poll. Raises the error if it is permanent or the outage has lasted too long."""
         if not passing(error):
             raise error
-        if self._began is None:  # a single stale handle is not worth logging
+        if self._began is None:
             self._began = time.monotonic()
-            return
-        if time.monotonic() - self._began > GIVE_UP_S:
-            raise error
-        if not self._is_logged:
             logger.warning("%s does not answer (%s); waiting for it", self._run, error)
-            self._is_logged = True
+        elif time.monotonic() - self._began > GIVE_UP_S:
+            raise error
 
     def end(self) -> None:
         """Records a successful poll."""
-        if self._began is not None and self._is_logged:
+        if self._began is not None:
             logger.warning("%s is back after %.0f s", self._run, time.monotonic() - self._began)
-        self._began, self._is_logged = None, False
+            self._began = None
 
 
 def _read_cursor(cursor: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:

@@ -32,7 +32,6 @@ from megaflow_hpc.trajectories.hdf5.file import open_file
 from megaflow_hpc.trajectories.hdf5.schema import (
     COLUMNS,
     OFFSETS,
-    ROW_COLUMNS,
     STRING,
     TEXT,
     UNKNOWN_AS_NAN,
@@ -40,6 +39,7 @@ from megaflow_hpc.trajectories.hdf5.schema import (
     message_json,
     reward_name,
 )
+from megaflow_hpc.trajectories.hdf5.writer import ColumnLists
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
 from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, linked
 from megaflow_hpc.types import Artifact
@@ -288,7 +288,8 @@ class Hdf5Source:
             for name in ("expert_layers", "experts_per_token")
         )
         values = read(self._dataset("experts/bytes"), start, end)
-        if len(values) not in (entries := tokens * layers * per_token, 2 * entries):
+        entries = tokens * layers * per_token
+        if len(values) not in (entries, 2 * entries):
             fault = f"sequence {sequence} has {len(values)} bytes of experts, expected {entries} or twice as many"
             raise ConfigError(f"{self.path}: {fault}; the file is damaged")
         return values.view(np.uint16 if len(values) > entries else np.uint8).reshape(tokens, layers, per_token)
@@ -372,21 +373,13 @@ class Hdf5Source:
 
 _CACHED = 8
 """Number of decoded trajectories to cache, because the parts of a row are usually read together."""
-_SCALARS = tuple(column.name for column in ROW_COLUMNS if column.name != "turns")
 _TIMES = ("model_s", "sandbox_s", "agent_s", "wait_s")
-_OF_ATTEMPTS = ("job_id", "started_at", "finished_at")
-_COLUMNS = (
-    *(f"trajectories/{name}" for name in _SCALARS),
-    *(f"sequences/{name}" for name in ("trajectory", "policy", "weight_version_min", "weight_version_max")),
-    *(f"sequences/{name}" for name in ("expert_layers", "experts_per_token")),
+_OF_JOURNALS = (
+    *(column.path for column in COLUMNS.values() if column.group in ("trajectories", "sequences")),
     *(f"turns/{name}" for name in ("sequence", "token_start", "token_end", *_TIMES)),
-    *(f"attempts/{name}" for name in _OF_ATTEMPTS),
+    *(f"attempts/{name}" for name in ("job_id", "started_at", "finished_at")),
 )
-_OFFSETS = (
-    *(f"trajectories/{item}_offset" for item in ("sequence", "turn", "message", "attempt")),
-    "sequences/token_offset",
-    "sequences/expert_offset",
-)
+"""Columns that a :class:`JournalSource` provides, in addition to the rewards."""
 
 
 class JournalSource:
@@ -494,59 +487,23 @@ class JournalSource:
 
     @cached_property
     def _columns(self) -> dict[str, Array]:
-        values: dict[str, list[Any]] = {path: [] for path in _COLUMNS} | {path: [0] for path in _OFFSETS}
-        rewards: dict[str, Array] = {}
+        lists = ColumnLists(_OF_JOURNALS)
+        columns: dict[str, Array] = {}
         for row, trajectory in enumerate(self._index.trajectories()):
             self._keep(self._index.winners[row], trajectory)
-            for name in _SCALARS:
-                values[f"trajectories/{name}"].append(self.scalar(name, row))
+            lists.add(trajectory)
             for name, reward in self.rewards(row).items():
-                column = rewards.setdefault(f"rewards/{name}", np.full(len(self), np.nan, np.float32))
+                column = columns.setdefault(f"rewards/{name}", np.full(len(self), np.nan, np.float32))
                 column[row] = reward
-            self._add_sequences_and_turns(values, row)
-            for attempt in self.attempts(row):
-                for name in _OF_ATTEMPTS:
-                    values[f"attempts/{name}"].append(getattr(attempt, name))
-            counts = {
-                "trajectories/sequence_offset": len(trajectory.sequences),
-                "trajectories/turn_offset": len(trajectory.turns),
-                "trajectories/message_offset": len(trajectory.messages),
-                "trajectories/attempt_offset": len(trajectory.attempts),
-            }
-            for path, count in counts.items():
-                values[path].append(values[path][-1] + count)
-        columns = {path: _array(COLUMNS[path].dtype, column) for path, column in values.items()}
-        columns["trajectories/turns"] = np.diff(columns["trajectories/turn_offset"]).astype(np.int32)
-        return columns | rewards
-
-    def _add_sequences_and_turns(self, values: dict[str, list[Any]], row: int) -> None:
-        """Appends a row's sequences and turns to the column lists, renumbered for the whole run."""
-        first_sequence = len(values["sequences/trajectory"])
-        token_offsets = values["sequences/token_offset"]
-        for view in self.sequences(row):
-            token_offsets.append(token_offsets[-1] + len(view.tokens))
-            sampled = view.weight_versions[view.weight_versions >= 0]
-            values["sequences/trajectory"].append(row)
-            values["sequences/policy"].append(view.policy)
-            values["sequences/weight_version_min"].append(int(sampled.min()) if len(sampled) else -1)
-            values["sequences/weight_version_max"].append(int(sampled.max()) if len(sampled) else -1)
-            _, layers, per_token = (0, 0, 0) if view.experts is None else view.experts.shape
-            values["sequences/expert_layers"].append(layers)
-            values["sequences/experts_per_token"].append(per_token)
-            size = 0 if view.experts is None else view.experts.nbytes
-            values["sequences/expert_offset"].append(values["sequences/expert_offset"][-1] + size)
-        for turn in self.turns(row):
-            if turn.sequence >= 0:
-                turn.sequence += first_sequence
-                turn.token_start += token_offsets[turn.sequence]
-                turn.token_end += token_offsets[turn.sequence]
-            for name in ("sequence", "token_start", "token_end", *_TIMES):
-                values[f"turns/{name}"].append(getattr(turn, name))
+        for path, values in lists.values.items():
+            first = [0] if COLUMNS[path].is_offset else []
+            columns[path] = _array(COLUMNS[path].dtype, [*first, *values])
+        return columns
 
 
 def _array(dtype: str, values: list[Any]) -> Array:
     if dtype not in (STRING, TEXT):
         return np.array(values, dtype)
     column = np.empty(len(values), object)
-    column[:] = values
+    column[:] = [escape(value) for value in values]
     return column

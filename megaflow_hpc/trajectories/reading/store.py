@@ -36,7 +36,7 @@ from megaflow_hpc.trajectories.hdf5.file import (
     root_attributes,
 )
 from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS, UNKNOWN_AS_NAN
-from megaflow_hpc.trajectories.journal.winners import Seals, fingerprint, index, seals_of
+from megaflow_hpc.trajectories.journal.winners import fingerprint, index, seals_of
 from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
 from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_batches
 from megaflow_hpc.trajectories.reading.conversations import Conversation, ConversationCall, conversations, main
@@ -241,13 +241,12 @@ class TrajectoryStore:
         return row % len(self)
 
 
-def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) -> TrajectoryStore:
+def open_trajectories(path: str | os.PathLike[str]) -> TrajectoryStore:
     """Opens a campaign's trajectories for reading.
 
     Args:
         path: A run directory (even of a running campaign), or a ``trajectories.h5``. In a run directory, the file is
             read if it covers all journals. Otherwise the journals are read, with the same result.
-        seals: Seals to use instead of those in the run directory's ledger.
 
     Raises:
         ConfigError: ``path`` is missing, is not a run directory, or is a foreign, damaged or newer file.
@@ -258,7 +257,7 @@ def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) 
     run = RunDir(path)
     if not (run.journal.is_dir() or run.trajectories.exists()):
         read_run(run)
-    seals = seals_of(run) if seals is None else seals
+    seals = seals_of(run)
     recorded = recorded_sources(run.trajectories)
     now = fingerprint(run, seals)
     if run.trajectories.exists() and _covers(recorded, now):

@@ -96,16 +96,17 @@ def test_a_success_after_a_failure_is_given_once_more(run, status, resumed):
     assert look() == []
 
 
-def test_any_cut_of_a_campaign_into_followers_gives_every_rollout_once(run):
+def test_any_cut_of_a_campaign_into_followers_gives_every_rollout_once(run, monkeypatch):
     """Journals grow, are sealed and added, while each follower continues from the cursor of the last one."""
     draw, seals, cursor, seen = random.Random(5), {}, None, []
+    monkeypatch.setattr("megaflow_hpc.trajectories.reading.follow.seals_of", lambda _: dict(seals))
     writers: list[JournalWriter | None] = [None] * 3
     epochs = [-1] * 3
     became: dict[int, str] = {}
 
     def look() -> None:
         nonlocal cursor
-        follower = Follower(run, seals=lambda: dict(seals), cursor=cursor)
+        follower = Follower(run, cursor=cursor)
         new = follower.entries()
         assert [follower.load(entry).status for entry in new] == [entry.status for entry in new]
         seen.extend((entry.id, entry.status) for entry in new)
