@@ -39,14 +39,13 @@ def _python() -> WarmPython:
     if not _warm or not _warm[-1].alive():
         modules = ("torch.distributed", "transformers.models.auto.modeling_auto", "transformers.models.llama")
         _warm[:] = [WarmPython(*modules, python=str(engine_python()), variables=SETTINGS)]
-        _warm[-1].run("")  # before the time of a script counts
     return _warm[-1]
 
 
-def run_ranks(script: str, folder: Path, *arguments: object, ranks: int = 1, timeout_s: float = 240) -> Any:
+def run_ranks(script: str, folder: Path, *arguments: object, ranks: int = 1) -> Any:
     """Run ``script`` in ``folder`` with one thread per rank; return the JSON of rank 0's last line."""
     own = [{}] if ranks == 1 else _of_ranks(ranks, folder)
-    result = _python().run_several(script, *map(str, arguments), variables=own, folder=folder, timeout_s=timeout_s)
+    result = _python().run_several(script, *map(str, arguments), variables=own, folder=folder)
     return _last_line(result)
 
 
