@@ -56,13 +56,15 @@ def _of_ranks(count: int, folder: Path) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def run_by_torchrun(script: str, folder: Path, ranks: int) -> Any:
-    """Run ``script`` on ranks that torchrun starts; return the JSON of rank 0's last line."""
+def run_apart(script: str, folder: Path, ranks: int = 1) -> Any:
+    """Run ``script`` in new processes, several of which torchrun starts; return the JSON of rank 0's last line."""
     path, meeting = folder / "script.py", folder / secrets.token_hex(4)
     path.write_text(script)
-    several = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *CLOSED]
-    several += [f"--rdzv-endpoint={meeting}.rendezvous"]
-    environment = {**os.environ, **SETTINGS, **LOOPBACK, "MEGAFLOW_TRAINER_STORE": f"file://{meeting}.store"}
+    environment, several = {**os.environ, **SETTINGS}, []
+    if ranks > 1:
+        environment |= {**LOOPBACK, "MEGAFLOW_TRAINER_STORE": f"file://{meeting}.store"}
+        several = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *CLOSED]
+        several += [f"--rdzv-endpoint={meeting}.rendezvous"]
     command = [engine_python(), *several, path]
     return _last_line(subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=environment))
 
