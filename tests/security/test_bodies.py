@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,11 @@ def called(*arguments: str) -> dict[str, Any]:
 
 
 MIB = 2**20
-LISTS = b'{"messages":[' + b"[]," * 10_000_000 + b"[]]}"
-"""30 MB that decode to ten million lists."""
+
+
+def lists() -> bytes:
+    """Returns 30 MB that decode to ten million lists."""
+    return b'{"messages":[' + b"[]," * 10_000_000 + b"[]]}"
 
 
 async def post(
@@ -107,9 +110,9 @@ def test_thirty_megabytes_of_empty_lists_are_refused_before_they_are_a_gigabyte(
         gateway.ask(servers=[])
         opened = gateway.ask(open=0)
         model = ModelEndpoint(opened["url"], opened["key"], "m")
-        before = gateway.peak_mib()
+        before, body = gateway.peak_mib(), lists()
         for tail in (b"", b'"'):  # the second is no JSON at all
-            status, reply = asyncio.run(post(model, LISTS[:-2] + tail + LISTS[-2:]))
+            status, reply = asyncio.run(post(model, body[:-2] + tail + body[-2:]))
             assert status == 400
             assert f"over {REQUEST.objects} objects" in reply["error"]["message"]
         assert gateway.peak_mib() - before < 300
@@ -287,18 +290,18 @@ def within(text: bytes, length: int) -> bytes:
 
 
 FULL = MAX_BODY - 200
-HOSTILE: dict[str, bytes] = {
-    "lists": b'{"messages":[%b[]]}' % (b"[]," * (FULL // 3)),
-    "line ends": within(b"\\n", FULL),
-    "wide characters": within("é".encode(), FULL),
-    "pairs": within(b"\\ud83d\\ude00", FULL),
-    "half pairs": within(b"a" * 1000 + b"\\ud83d", FULL),
-    "short texts": b'{"messages":["%b"]}' % b'","'.join([b"a" * 60] * (FULL // 63)),
-    "names": b'{"messages":[{%b}]}' % b",".join(b'"k%d":0' % number for number in range(190_000)),
-    "space": b'{"messages":%b[]}' % (b" " * FULL),
-    "digits": b'{"messages":[%b]}' % (b"1" * FULL),
-    "messages": b'{"messages":[%b]}' % b",".join([b'{"role":"user","content":"hi"}'] * 90_000),
-    "arguments": packed({"messages": [called(*[json.dumps({"a": "x\n" * MIB})] * 5)]}),
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "lists": lambda: b'{"messages":[%b[]]}' % (b"[]," * (FULL // 3)),
+    "line ends": lambda: within(b"\\n", FULL),
+    "wide characters": lambda: within("é".encode(), FULL),
+    "pairs": lambda: within(b"\\ud83d\\ude00", FULL),
+    "half pairs": lambda: within(b"a" * 1000 + b"\\ud83d", FULL),
+    "short texts": lambda: b'{"messages":["%b"]}' % b'","'.join([b"a" * 60] * (FULL // 63)),
+    "names": lambda: b'{"messages":[{%b}]}' % b",".join(b'"k%d":0' % number for number in range(190_000)),
+    "space": lambda: b'{"messages":%b[]}' % (b" " * FULL),
+    "digits": lambda: b'{"messages":[%b]}' % (b"1" * FULL),
+    "messages": lambda: b'{"messages":[%b]}' % b",".join([b'{"role":"user","content":"hi"}'] * 90_000),
+    "arguments": lambda: packed({"messages": [called(*[json.dumps({"a": "x\n" * MIB})] * 5)]}),
 }
 
 
@@ -324,7 +327,7 @@ async def test_a_neighbours_call_is_answered_soon_while_a_hostile_body_is_read()
             hostile, other = (ModelEndpoint(o["url"], o["key"], "m") for o in (gateway.ask(open=n) for n in range(2)))
             for kind, body in HOSTILE.items():
                 delays: list[float] = []
-                task = asyncio.create_task(post(hostile, io.BytesIO(body)))
+                task = asyncio.create_task(post(hostile, io.BytesIO(body())))
                 async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {other.api_key}"}) as session:
                     while not task.done():
                         before = gateway.cpu_s()

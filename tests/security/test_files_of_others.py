@@ -409,15 +409,16 @@ def test_a_small_gzip_of_one_endless_line_is_refused_within_the_limits(place, tm
 
 
 @pytest.mark.parametrize(
-    "text",
+    "make",
     [
-        b'{"messages": [' + b"[]," * (20 << 20) + b"[]]}",
-        b"[" * 500_000 + b"]" * 500_000,
-        b'{"id": "a", "task_id": 1, "group_id": [], "policy": {}, "agent": 2, "status": "completed"}',
+        lambda: b'{"messages": [' + b"[]," * (20 << 20) + b"[]]}",
+        lambda: b"[" * 500_000 + b"]" * 500_000,
+        lambda: b'{"id": "a", "task_id": 1, "group_id": [], "policy": {}, "agent": 2, "status": "completed"}',
     ],
     ids=["wide", "deep", "kinds"],
 )
-def test_a_line_of_anything_is_an_error_with_its_number(exported, tmp_path, text):
+def test_a_line_of_anything_is_an_error_with_its_number(exported, tmp_path, make):
+    text = make()
     lines = tmp_path / "lines.jsonl.gz"
     with gzip.open(lines, "wb", 1) as file:
         file.write(exported.splitlines(True)[0] + text + b"\n")

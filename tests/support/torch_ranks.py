@@ -39,14 +39,13 @@ def _python() -> WarmPython:
     if not _warm or not _warm[-1].alive():
         modules = ("torch.distributed", "transformers.models.auto.modeling_auto", "transformers.models.llama")
         _warm[:] = [WarmPython(*modules, python=str(engine_python()), variables=SETTINGS)]
-        _warm[-1].run("")  # before the time of a script counts
     return _warm[-1]
 
 
-def run_ranks(script: str, folder: Path, *arguments: object, ranks: int = 1, timeout_s: float = 240) -> Any:
+def run_ranks(script: str, folder: Path, *arguments: object, ranks: int = 1) -> Any:
     """Run ``script`` in ``folder`` with one thread per rank; return the JSON of rank 0's last line."""
     own = [{}] if ranks == 1 else _of_ranks(ranks, folder)
-    result = _python().run_several(script, *map(str, arguments), variables=own, folder=folder, timeout_s=timeout_s)
+    result = _python().run_several(script, *map(str, arguments), variables=own, folder=folder)
     return _last_line(result)
 
 
@@ -57,13 +56,15 @@ def _of_ranks(count: int, folder: Path) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def run_by_torchrun(script: str, folder: Path, ranks: int) -> Any:
-    """Run ``script`` on ranks that torchrun starts; return the JSON of rank 0's last line."""
+def run_apart(script: str, folder: Path, ranks: int = 1) -> Any:
+    """Run ``script`` in new processes, several of which torchrun starts; return the JSON of rank 0's last line."""
     path, meeting = folder / "script.py", folder / secrets.token_hex(4)
     path.write_text(script)
-    several = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *CLOSED]
-    several += [f"--rdzv-endpoint={meeting}.rendezvous"]
-    environment = {**os.environ, **SETTINGS, **LOOPBACK, "MEGAFLOW_TRAINER_STORE": f"file://{meeting}.store"}
+    environment, several = {**os.environ, **SETTINGS}, []
+    if ranks > 1:
+        environment |= {**LOOPBACK, "MEGAFLOW_TRAINER_STORE": f"file://{meeting}.store"}
+        several = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *CLOSED]
+        several += [f"--rdzv-endpoint={meeting}.rendezvous"]
     command = [engine_python(), *several, path]
     return _last_line(subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=environment))
 

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -91,7 +90,6 @@ class WarmPython:
         *arguments: str,
         variables: Sequence[Mapping[str, str]],
         folder: Path | None = None,
-        timeout_s: float = 600,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a program in one process for each of ``variables``. If one fails, the others are killed.
 
@@ -110,8 +108,6 @@ class WarmPython:
             assert self._loop.stdout
             self._loop.stdin.write(json.dumps(asked) + "\n")
             self._loop.stdin.flush()
-            timer = threading.Timer(timeout_s, self._loop.kill)
-            timer.start()
             try:
                 for line in self._loop.stdout:  # a library may have printed lines when it was imported
                     if line.startswith("status "):
@@ -121,8 +117,6 @@ class WarmPython:
             except BaseException:  # such as a test's own limit; the next program must not get this one's answer
                 self._loop.kill()
                 raise
-            finally:
-                timer.cancel()
         raise AssertionError(f"the Python that has imported the modules ended: {self._loop.wait(60)}")
 
     def alive(self) -> bool:

@@ -173,7 +173,7 @@ print(json.dumps(result))
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("trl")
-    found: dict[str, Any] = run_ranks(SCRIPT, folder, folder, folder / "tiny", timeout_s=400)
+    found: dict[str, Any] = run_ranks(SCRIPT, folder, folder, folder / "tiny")
     return found
 
 
