@@ -28,7 +28,7 @@ BUDGETS = {
     "thousand tokens of campaign": 34,
     "thousand tokens of cli": 45,
     "thousand tokens of config": 15,
-    "thousand tokens of environments": 94,
+    "thousand tokens of environments": 93,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 2,
     "thousand tokens of ledger": 20,
