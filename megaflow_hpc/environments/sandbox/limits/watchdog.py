@@ -74,8 +74,8 @@ class Breach:
 
 
 OnBreach = Callable[[Breach, int | None, bool], None]
-"""Called in the watchdog's thread before a kill, with the breach, the number of the command to kill, and whether the
-whole container is killed. With ``None`` and ``False``, nothing is killed."""
+"""Callback for a breach, called in the watchdog's thread before the kill. Its arguments are the breach, the number of
+the command to kill, and whether the whole container is killed. With ``None`` and ``False``, nothing is killed."""
 
 
 class Node(NamedTuple):
@@ -336,7 +336,7 @@ class SandboxWatch:
 
 
 def blame(pids: list[int], limit: str, held: Held) -> int | None:
-    """Returns the command whose processes use the most, or ``None`` if processes of no command do."""
+    """Returns the number of the command that uses the most, or ``None`` if processes outside any command use more."""
     used: Counter[int | None] = Counter()
     for pid in pids:
         amount = 1
