@@ -17,21 +17,24 @@ from collections import Counter
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.config.model import ServerCount
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger import Ledger, read_blocks
+from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.ledger.leader import RENEW_S, SCALER, Leader
 from megaflow_hpc.model.server.load import Load, wanted
-from megaflow_hpc.monitor.backlog import Backlog
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.endpoints import EndpointFiles
+from megaflow_hpc.rundir.event_reader import EventReader
+from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_run
+from megaflow_hpc.rundir.summaries import Summary, WantedPods
 
 POLL_INTERVAL_S = RENEW_S
 FIRST_POLL_INTERVAL_S = 5.0
 """Seconds between polls before the first pod runs."""
 REFUSED_S = 600.0
-"""Seconds for which this process stops scaling, leaving it to others, after Slurm has refused a request."""
+"""Seconds for which this process leaves scaling to other processes after Slurm has refused a request."""
 
 
 class Autoscaler:
@@ -58,8 +61,7 @@ class Autoscaler:
         self._refused_at = -REFUSED_S
 
     def tick(self) -> list[str]:
-        """Releases missing servers if :data:`POLL_INTERVAL_S` seconds have passed. Returns the ids of their
-        elements."""
+        """Releases missing servers if :data:`POLL_INTERVAL_S` seconds have passed. Returns their element ids."""
         now = time.monotonic()
         if not self._counts or now - self._looked < POLL_INTERVAL_S or now - self._refused_at < REFUSED_S:
             return []
@@ -76,13 +78,13 @@ class Autoscaler:
                 try:
                     going += self._jobs.release(policy, number)
                 except SiteError as error:
-                    print(f"engine servers cannot be let go from here: {error}", file=sys.stderr, flush=True)
+                    print(f"engine servers cannot be released from here: {error}", file=sys.stderr, flush=True)
                     self._refused_at = now
                     self._lease.leave()
         return going
 
     def leave(self) -> None:
-        """Resigns, so that another process can scale."""
+        """Gives up the lease, so that another process can scale."""
         self._lease.leave()
 
     def _loads(self) -> dict[str, list[Load]]:
@@ -97,6 +99,50 @@ class Autoscaler:
         if not any(pod["state"] == "started" for pod in pods):
             return Counter()
         return self._backlog.look()
+
+
+class Backlog:
+    """Counts the planned rollouts that no pod has stored yet, from a run's blocks and its pods' events.
+
+    It compares ids, because a rollout may end twice.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._policies: dict[str, str] = {}
+        """Rollout → policy, for rollouts not yet stored."""
+        self._read_blocks: set[int] = set()
+        self._events = EventReader(run.events, only="rollout", use_summaries=True)
+        self._ended: list[str] = []
+        """Rollouts that ended in the last poll. They may belong to a block written in the meantime."""
+
+    def look(self) -> Counter[str]:
+        """Reads new blocks and events. Returns the number of remaining rollouts per policy."""
+        new = set(numbers(self._run)) - self._read_blocks
+        for block in read_blocks(self._run, sorted(new)):
+            self._policies.update((rollout.id, rollout.policy) for rollout in block.rollouts)
+        self._read_blocks |= new
+        ended = self._read_ended()
+        for rollout in (*self._ended, *ended):
+            self._policies.pop(rollout, None)
+        self._ended = ended
+        return Counter(self._policies.values())
+
+    def _read_ended(self) -> list[str]:
+        summaries: list[Summary] = []
+        ended: list[str] = []
+        for _, events in self._events.read():
+            for event in events:
+                if isinstance(event, Summary):
+                    summaries.append(event)
+                elif isinstance(event, RolloutEvent):
+                    ended.append(event.id)
+        if summaries:
+            remaining = WantedPods(self._policies)
+            for each in summaries:
+                ended += remaining.among(each.digests)
+                ended += [rollout.id for rollout in each.ended_badly]
+        return ended
 
 
 def main(argv: list[str]) -> int:

@@ -7,16 +7,15 @@ import hashlib
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.ledger import Ledger, read_blocks
-from megaflow_hpc.ledger.progress import stored_by
-from megaflow_hpc.ledger.tasks import planned_tasks
-from megaflow_hpc.rundir.accepted import accept, accepted_line
+from megaflow_hpc.ledger.accounts import stored_by
+from megaflow_hpc.ledger.tasks import accept, accepted_line, planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.types import Task
 
 
 def digest(text: str | bytes) -> str:
-    """Returns the hexadecimal SHA-256 of a file."""
+    """Returns the hexadecimal SHA-256 of a file's content."""
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
 
 
@@ -29,8 +28,8 @@ class Edits:
         self._edited = False
 
     def tasks(self) -> list[str]:
-        """Returns the ids of tasks whose files were edited. Reads every file, so it is only called before continuing
-        a run."""
+        """Returns the ids of tasks whose files were edited. Reads every file, so only ``resume`` and the end of a
+        followed run call it."""
         from megaflow_hpc.tasks.digests import changed
 
         return changed([Task.from_dict(each.task) for each in planned_tasks(self._run, self._planned).values()])
@@ -66,7 +65,7 @@ class Edits:
         if not self._edited:
             return []
         return [
-            f"{file} was edited, which changes nothing: a run goes on as it was planned. Walltime, memory and "
+            f"{file} was edited, which changes nothing: a run continues as it was planned. Walltime, memory and "
             "partition change with resume --time, --mem and --partition, limits with resume --limit; for the rest plan "
             "a new run"
         ]
@@ -79,13 +78,13 @@ def restore_rooms(run: RunDir, planned: RunRecord, ledger: Ledger) -> None:
         ConfigError: The purge deleted more than empty directories.
     """
     if not run.ledger.is_dir():
-        raise _purged(run, "ledger/, which tells what is done, is gone")
+        raise _purged(run, "ledger/, which records what is done, is missing")
     run.create(planned.config.run_share)
     ledger.create()
     total = planned.total + sum(ledger.rollouts_added(added) for added in ledger.added())
     left = len({rollout.id for block in read_blocks(run) for rollout in block.rollouts})
     if left < total:
-        raise _purged(run, f"{total - left} of {total} rollouts are in no block of tasks/ any more")
+        raise _purged(run, f"{total - left} of {total} rollouts are missing from the blocks in tasks/")
 
 
 def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
@@ -96,7 +95,8 @@ def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
 
     there = {path.name.removesuffix(".journal") for path in journals(run)}  # <pod>.<start>
     leases = ledger.leases()
-    lost = [count for name, lease in leases.items() if name not in there and (count := stored_by(run, name, lease))]
+    lost = [stored_by(run, name, lease) for name, lease in leases.items() if name not in there]
+    lost = [count for count in lost if count]
     accounts = ledger.accounts(leases)
     # The leases of earlier starts were removed. We know how many journals there were, but not which are missing.
     earlier = sum(facts["journals"] for name, facts in accounts.items() if name not in leases)
@@ -112,6 +112,6 @@ def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
 
 def _purged(run: RunDir, what: str) -> ConfigError:
     return ConfigError(
-        f"{run}: was removed in part, by a purge of scratch perhaps: {what}; restore it, or gather what is left and "
+        f"{run}: was removed in part, perhaps by a purge of scratch: {what}; restore it, or gather what is left and "
         "plan a new run"
     )

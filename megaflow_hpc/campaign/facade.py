@@ -16,9 +16,9 @@ from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.local import Launcher, resolve_launcher
 from megaflow_hpc.campaign.planning.draft import (
     MAX_ROLLOUTS,
+    SILENT,
     Draft,
     PlanWatch,
-    Silent,
     read,
     try_sandboxes,
     within_caps,
@@ -71,7 +71,7 @@ class Campaign:
         return campaign
 
     def where(self, key: str) -> str:
-        """Returns ``file:line`` of a dotted key, for use in messages."""
+        """Returns ``file:line`` of a dotted key, for messages."""
         if self.file is None:
             return f"campaign {self.config.name}"
         return config_module.place_of(self._node, [_part(part) for part in key.split(".")], self.file)
@@ -86,7 +86,7 @@ class Campaign:
         run_dir: str | Path | None = None,
         only: Sequence[str] = (),
         launcher: Launcher = "auto",
-        watch: PlanWatch | None = None,
+        watch: PlanWatch = SILENT,
     ) -> Run:
         """Creates the run directory without submitting anything.
 
@@ -98,7 +98,7 @@ class Campaign:
         config = self.config if slurm else _filled_here(self.config)
 
         def check(draft: Draft) -> None:
-            for one in self._preflight(draft, slurm, watch or Silent(), packages=slurm):
+            for one in self._preflight(draft, slurm, watch, packages=slurm):
                 one()
 
         made = plan_module.make(
@@ -151,8 +151,8 @@ class Campaign:
         yield lambda: self._liftable(draft, lambda: try_sandboxes(draft, watch, slurm))
 
     def _liftable(self, draft: Draft, check: Callable[[], None]) -> None:
-        """Runs a check. With ``slurm.check: false``, reports its error as a warning, because the nodes of the jobs may
-        differ from this one.
+        """Runs a check. With ``slurm.check: false``, its error becomes a warning, because nodes of jobs may differ from
+        this one.
         """
         try:
             check()
@@ -179,7 +179,7 @@ class Campaign:
         run_dir: str | Path | None = None,
         only: Sequence[str] = (),
         ranks: int = 1,
-        watch: PlanWatch | None = None,
+        watch: PlanWatch = SILENT,
     ) -> Run:
         """Plans the campaign and submits it, or starts it here if ``launcher="local"``."""
         run = self.plan(run_dir, only, launcher, watch)
@@ -199,10 +199,6 @@ class Campaign:
                 plan_module.discard(run.dir, self._made)
             raise
 
-    def dry_run(self, run_dir: str | Path | None = None, only: Sequence[str] = ()) -> list[script.Job]:
-        """Returns the jobs that :meth:`submit` would submit. Has no side effects."""
-        return self.estimate("slurm", run_dir, only)[0]
-
     def estimate(
         self,
         launcher: Launcher = "slurm",
@@ -211,7 +207,7 @@ class Campaign:
         ranks: int = 1,
         rollout_seconds: float | None = None,
         like: str | Path | None = None,
-        watch: PlanWatch | None = None,
+        watch: PlanWatch = SILENT,
     ) -> tuple[list[script.Job], Estimate]:
         """Returns the jobs that :meth:`submit` would submit, and their estimated cost. Has no side effects.
 
@@ -221,7 +217,7 @@ class Campaign:
         """
         slurm = resolve_launcher(launcher, self.config.slurm) == "slurm"
         self._run_dir(run_dir).check_place()
-        watch, earlier = watch or Silent(), None if like is None else Path(like)
+        earlier = None if like is None else Path(like)
         draft = read(self.config, self.base, self.where, only, watch, self.max_rollouts)
         draft.check()
         durations = durations_of(draft, rollout_seconds, earlier)
@@ -249,9 +245,9 @@ class Findings:
 
 
 def check(
-    path: str | Path, site_too: bool = True, watch: PlanWatch | None = None, max_rollouts: int = MAX_ROLLOUTS
+    path: str | Path, site_too: bool = True, watch: PlanWatch = SILENT, max_rollouts: int = MAX_ROLLOUTS
 ) -> Findings:
-    """Finds all problems of a campaign file at this site. Has no side effects.
+    """Finds all problems of a campaign file on this site. Has no side effects.
 
     Args:
         site_too: Also query Slurm, if available, and start a sandbox.
@@ -275,7 +271,7 @@ def check(
             resolve_launcher("auto", campaign.config.slurm)
         except SiteError as error:
             campaign.notices.append(f"checked without Slurm: {error}")
-        findings.site = campaign.site_mistakes(draft, watch or Silent())
+        findings.site = campaign.site_mistakes(draft, watch)
     findings.warnings = [*draft.warnings, *campaign.notices]
     return findings
 

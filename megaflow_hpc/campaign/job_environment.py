@@ -17,8 +17,10 @@ from megaflow_hpc.host.apptainer import find_apptainer
 
 
 def trainer_python() -> str:
-    """Returns the Python interpreter that has torch: ``MEGAFLOW_TRAINER_PYTHON``, or that of the engine's
-    environment."""
+    """Returns the Python interpreter for trainers, which has torch.
+
+    It is ``MEGAFLOW_TRAINER_PYTHON`` or, by default, the interpreter of the engine's environment.
+    """
     chosen = os.environ.get("MEGAFLOW_TRAINER_PYTHON") or os.environ.get("MEGAFLOW_ENGINE_VENV") or sys.executable
     path = Path(chosen).expanduser().absolute()
     return str(path / "bin" / "python" if path.is_dir() else path)
@@ -29,12 +31,11 @@ def _by_role(config: CampaignConfig) -> list[str]:
     slurm = config.slurm
     roles = [("pods*", slurm.pods.setup), ("servers", slurm.servers.setup), ("trainer", slurm.trainer.setup)]
     pools = [(f"pods.{number}", pool.setup) for number, pool in enumerate(slurm.pods.pools)]
-    return [
-        line
-        for role, setup in [*roles, *pools]
-        if setup
-        for line in (f'case "${{role:-}}" in {role})', *setup, ";; esac")
-    ]
+    lines = []
+    for role, setup in [*roles, *pools]:
+        if setup:
+            lines += [f'case "${{role:-}}" in {role})', *setup, ";; esac"]
+    return lines
 
 
 def site_environment(setup: Sequence[str]) -> list[str]:
@@ -56,21 +57,19 @@ def site_environment(setup: Sequence[str]) -> list[str]:
     return lines
 
 
-def _chosen_trainer_python() -> list[str]:
-    chosen = os.environ.get("MEGAFLOW_TRAINER_PYTHON")
-    return [f"export MEGAFLOW_TRAINER_PYTHON={shlex.quote(trainer_python())}"] if chosen else []
-
-
 def environment_script(config: CampaignConfig, mpi: str, window_s: int = 0) -> str:
     """Returns the content of ``env.sh``, which every job of a run sources.
 
     Args:
         mpi: Types for ``srun --mpi``, separated by spaces, in the order in which pods try them.
-        window_s: Period over which pods spread their drains, each at its own second. 0 if they need not.
+        window_s: Period in seconds over which pods spread their drains. 0 if all may drain at once.
     """
-    lines = [
-        "# Sourced by every job of this run.",
-        *(["unset MEGAFLOW_TRAINER_PYTHON", *_chosen_trainer_python()] if config.training else []),
+    lines = ["# Sourced by every job of this run."]
+    if config.training:
+        lines.append("unset MEGAFLOW_TRAINER_PYTHON")
+        if os.environ.get("MEGAFLOW_TRAINER_PYTHON"):
+            lines.append(f"export MEGAFLOW_TRAINER_PYTHON={shlex.quote(trainer_python())}")
+    lines += [
         *site_environment([*config.slurm.setup, *_by_role(config)]),
         f'export MEGAFLOW_MPI="${{MEGAFLOW_MPI:-{mpi}}}"',
         f'export MEGAFLOW_REQUEUES="${{MEGAFLOW_REQUEUES:-{config.slurm.requeues}}}"',

@@ -12,7 +12,7 @@ from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerGroup
-from megaflow_hpc.slurm import limits, resources, script, site
+from megaflow_hpc.slurm import limits, script, site
 from megaflow_hpc.slurm.arrays import (
     JOURNAL_BYTES,
     cpus_per_gpu,
@@ -35,7 +35,7 @@ from megaflow_hpc.slurm.fits import (
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], rollouts: int = 0) -> list[script.Job]:
-    """Returns the jobs that :meth:`Jobs.start` would submit on an idle cluster. The gather job comes last.
+    """Returns the jobs that :meth:`Jobs.start` would submit to an idle cluster. The gather job comes last.
 
     Args:
         rollouts: Number of planned rollouts, from which the gather job's walltime follows.
@@ -81,13 +81,13 @@ def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) 
 
 def beside(
     config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: limits.Allowance
-) -> list[resources.Amounts]:
+) -> list[limits.Amounts]:
     """Returns the resources of each engine server and trainer that count against the same limits as the pods."""
     amounts = []
     others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
     for job in others:
         both = set(allowed.caps) & set(limits.resource_caps(job.named))
-        amounts += [resources.shared(charged(job.named), both)] * (job.elements or 1)
+        amounts += [limits.shared(charged(job.named), both)] * (job.elements or 1)
     return amounts
 
 
@@ -134,12 +134,9 @@ def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> 
             reserved for draining. Each message names key and limit.
         SiteError: A job would never start. The message names the limit.
     """
-    wanted = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
-    if short := [
-        f"{where(f'{key}.time')}: {line}"
-        for key, role, options in wanted
-        for line in _too_short(config, key, role, options)
-    ]:
+    jobs = list(each_job(config, RunDir("/RUN"), groups))
+    short = [f"{where(f'{key}.time')}: {line}" for key, job in jobs for line in _too_short(config, key, job)]
+    if short:
         raise Mistakes(short)
     findings = []
     for one in (lambda: site.check_site(config, where), lambda: check_resources(config, groups, where)):
@@ -150,7 +147,7 @@ def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> 
                 raise
             lines = error.found if isinstance(error, Mistakes) else [str(error)]
             findings += [line + LIFTED for line in lines]
-    findings += [_placed(line, where) for key, _, options in wanted for line in doubts(key, options)]
+    findings += [_placed(line, where) for key, job in jobs for line in doubts(key, job.named)]
     return findings + _unused(config, groups, where)
 
 
@@ -161,7 +158,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
         Mistakes: A partition lacks requested resources. Each message names key and limit.
         SiteError: A job would never start. The message names the limit.
     """
-    caps: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
+    caps: dict[tuple[str, ...], tuple[limits.Cap, ...]] = {}
     jobs = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
     refused = [_placed(line, where) for key, _, options in jobs for line in refusals(key, options)]
     refused += _gpu_contradictions(config, groups, where)
@@ -174,7 +171,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
         of_default = () if options.get("partition") else {f"QOS {name}" for name in site.partition_qos("")}
         firm = [cap for cap in caps[names] if cap.of not in of_default]
         wanted = charged(options)
-        if cap := resources.impossible(firm, wanted):
+        if cap := limits.impossible(firm, wanted):
             what = {"servers": "engine server", "trainer": "trainer", "gather": "gather job"}.get(role, "pod")
             raise SiteError(
                 f"{where(key)}: one {what} asks for {cap.resource}={wanted[cap.resource]}, and {cap}: it would never "
@@ -193,7 +190,7 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
     jobs += [] if config.is_pool else [("pods", "", 0, script.pod_job(config, run, 1))]
     lines = {}
     for role, wanted_by, wanted, job in jobs:
-        found = resources.gpu_requests(job.options)
+        found = limits.gpu_requests(job.options)
         own: dict[str, Any] = getattr(slurm, role).extra
         names = [script.option_name(name) for name in own]
         others = {name: count for name, count in found.items() if not (wanted_by and wanted and count == wanted)}
@@ -208,23 +205,25 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
     return list(lines.values())
 
 
-def _too_short(config: CampaignConfig, key: str, role: str, options: Mapping[str, Any]) -> Iterator[str]:
+def _too_short(config: CampaignConfig, key: str, job: script.Job) -> Iterator[str]:
     leads = {"pods": config.slurm.lead_s, "servers": script.WARN_S, "trainer": script.TRAINER_WARN_S}
-    time_s, lead = walltime_s(options), leads.get(role, 0)
+    time_s, lead = walltime_s(job.named), leads.get(job.role, 0)
     if time_s is not None and time_s <= lead:
-        what = "slurm.lead_s" if role == "pods" else "the time reserved for its end"
+        what = "slurm.lead_s" if job.role == "pods" else "the time reserved for its end"
         yield f"{key}.time: {time_s:.0f} s, and {what} is {lead} s: the job would end as it starts; request more time"
 
 
 def drain_window_s(config: CampaignConfig) -> int:
-    """Returns the period over which pods spread their drains, each at its own second; see
-    :func:`~megaflow_hpc.slurm.limits.requeue_window_s`. 0 if Slurm does not respond.
+    """Returns the seconds over which pods spread their drains, or 0 if Slurm does not respond.
+
+    See :func:`~megaflow_hpc.slurm.limits.requeue_window_s`.
     """
     pods = config.slurm.pods
     jobs = [script.pod_job(config, RunDir("/RUN"), 1, pool=pool) for pool in (None, *pods.pools)]
     try:
-        times = [time_s for job in jobs if not job.cluster and (time_s := walltime_s(job.named))]
-        return limits.requeue_window_s(pods.total, min(times, default=None))
+        times = [walltime_s(job.named) for job in jobs if not job.cluster]
+        known = [time_s for time_s in times if time_s]
+        return limits.requeue_window_s(pods.total, min(known, default=None))
     except SiteError:
         return 0
 
@@ -246,7 +245,7 @@ def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], wher
 
 
 def _placed(line: str, where: Any) -> str:
-    """Prefixes a finding with the location of the key that it begins with."""
+    """Prefixes a message with the location of the key that it begins with."""
     return f"{where(line.split()[0].rstrip(':'))}: {line}"
 
 
@@ -263,7 +262,7 @@ def _unused(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -
             continue
         who, resource, unit, remedy = remedies[job.role]
         options = job.named
-        used, paid = resources.asked(options).get(resource, 0), charged(options).get(resource, 0)
+        used, paid = limits.asked(options).get(resource, 0), charged(options).get(resource, 0)
         names = str(options.get("partition") or "the default partition")
         if used < paid and takes_whole_nodes(options):
             lines.append(
@@ -302,14 +301,15 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
     others = wanted - sum(job.elements or 1 for job in arrays)
     if allowed.room is not None and wanted > allowed.room:
         fitting = allowed.room - others
-        now = f"{fitting} of {wanted - others} pods are queued at first, the others as some end"
-        none = "submit would be refused: not one pod fits"
+        now = f"{fitting} of {wanted - others} pods are queued at first, and the rest when others end"
+        none = "submit would be refused: no pod fits"
         effects.append(f"{now if fitting > 0 else none} ({allowed.why} jobs at once, {allowed.queued} are queued)")
     return effects
 
 
 def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:
-    cpus = min((cpus for group in groups if (cpus := cpus_per_gpu(config, run, group))), default=None)
+    known = [cpus for cpus in (cpus_per_gpu(config, run, group) for group in groups) if cpus]
+    cpus = min(known, default=None)
     servers = [group for group in groups for _ in range(group.count)]
     gpus, types = [server.gpus for server in servers], [server.gpu_type for server in servers]
     return timed(script.together_job(config, run, gpus, cpus, types))

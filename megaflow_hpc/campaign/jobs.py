@@ -17,8 +17,7 @@ import msgspec
 from megaflow_hpc.campaign import replacements
 from megaflow_hpc.campaign.job_requests import beside, pod_options, together
 from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, DISABLED, LiveJobs
-from megaflow_hpc.campaign.replacements import BARREN_ROUNDS, PAUSE_S, Replacements
-from megaflow_hpc.campaign.successors import Successors
+from megaflow_hpc.campaign.replacements import BARREN_ROUNDS, PAUSE_S, Replacements, Successors
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.quotas import check_scale
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -42,8 +41,9 @@ from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
 from megaflow_hpc.trajectories.journal import packs
 
 GONE_S = 120.0
+"""Seconds to wait for cancelled jobs to leave Slurm."""
 MAX_DEPENDENCIES = 16
-"""Maximum number of engines that pods list as dependencies. Pods wait for any one of them to start."""
+"""Maximum number of engines that pods list as dependencies. Pods wait until one of them has started."""
 
 LEAVE_S = 30.0
 """Grace period in seconds for engines to exit after the campaign has finished."""
@@ -63,7 +63,7 @@ class Jobs(LiveJobs):
         self.notices: list[str] = []
         """Messages for the user about the last start."""
         self._asked_again: set[Refused] = set()
-        """Refusals for which :meth:`bring_back` has repeated the request."""
+        """Refused requeues that :meth:`bring_back` has requested again."""
         self._brought_back = 0.0
         """:attr:`asked_at` of the latest answer that :meth:`bring_back` handled."""
         self._topped = 0.0
@@ -123,8 +123,11 @@ class Jobs(LiveJobs):
         return servers, started
 
     def _fitting(self, allowed: limits.Allowance, wanted: int, others: int, total: int) -> int:
-        """Returns how many of ``wanted`` pods can be queued next to ``others`` jobs. ``total`` is the campaign's
-        number of pods."""
+        """Returns how many of ``wanted`` pods can be queued next to ``others`` jobs.
+
+        Args:
+            total: The campaign's number of pods, for the notice to the user.
+        """
         if allowed.room is None or wanted + others <= allowed.room:
             return wanted
         fitting = allowed.room - others
@@ -144,13 +147,13 @@ class Jobs(LiveJobs):
         self.arrays.queue(gather_job(self._config, self._run, self._all_over(), servers, expected))
 
     def _journal_bytes(self) -> float:
-        """Returns the expected size of all journals: their current size plus an estimate for the blocks that are not
-        done."""
+        """Returns the expected size of all journals in bytes: their current size, and an estimate for the open
+        blocks."""
         size = 0
         for path in self._run.journal.glob("*.[jp]*"):  # journals and packs
             with contextlib.suppress(FileNotFoundError):  # removed in the meantime, because it was packed
                 size += path.stat().st_size
-        blocks, done = len(numbers(self._run)), len(self._ledger.view().done)
+        blocks, done = len(numbers(self._run)), len(self._ledger.marked_done())
         if not blocks:  # a trainer will add them
             return size + self._planned_rollouts * JOURNAL_BYTES
         of_block = size / done if done else self._planned_rollouts * JOURNAL_BYTES / blocks
@@ -177,8 +180,7 @@ class Jobs(LiveJobs):
     # --- act ---
 
     def revive(self) -> None:
-        """Restarts jobs while pods are running: jobs that Slurm holds or did not requeue, and trainers that have
-        ended."""
+        """Restarts jobs that Slurm holds or did not requeue, and trainers that have ended, while pods are running."""
         self.release_unlaunched()
         self.bring_back(0)
         self._marks.forget_refused()
@@ -217,10 +219,10 @@ class Jobs(LiveJobs):
         return going
 
     def gather_later(self, servers: Sequence[str]) -> bool:
-        """Called by the gather job. If pods will come back, queues another gather job that waits for them.
+        """Queues another gather job if pods will come back. Called by the gather job.
 
         Returns:
-            True if another gather job was queued. The calling one then has nothing to do.
+            True if another gather job was queued, so that the caller has nothing to do.
         """
         if self._marks.over or os.environ.get("SLURM_JOB_ID") not in self.arrays.ids("gather"):
             return False
@@ -353,7 +355,7 @@ class Jobs(LiveJobs):
     def top_up(self) -> None:
         """Adds pods that could not be queued at first, and replaces those that Slurm ended while blocks are left.
 
-        Pods that are not requeued are replaced shortly before they end (:mod:`.successors`). Acts once for each answer
+        Pods that are not requeued are replaced shortly before they end. Acts once for each answer
         of squeue, and when a pod is about to end. Does nothing for pods that were submitted by hand or run here.
         """
         live = self.live_pods()
@@ -369,7 +371,7 @@ class Jobs(LiveJobs):
             plan = replacements.read(self._run, self._config.slurm.pods.total)
             before = msgspec.to_builtins(plan)
             self._take_in(plan, pods, live)
-            open_blocks = len(set(numbers(self._run)) - self._ledger.view().done)
+            open_blocks = len(set(numbers(self._run)) - self._ledger.marked_done())
             try:
                 if plan.due(self._lasting(live), open_blocks, time.time()):
                     self.arrays.adopt(self._config.name, self._clusters)
@@ -416,7 +418,7 @@ class Jobs(LiveJobs):
         plan.take_in(pods, {state.id for state in self._staying(live)}, ends, stored)
 
     def _vain(self, pod: str) -> bool:
-        """Returns whether more than ``slurm.requeues`` starts of a pod in a row stored nothing (``pods.sh``)."""
+        """Returns whether more than ``slurm.requeues`` consecutive starts of a pod stored nothing (``pods.sh``)."""
         try:
             return (self._run.logs / f"pod-{number(pod)}.requeues").stat().st_size > self._config.slurm.requeues
         except OSError:

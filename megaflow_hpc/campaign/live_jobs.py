@@ -1,7 +1,11 @@
 """State of a run's jobs in Slurm: queued, running, and the reasons why they are pending.
 
-A single ``squeue`` queries all jobs of a campaign, at most twice a minute and 28 times an hour. All processes that
-follow the campaign share its answer (:mod:`.shared_look`). Slurm may be unavailable.
+One ``squeue`` queries all jobs of a campaign. All processes that follow the campaign (``run``, ``watch``, ``status``,
+autoscalers and waiting trainers) share its answer in a file::
+
+    RUN/ledger/queue.json    time of the query, the arrays queried, and the answer
+
+A budget in the same file keeps all of them together below 60 requests to slurmctld per hour.
 
 ``python -m megaflow_hpc.campaign.live_jobs RUN`` prints the number of pods that are running or queued, for a waiting
 trainer. It exits with 1 if the number is unknown.
@@ -9,33 +13,107 @@ trainer. It exits with 1 if the number is unknown.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from megaflow_hpc.campaign.shared_look import SharedLook
+import msgspec
+
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader import SCALER, Leader
 from megaflow_hpc.monitor.training import TrainerJob
+from megaflow_hpc.rundir.json_files import try_read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.rundir.training import TrainingView
-from megaflow_hpc.slurm import accounting, reasons, site
+from megaflow_hpc.slurm import accounting, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.ids import array_of, number
 
 ASK_SLURM_S = 30.0
-"""Seconds between queries, while the budget of :mod:`.shared_look` lasts. Each query is one ``squeue`` for all jobs."""
+"""Seconds between queries, until the budget in :class:`QueueAnswer` is spent."""
 
 DISABLED = "presently disabled"
 """Part of Slurm's refusal to requeue a job that has Requeue=0."""
 SOON_S = 8.0
 """Shorter interval, used until Slurm has considered new jobs and reports why they are pending."""
+
+
+BURST = 8.0
+"""Maximum number of queries in a burst."""
+REFILL_S = 180.0
+"""Seconds after which another query is allowed. A query is two requests to slurmctld, for the user's jobs and for the
+partitions, so an hour has at most 2 x (8 + 3600 / 180) = 56 requests."""
+FUTURE_S = 60.0
+"""Answers dated further ahead than this come from a host whose clock is wrong, and are ignored."""
+
+
+class QueueAnswer(msgspec.Struct):
+    """Content of ``queue.json``."""
+
+    asked_at: float = 0.0
+    """Unix seconds."""
+    budget: float = BURST
+    """Number of further queries allowed at ``asked_at``."""
+    arrays: list[str] = []
+    """Jobs and arrays that were queried."""
+    jobs: list[JobState] | None = None
+    """Their elements. ``None`` if jobs were submitted, changed or cancelled since."""
+
+
+class QueueCache:
+    """Caches the latest squeue answer about a run for all processes. Other users' processes only read it."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._path = run.ledger / "queue.json"
+        self._answer = QueueAnswer()
+        try:
+            self.owner = run.path.stat().st_uid
+        except OSError:  # the run was deleted
+            self.owner = os.getuid()
+
+    def read(self, arrays: Collection[str], max_age_s: float) -> tuple[float, list[JobState]] | None:
+        """Returns the age of the cached answer in seconds, and the jobs. ``None`` if the caller must query squeue.
+
+        If the budget is spent, an answer older than ``max_age_s`` is returned as well. If ``max_age_s`` is 0, the
+        caller must always query squeue.
+        """
+        self._answer = answer = try_read_json(self._path, QueueAnswer) or QueueAnswer()
+        age_s = time.time() - answer.asked_at
+        if max_age_s <= 0 or answer.jobs is None or age_s < -FUTURE_S or not set(arrays) <= set(answer.arrays):
+            return None
+        if age_s < max_age_s or self._left(age_s) < 1:
+            return max(0.0, age_s), answer.jobs
+        return None
+
+    def write(self, arrays: Iterable[str], jobs: Iterable[JobState]) -> None:
+        """Publishes an answer and deducts the query from the budget."""
+        now = time.time()
+        left = max(0.0, self._left(now - self._answer.asked_at) - 1)
+        self._put(QueueAnswer(now, left, sorted(arrays), list(jobs)))
+
+    def forget(self) -> None:
+        """Drops the answer, because jobs were submitted, changed or cancelled. The budget is kept."""
+        answer = try_read_json(self._path, QueueAnswer)
+        if answer and answer.jobs is not None:
+            answer.jobs = None
+            self._put(answer)
+
+    def _left(self, age_s: float) -> float:
+        return min(BURST, self._answer.budget + max(0.0, age_s) / REFILL_S)
+
+    def _put(self, answer: QueueAnswer) -> None:
+        self._answer = answer
+        if self.owner == os.getuid():
+            with contextlib.suppress(OSError):  # the disk is full; every process then queries squeue itself
+                write_record(self._path, answer)
 
 
 class LiveJobs:
@@ -49,15 +127,14 @@ class LiveJobs:
         self._run, self._config, self._ledger = run, config, ledger
         self.arrays = Arrays(run)
         self._marks = Marks(run)
-        self._shared = SharedLook(run)
+        self._shared = QueueCache(run)
         self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
         self._ended: dict[str, JobState] = {}
         """Jobs of the last query that have ended. Slurm lists them for a few minutes."""
         self._read_at = -ASK_SLURM_S
 
     def ids(self, role: str | None = None) -> list[str]:
-        """Returns all arrays of this run in order of submission. Includes arrays submitted by hand, once they have
-        started."""
+        """Returns all arrays of this run in order of submission. Lists arrays submitted by hand once they start."""
         ids = set(self.arrays.ids(role))
         if role in (None, "pods"):
             ids |= self._ledger.arrays()
@@ -109,7 +186,7 @@ class LiveJobs:
         self._shared.forget()
 
     def waiting(self, max_age_s: float = ASK_SLURM_S) -> list[dict[str, Any]]:
-        """Returns the reasons why jobs are pending, as grouped by :func:`~megaflow_hpc.slurm.reasons.waiting`.
+        """Returns the reasons why jobs are pending, as grouped by :func:`~megaflow_hpc.slurm.accounting.waiting`.
 
         Excludes servers that wait until they are needed, and the gather job, which waits for the pods.
         """
@@ -120,7 +197,7 @@ class LiveJobs:
 
         roles = {record.id: record.role for record in self.arrays.records()}
         jobs = [(roles.get(array_of(job), "pods"), state) for job, state in (self.live(max_age_s) or {}).items()]
-        return reasons.waiting((role, state) for role, state in jobs if not expected(role, state))
+        return accounting.waiting((role, state) for role, state in jobs if not expected(role, state))
 
     def live_pods(self, max_age_s: float = ASK_SLURM_S) -> list[JobState] | None:
         """Returns the pods that are queued or running. ``None`` if unknown."""
@@ -159,8 +236,8 @@ class LiveJobs:
         if not running or not self.ids("pods") or self.live_pods(max_age_s) != []:  # some may be submitted by hand
             return []
         return [
-            f"the trainer of {', '.join(running)} runs, and no pod runs or is queued that could sample for it; start "
-            f"some with: megaflow-hpc resume {self._run}"
+            f"the trainer of {', '.join(running)} runs, but no pod that samples for it is running or queued; start "
+            f"pods with: megaflow-hpc resume {self._run}"
         ]
 
     def refused(self, max_age_s: float = ASK_SLURM_S) -> list[str]:
@@ -234,8 +311,8 @@ def waiting_servers(
         shown = {"server": name, "policy": policies[index], "node": state.node, "job_id": state.id}
         if state.held:
             by = Leader(run, SCALER).holder()
-            remedy = f"nobody lets it go: keep megaflow-hpc watch {run} open, or use scale --servers"
-            waiting.append({**shown, "state": "held", "cause": f"let go on demand by {by}" if by else remedy})
+            remedy = f"no process releases it: keep megaflow-hpc watch {run} open, or use scale --servers"
+            waiting.append({**shown, "state": "held", "cause": f"released on demand by {by}" if by else remedy})
         else:
             waiting.append({**shown, "state": "queued" if state.waits else "starting"})
     return waiting

@@ -20,10 +20,10 @@ from megaflow_hpc.config.slurm import TRAINER_REQUEUES, SlurmConfig
 from megaflow_hpc.errors import ConfigError, SiteError, StarvedError
 from megaflow_hpc.host.address import unproxied
 from megaflow_hpc.host.atomic import file_mode, write_atomic
-from megaflow_hpc.host.cleanup import make_directory
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.mpi import mpiexec
-from megaflow_hpc.ledger.report import process_here
+from megaflow_hpc.host.private import process_directory
+from megaflow_hpc.ledger.lease import process_here
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN
 from megaflow_hpc.rundir.training import FOR_GOOD, TrainingView, say_last
@@ -32,6 +32,7 @@ from megaflow_hpc.slurm import site
 Launcher = Literal["auto", "local", "slurm"]
 
 STOP_S = 60.0
+"""Grace period in seconds for trainers, pod and servers to exit."""
 IN_VAIN = (ConfigError.exit_status, StarvedError.exit_status)
 """Exit statuses after which restarting a trainer is pointless: a configuration error, or no pods."""
 
@@ -64,8 +65,9 @@ def resolve_launcher(launcher: Launcher, slurm: SlurmConfig) -> Literal["local",
 
 
 def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
-    """Returns a run's live pods on this host that are not Slurm jobs, each with its directory for
-    :data:`~megaflow_hpc.rundir.marks.DRAIN`. Other processes may have started them.
+    """Returns a run's live pods on this host that are not Slurm jobs, and the directory of each.
+
+    Other processes may have started them. A file :data:`~megaflow_hpc.rundir.marks.DRAIN` there drains the pod.
 
     Args:
         leases: The pods' leases in the ledger.
@@ -92,7 +94,7 @@ class LocalTrainer:
         self._log = run.logs / f"trainer-{policy}-local.log"
         self._view = TrainingView(run, policy)
         self._vain, self.word = 0, ""
-        """Number of consecutive starts without a commit, and the last word once the trainer is not restarted."""
+        """Consecutive starts without a commit, and how the trainer ended for good."""
         self._begin()
 
     def _begin(self) -> None:
@@ -102,8 +104,8 @@ class LocalTrainer:
         path = [str(self._run.training / ".package"), os.environ.get("PYTHONPATH", "")]
         own = {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "MEGAFLOW_ASK_PODS": "echo 0",
-        }  # none is queued
+            "MEGAFLOW_ASK_PODS": "echo 0",  # no pod is queued
+        }
         self.process = self._start(command, f"trainer-{self.policy}", own)
 
     def _steps(self) -> int:
@@ -149,7 +151,7 @@ class LocalPod:
         if ranks > 1:
             command = [*mpiexec(ranks), *command]
         self._run = run
-        self._directory = make_directory()
+        self._directory = process_directory()
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
             **unproxied(os.environ),

@@ -17,8 +17,8 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.progress import progress_of, stored_by
-from megaflow_hpc.ledger.report import process_here
+from megaflow_hpc.ledger.accounts import progress_of, stored_by
+from megaflow_hpc.ledger.lease import process_here
 from megaflow_hpc.monitor.state import lives, run_state
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
@@ -88,7 +88,7 @@ def measure(glances: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None
 
 
 class _Look:
-    """One run, based on its files."""
+    """Reads a run's files, and decides its state."""
 
     def __init__(self, path: Path) -> None:
         run, marks = RunDir(path), Marks(RunDir(path))
@@ -126,8 +126,12 @@ class _Look:
             self.glance.state, self.glance.cause = "broken", str(error)
 
     def decide(self, live: Sequence[JobState] | None, cause: str) -> None:
-        """Sets the state, given the jobs that Slurm still has. ``live`` is ``None`` if they are unknown because of
-        ``cause``."""
+        """Sets the state from the jobs that Slurm still has.
+
+        Args:
+            live: These jobs. ``None`` if unknown.
+            cause: Why they are unknown.
+        """
         jobs = None if live is None else {state.id for state in live if not state.waits}
         self.glance.state = run_state(
             serves=self._serves,
@@ -155,7 +159,7 @@ def _live(jobs: Sequence[str], owner: int) -> tuple[dict[str, list[JobState]] | 
     if not jobs:
         return {}, ""
     if not site.has_slurm():
-        return None, "its jobs are Slurm's, which is not here"
+        return None, "its jobs run on Slurm, which is not available here"
     try:
         answer = accounting.live_jobs(jobs, owner)
     except SiteError as error:

@@ -21,9 +21,9 @@ from megaflow_hpc.campaign import edits, provenance
 from megaflow_hpc.campaign.job_environment import environment_script
 from megaflow_hpc.campaign.planning.draft import (
     MAX_ROLLOUTS,
+    SILENT,
     Draft,
     PlanWatch,
-    Silent,
     read,
     whole_groups,
 )
@@ -52,8 +52,7 @@ def make(
     where: Where,
     source: str = "",
     only: Sequence[str] = (),
-    build: bool = True,
-    watch: PlanWatch | None = None,
+    watch: PlanWatch = SILENT,
     site: Callable[[Draft], None] | None = None,
     most: int = MAX_ROLLOUTS,
 ) -> Draft:
@@ -62,7 +61,6 @@ def make(
     Args:
         base: Directory against which relative paths are resolved.
         only: Rollout or task ids (shell patterns). Empty selects all.
-        build: Build missing images. If False, images are only looked up.
         watch: Receives progress reports.
         site: Checks that the site can run the campaign. Called once the file is known to be valid.
         most: Maximum number of rollouts.
@@ -75,15 +73,19 @@ def make(
     draft.check()
     if site is not None:
         site(draft)
-    complete(draft, build, watch)
+    complete(draft, True, watch)
     return draft
 
 
-def complete(draft: Draft, build: bool = True, watch: PlanWatch | None = None) -> None:
-    """Resolves the images of a valid draft. See :func:`make` for the arguments."""
-    from megaflow_hpc.tasks.images import in_image_directories
+def complete(draft: Draft, build: bool, watch: PlanWatch = SILENT) -> None:
+    """Resolves the images of a valid draft.
 
-    watch = watch or Silent()
+    Args:
+        build: Build missing images. If false, images are only looked up.
+        watch: Receives progress reports.
+    """
+    from megaflow_hpc.tasks.loading import in_image_directories
+
     if draft.images is None or draft.mapping is None:  # an engine pool has no tasks
         return
     watch.step(f"looking up images of {len(draft.tasks)} tasks")
@@ -100,7 +102,7 @@ def write(
     draft: Draft,
     run: RunDir,
     mpi: str = "pmi2",
-    watch: PlanWatch | None = None,
+    watch: PlanWatch = SILENT,
     profile: Profile | None = None,
     window_s: int = 0,
 ) -> list[Path]:
@@ -112,10 +114,10 @@ def write(
         The directories that were created: RUN and its new parents.
     """
     check_new(run)
-    (watch or Silent()).step(f"taking digests of the files of {len(draft.tasks)} tasks")
+    watch.step(f"taking digests of the files of {len(draft.tasks)} tasks")
     draft.tasks = fixed(draft.tasks)
     missing = [path for path in (run.path, *run.path.parents) if not path.exists()]
-    (watch or Silent()).step(f"writing {run} with {len(draft.rollouts)} rollouts")
+    watch.step(f"writing {run} with {len(draft.rollouts)} rollouts")
     try:
         run.create(draft.config.run_share)
         _fill(draft, run, mpi, profile, window_s)
@@ -134,8 +136,7 @@ def check_new(run: RunDir) -> None:
 
 
 def discard(run: RunDir, made: Sequence[Path] = ()) -> None:
-    """Deletes a run directory from which nothing was started, and the directories of ``made`` above it that are
-    empty."""
+    """Deletes a run directory from which nothing was started, and its parents in ``made`` that are empty."""
     remove_tree(run.path, ignore_errors=True)
     for path in made:
         if path != run.path:
@@ -209,8 +210,10 @@ def write_scripts(run: RunDir) -> None:
 
 
 def prepare_training(training: TrainingConfig, run: RunDir) -> None:
-    """Creates what a trainer needs: its policy's directory, an open lease, and a copy of this package for its
-    interpreter."""
+    """Creates the files that a trainer needs.
+
+    These are a directory and an open lease for each policy, and a link to this package for the trainer's interpreter.
+    """
     make_directory(run.training)
     for policy in training.policies:
         make_directory(run.training / policy)

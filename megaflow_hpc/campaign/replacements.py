@@ -8,27 +8,47 @@ A pod is replaced if Slurm ended it (TIMEOUT, NODE_FAIL, a refused requeue) whil
 replaced if its work was done or a limit was reached, if the user cancelled it or scaled the campaign down, or if
 ``slurm.requeues`` of its starts in a row stored nothing. If replacements store nothing, later rounds are smaller and
 further apart, until replacing is given up.
+
+A pod with Requeue=0 (set by the user, the site's JobRequeue=0 or its submit plugin) is not requeued. It works until
+Slurm signals it, ``slurm.lead_s`` or a little more before its walltime ends. :class:`Successors` finds such pods just
+before that, so their successors are in the queue when they end. Both work for half a minute at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
+from megaflow_hpc.errors import SiteError
 from megaflow_hpc.rundir.json_files import try_read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import JobRecord
+from megaflow_hpc.slurm import site
+from megaflow_hpc.slurm.accounting import JobState
+from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number
 
 PAUSE_S = 60.0
-"""Seconds between two rounds of replacements. Doubles after each round that stored nothing."""
+"""Seconds between two rounds of replacements. It doubles after each round that stored nothing."""
 PROBE = 10
-"""After a round that stored nothing, only one in this many missing pods is replaced, to test whether the cause is
-gone."""
+"""After a round that stored nothing, replace only one in this many missing pods, to test whether the cause is gone."""
 BARREN_ROUNDS = 3
 """Number of consecutive rounds that stored nothing after which no more pods are replaced."""
 LISTED_S = 5.0
-"""squeue may not list jobs yet that were submitted less than this many seconds before the query."""
+"""squeue may omit jobs that were submitted less than this many seconds before the query."""
+
+EARLY_S = 30.0
+"""Slurm checks every 30 s whether to signal a job, and signals up to this many seconds before the requested time
+(PERIODIC_TIMEOUT in slurmctld)."""
+START_S = 10.0
+"""Seconds from the submission of a pod to its first rollouts if nodes are idle."""
+TOGETHER_S = 15.0
+"""Pods that are due within this many seconds get their successors in one submission."""
+LARGEST_PART = 0.75
+"""Share of a walltime, from its end, in which a successor may be submitted. Otherwise short walltimes would multiply
+pods."""
 
 FINAL = {
     "leaving": "left by scale",
@@ -37,6 +57,9 @@ FINAL = {
     "COMPLETED": "ended in order",
 }
 """Ends after which a pod is not replaced → description. Any other end is a state of Slurm."""
+
+
+_ELEMENT = re.compile(r"\bArrayJobId=(\d+) ArrayTaskId=(\d+) .*?\bRequeue=(\d)")
 
 
 class Replacements(msgspec.Struct):
@@ -49,7 +72,7 @@ class Replacements(msgspec.Struct):
     ended: dict[str, str] = {}
     """Elements of other arrays that have ended → a key of :data:`FINAL` or a state of Slurm."""
     vain: list[str] = []
-    """The latest pods of which several starts in a row stored nothing, at most 20."""
+    """The latest 20 pods that ended because several of their starts in a row stored nothing."""
     last: list[str] = []
     """Pods of the last round of replacements. Empty once one of them has stored something."""
     barren: int = 0
@@ -126,7 +149,7 @@ class Replacements(msgspec.Struct):
         self.again_at = now + PAUSE_S * 2**self.barren
 
     def forgive(self) -> None:
-        """Allows replacements again, after the user has removed the cause."""
+        """Allows replacements again after the user has removed the cause."""
         self.last, self.vain, self.barren, self.again_at = [], [], 0, 0.0
 
 
@@ -142,5 +165,53 @@ def read(run: RunDir, wanted: int) -> Replacements:
 
 
 def write(run: RunDir, replacements: Replacements) -> None:
-    """Publishes the file."""
+    """Writes the file atomically."""
     write_record(run.ledger / "pods.json", replacements)
+
+
+class Successors:
+    """Finds the pods of one run that need a successor.
+
+    Args:
+        lead_s: Seconds before the end of its walltime at which a pod asks to be signalled.
+    """
+
+    def __init__(self, lead_s: float) -> None:
+        self._lead_s = lead_s + EARLY_S + START_S
+        self._requeued: dict[str, bool] = {}
+        """Element → whether Slurm requeues it. Slurm is asked once, when the first element of an array is due."""
+
+    def ending(self, pods: Sequence[JobState], now: float) -> list[str]:
+        """Returns the running pods that need a successor now.
+
+        Args:
+            now: Unix seconds.
+        """
+        due_at = {pod.id: self._due_at(pod) for pod in pods}
+        due = [pod for pod, at in due_at.items() if at < now + TOGETHER_S]
+        if min(due_at.values(), default=math.inf) > now:
+            return []
+        for array in sorted({array_of(pod) for pod in due if pod not in self._requeued}):
+            self._ask(array)
+        return [pod for pod in due if not self._requeued.get(pod, True)]
+
+    def next_at(self, pods: Sequence[JobState], now: float) -> float:
+        """Returns the Unix time at which the next of these pods needs a successor, or infinity if no pod needs one."""
+        due_at = [self._due_at(pod) for pod in pods]
+        return min((at for at in due_at if at > now), default=math.inf)
+
+    def _due_at(self, pod: JobState) -> float:
+        if pod.starts_at is None or pod.ends_at is None or self._requeued.get(pod.id):
+            return math.inf
+        return pod.ends_at - min(self._lead_s, LARGEST_PART * (pod.ends_at - pod.starts_at))
+
+    def _ask(self, array: str) -> None:
+        """Asks Slurm which elements of an array it requeues, in one request. Elements without an answer count as
+        requeued."""
+        cluster = cluster_of(array)
+        try:
+            shown = site.ask("scontrol", *site.here_or_on(cluster), "-o", "show", "job", number(array))
+        except SiteError:  # Slurm is away, or the array has ended; the pods are replaced later
+            return
+        for job, element, requeued in _ELEMENT.findall(shown):
+            self._requeued[named(f"{job}_{element}", cluster)] = requeued == "1"

@@ -11,7 +11,7 @@ from megaflow_hpc.campaign.planning.draft import wanted, whole_groups
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
-from megaflow_hpc.ledger.report import process_here
+from megaflow_hpc.ledger.lease import process_here
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.overrides import Changes, override
@@ -31,7 +31,7 @@ def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, j
         SiteError: Slurm cannot tell which pods exist.
     """
     if launcher != "slurm":
-        raise ConfigError("--time, --mem and --partition are asked of Slurm, which does not run this campaign")
+        raise ConfigError("--time, --mem and --partition are requests to Slurm, which does not run this campaign")
     pods, jobs_submitted = jobs.live_pods(0), jobs.ids()
     end = time.monotonic() + LEAVE_S
     while Marks(run).finished and pods and time.monotonic() < end:  # pods are leaving
@@ -41,8 +41,8 @@ def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, j
         raise SiteError(f"{run}: Slurm does not say which pods there are; nothing was changed")
     if running := [pod.id for pod in pods or () if not pod.waits]:
         raise ConfigError(
-            f"{run}: {len(running)} pods run (among them {running[0]}) and keep what they have asked for; "
-            f"stop them first (megaflow-hpc cancel {run}), nothing that is stored is lost"
+            f"{run}: {len(running)} pods are running (among them {running[0]}) and keep their requests; "
+            f"stop them first (megaflow-hpc cancel {run}), which loses no stored results"
         )
 
     def check(changed: CampaignConfig) -> None:
@@ -74,7 +74,7 @@ def repeat(run: RunDir, ledger: Ledger, config: CampaignConfig, only: Sequence[s
 
     winners = index(run, ledger.seals()).winners
     again = {entry.id for entry in winners if entry.status in ("failed", "cancelled")}
-    done = ledger.view().done
+    done = ledger.marked_done()
     blocks = read_blocks(run)
     # A pod that takes over an unfinished block repeats the block's failures.
     again -= {rollout.id for block in blocks if block.number not in done for rollout in block.rollouts}

@@ -21,8 +21,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import Ledger, OpenLease
-from megaflow_hpc.monitor.engines import pool_warnings
-from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.monitor.status import Monitor, pool_warnings
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.monitor.usage import JobUse, totals
 from megaflow_hpc.resources import require_running
@@ -40,7 +39,7 @@ from megaflow_hpc.slurm.ids import array_of, scancel
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.local import LocalPod
     from megaflow_hpc.slurm.submission import ArrayJob
-    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import Row
 
 HEARD_S = 10.0
 """A pod counts as running for this many seconds after its last event, whatever Slurm reports."""
@@ -48,7 +47,7 @@ HEARD_S = 10.0
 
 @dataclass(frozen=True)
 class Cancelled:
-    """Jobs and pods that were cancelled."""
+    """Result of :meth:`Run.cancel`."""
 
     before: str
     """State of the run before it was cancelled."""
@@ -194,10 +193,9 @@ class Run:
 
     @contextmanager
     def tended(self) -> Iterator[Callable[[], object]]:
-        """Context manager that yields a function to call at each poll. The function adds missing pods and engine
-        servers.
+        """Yields a function to call at each poll, which adds missing pods and engine servers.
 
-        For another user's run, it does nothing.
+        It does nothing for another user's run.
         """
         if self.path.stat().st_uid != os.getuid():
             yield lambda: None
@@ -215,8 +213,11 @@ class Run:
             autoscaler.leave()
 
     def over(self, status: Mapping[str, Any] | None = None) -> bool:
-        """Returns whether the campaign has ended or no pod is left. ``status`` may be a recent status, to avoid
-        reading it again."""
+        """Returns whether the campaign has ended or no pod is left.
+
+        Args:
+            status: A recent status, to avoid reading it again.
+        """
         status = status or self.status()
         if self.config.is_pool and self.local is None:  # a pool has no pods, and serves until it is cancelled
             return status["state"] == "cancelled" or self.slurm_jobs.servers(self._slurm_age_s) == {}
@@ -264,7 +265,7 @@ class Run:
                         break
                     if end is not None and time.monotonic() > end:
                         raise TimeoutError(
-                            f"{self.dir}: not finished after {timeout_s:g} s; it goes on, see: megaflow-hpc status"
+                            f"{self.dir}: not finished after {timeout_s:g} s; it continues, see: megaflow-hpc status"
                         )
                     time.sleep(1.0)
         except TimeoutError:
@@ -354,7 +355,7 @@ class Run:
     def scale(self, pods: int) -> dict[str, list[str]]:
         """Adds or removes pods until ``pods`` are queued or running; see :meth:`Jobs.scale`."""
         if not site.has_slurm():
-            raise SiteError("scale adds and removes jobs of Slurm, which is not here")
+            raise SiteError("scale adds and removes Slurm jobs, but Slurm is not available here")
         self.dir.check_ours(to_run=True)
         return self.slurm_jobs.scale(pods)
 
@@ -398,7 +399,9 @@ class Run:
         runs_locally = bool(leases) and not submitted
         ids = self.slurm_jobs.cancel() if submitted or not (runs_locally or before == "finished") else []
         if ids and not site.has_slurm():
-            raise SiteError(f"jobs {' '.join(ids)}: are Slurm's, which is not here; cancel them where sbatch is")
+            raise SiteError(
+                f"jobs {' '.join(ids)}: run on Slurm, which is not available here; cancel them where sbatch is"
+            )
         cancelled = set(ids) if live is None else {array_of(element) for element in live} | (set(ids) - submitted)
         return Cancelled(before, sorted(cancelled), sorted(pods))
 
@@ -412,10 +415,11 @@ class Run:
         requests: Changes | None = None,
         accept_changes: bool = False,
     ) -> bool:
-        """Runs all rollouts that are not stored yet and, if ``failed``, repeats failed ones. Returns False if none are
-        left.
+        """Runs all rollouts that are not stored yet. Returns false if there is nothing to run.
 
         Args:
+            failed: Also repeat the failed rollouts.
+            only: Also repeat these rollouts if they failed (ids or shell patterns).
             limits: ``core_hours``, ``gpu_hours`` or ``wall``, overriding the campaign's. ``None`` removes a limit.
             requests: ``time``, ``mem_gb`` or ``partition`` of ``pods``, ``servers``, ``trainer`` or ``gather``,
                 overriding the campaign's, for jobs submitted from now on.
@@ -436,7 +440,7 @@ class Run:
         budget.raise_to(limits or {})
         if (passed := budget.exceeded(self.ledger.accounts())) and not self.ledger.finished:
             name = passed.rpartition("limits.")[2].split(" ")[0]
-            raise ConfigError(f"{passed}; go on with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
+            raise ConfigError(f"{passed}; continue with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
         if accept_changes:
             if self.pods_live():
                 raise ConfigError(
@@ -464,7 +468,7 @@ class Run:
             if chosen == "slurm":
                 self.slurm_jobs.revive()
                 self.slurm_jobs.forgive()
-            return True  # queued or running pods claim what was added
+            return True  # queued or running pods claim the added blocks
         if chosen == "slurm" and (left := self.job_ids()):
             scancel(left)  # engines of an earlier start, which will be replaced
             self.slurm_jobs.until_gone()

@@ -26,14 +26,10 @@ from megaflow_hpc.resources import missing_package
 from megaflow_hpc.version import __version__
 
 GROUPS = {
-    "campaigns.init": ("init",),
-    "campaigns.check": ("check",),
-    "campaigns.start": ("plan", "run", "submit"),
+    "campaigns.start": ("init", "check", "plan", "run", "submit"),
     "campaigns.control": ("resume", "scale", "cancel", "gather"),
-    "runs.listing": ("list",),
-    "runs.status": ("status",),
+    "runs.status": ("list", "status", "usage"),
     "runs.watch": ("watch",),
-    "runs.usage": ("usage",),
     "doctor": ("doctor",),
     "prove": ("prove",),
     "runs.logs": ("logs",),
@@ -49,13 +45,9 @@ GROUPS = {
     "runs.weights": ("weights",),
     "runs.training": ("training",),
     "janitor": ("janitor",),
-    "completion": ("completion",),
-    "help": ("help",),
+    "help": ("completion", "help"),
 }
-"""Module in this package or a subpackage → the verbs that it adds."""
-ABOUT_ALL = ("completion", "help")
-"""Verbs that need the parser with all other verbs."""
-
+"""Module in this package → the verbs that it adds. The verbs of ``help`` need the parser of every verb."""
 SECTIONS = {
     "start a campaign": ("init", "check", "plan", "run", "submit"),
     "inspect it": ("list", "status", "watch", "usage", "show", "diff", "logs", "shell"),
@@ -64,16 +56,16 @@ SECTIONS = {
     "tasks, agents and images": ("tasks", "agents", "images"),
     "the site and this program": ("doctor", "prove", "janitor", "completion", "help"),
 }
-"""Section of ``--help`` → the verbs listed in it."""
+"""Section of ``--help`` → its verbs, in display order."""
 
 EPILOG = """\
 first steps:
-  megaflow-hpc doctor                     what this site has and lacks
-  megaflow-hpc init                       writes campaign.yaml for this site
+  megaflow-hpc doctor                     check what this site has and lacks
+  megaflow-hpc init                       write campaign.yaml for this site
   megaflow-hpc run campaign.yaml          submit, follow, gather, summarise
   megaflow-hpc status RUN                 show its progress
 
-RUN is a run directory, or latest: the newest one here. megaflow-hpc help VERB shows a verb's arguments and examples,
+RUN is a run directory, or latest for the newest one here. megaflow-hpc help VERB shows a verb's arguments and examples,
 megaflow-hpc help variables the environment variables.
 
 exit status:
@@ -86,7 +78,7 @@ exit status:
 
 
 def build_parser(words: Sequence[str] = ()) -> CommandParser:
-    """Builds the parser. ``run`` of its result is the function that carries out the verb.
+    """Builds the parser. The parsed arguments hold the function that carries out the verb, as ``run``.
 
     Args:
         words: The command line. If it names a verb, only that verb's group is loaded, because loading all of them
@@ -109,11 +101,12 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
 
 
 def _groups_of(words: Sequence[str]) -> Iterable[str]:
-    """Returns the group of the verb in ``words``. If there is no verb, or it needs all groups, returns all of them."""
+    """Returns the group of the verb in ``words``, or all groups if there is no verb or the verb needs all groups."""
     verb = next((word for word in words if word not in ("--json", "--debug")), "")
-    if verb in ABOUT_ALL:
-        return GROUPS
-    return [group for group, verbs in GROUPS.items() if verb in verbs] or GROUPS
+    for group, verbs in GROUPS.items():
+        if verb in verbs and group != "help":
+            return [group]
+    return GROUPS
 
 
 def _help(arguments: argparse.Namespace) -> int:

@@ -14,17 +14,16 @@ from megaflow_hpc.host.process import user_name
 
 ASKS_SLURM = ("status", "watch", "usage", "report")
 READS = ("show", "diff", "logs", "export", "import", "validate", "verify", "compact", "anonymise", "du")
-"""Verbs that read runs or files and need no network."""
+"""Verbs that read runs or files, and need no network."""
 RESULTS = "trajectories.h5"
 """The file in a run directory that HDF5 parses. It may be a symlink to another user's file."""
 LIMITS = ProcessLimits(memory_bytes=8 << 30, cpu_s=3600, file_bytes=64 << 30)
 
 
 def carry_out(arguments: argparse.Namespace, call: Callable[[argparse.Namespace], int]) -> int:
-    """Calls ``call`` with a verb's arguments. If a path belongs to another user, the call runs in a confined child
-    process."""
+    """Calls ``call`` with a verb's arguments, in a confined child process if a path belongs to another user."""
     verb = getattr(arguments, "verb", None)
-    whose = _of_others(arguments) if verb in (*ASKS_SLURM, *READS) else ""
+    whose = _foreign_path(arguments) if verb in (*ASKS_SLURM, *READS) else ""
     if not whose:
         return call(arguments)
     status = run_confined(lambda: call(arguments), LIMITS, network=verb in ASKS_SLURM)
@@ -38,8 +37,8 @@ def carry_out(arguments: argparse.Namespace, call: Callable[[argparse.Namespace]
     return ConfigError.exit_status
 
 
-def _of_others(arguments: argparse.Namespace) -> str:
-    """Describes the first path in the arguments that belongs to another user. Empty if there is none."""
+def _foreign_path(arguments: argparse.Namespace) -> str:
+    """Describes the first path that belongs to another user. Returns an empty string if there is no such path."""
     paths = getattr(arguments, "run_dir", None) or getattr(arguments, "file", None) or []
     for path in [paths] if isinstance(paths, str) else paths:
         for read in (path, os.path.join(path, RESULTS)):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.slurm.site import Partition
 
 ASK_S = 60.0
+"""Time limit for a trainer's interpreter to answer, in seconds."""
 TRAINED_WITH = ("torch", "transformers", "safetensors", "numpy", "h5py", "msgspec", "pydantic", "yaml")
 """Modules that a trainer's interpreter must have. This package need not be installed in it."""
 
@@ -35,9 +36,9 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "doctor",
         _doctor,
-        "check what this site has: ok, warn or FAIL with the remedy",
+        "check this site: ok, warn or FAIL for each requirement, with the remedy",
         examples=["doctor", "doctor --job      # also two MPI ranks through srun"],
-        description="Checks interpreter, Slurm, MPI, Apptainer, scratch and engines. Nothing is changed.",
+        description="Checks the interpreter, Slurm, MPI, Apptainer, scratch, engines and trainers. Changes nothing.",
     )
     parser.add_argument(
         "--job", action="store_true", help="also run two MPI ranks through srun, and kill one (waits for two CPUs)"
@@ -68,7 +69,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def say_finding(finding: Finding, width: int) -> None:
-    """Prints a finding and its remedy. ``width`` is that of the column of checks."""
+    """Prints a finding and its remedy. ``width`` is the width of the column with the names of checks."""
     say(f"{finding.level:4}  {finding.check:{width}}  {finding.found}")
     if finding.remedy:
         say(f"      {'':{width}}  -> {finding.remedy}")
@@ -91,9 +92,8 @@ def _python() -> Iterator[Finding]:
             yield Finding(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             yield Finding(name, "FAIL", "not installed; rollouts need it", 'pip install "megaflow-hpc[mpi]"')
-    (made,), _ = probe(
-        [AgentConfig(name="mini-swe-agent")]
-    )  # the same probe as in planning, which imports the agent's dependencies too
+    # Planning uses the same probe. It imports the agent's dependencies too.
+    (made,), _ = probe([AgentConfig(name="mini-swe-agent")])
     if made.error:
         yield Finding("agents", "warn", made.error.partition("; install")[0], "pip install 'megaflow-hpc[agents]'")
     else:
@@ -117,7 +117,7 @@ def _slurm() -> Iterator[Finding]:
     try:
         partitions, absent = site.partitions(hidden=False), health.absent_nodes()
     except SiteError as error:
-        remedy = "is slurmctld up (scontrol ping), and SLURM_CONF right? without Slurm use --launcher local"
+        remedy = "check that slurmctld runs (scontrol ping) and that SLURM_CONF is right; or use --launcher local"
         yield Finding("controller", "FAIL", str(error), remedy)
         return
     for name, part in sorted(partitions.items()):
@@ -125,13 +125,13 @@ def _slurm() -> Iterator[Finding]:
         if part.gpus and part.up:
             yield _engine_cpus(name)
     if not any(part.up for part in partitions.values()):
-        yield Finding("partition", "FAIL", "none that you may use takes jobs", "ask the site")
+        yield Finding("partition", "FAIL", "no partition that you may use accepts jobs", "ask the site")
     elif not any(part.default for part in partitions.values()):
-        remedy = "name one in slurm.pods.partition and slurm.servers.partition, or ask the site for its default one"
-        yield Finding("partition", "warn", "none is the default: sbatch refuses jobs that name none", remedy)
+        remedy = "set slurm.pods.partition and slurm.servers.partition, or ask the site for a default partition"
+        yield Finding("partition", "warn", "there is no default: sbatch refuses jobs that name no partition", remedy)
     yield Finding("array size", "ok", f"MaxArraySize {site.max_array_size()}")
     if why := health.why_no_accounting():
-        remedy = "tell the site that slurmdbd is away; jobs go on, ended ones and usage are unknown until it is back"
+        remedy = "tell the site that slurmdbd is away; jobs continue, but ended ones and usage are unknown meanwhile"
         yield Finding("accounting", "warn", why, remedy)
     elif why is not None:
         yield Finding("accounting", "ok", "sacct answers")
@@ -161,7 +161,7 @@ def _engine_cpus(partition: str) -> Finding:
         return Finding("engine CPUs", "ok", f"{partition}: servers ask for {cpus} CPUs for each GPU")
     if cpus is None and share:
         return Finding("engine CPUs", "ok", f"{partition}: DefCpuPerGPU gives them to servers")
-    message = f"{partition}: {'its nodes have one CPU for each GPU' if share else 'CPUs for each GPU are not known'}"
+    message = f"{partition}: {'its nodes have one CPU for each GPU' if share else 'the CPUs for each GPU are unknown'}"
     return Finding("engine CPUs", "warn", f"{message}; an engine server gets one", "set slurm.servers.cpus_per_gpu")
 
 
@@ -175,9 +175,9 @@ def _mpi() -> Iterator[Finding]:
         yield Finding("mpiexec", "warn", "not found", "pip install mpich, or load an MPI module")
     if not site.has_slurm():
         return
-    remedy = "ask the site for Slurm's plug-in mpi/pmi2 or mpi/pmix, or load an MPI that speaks what there is"
+    remedy = "ask the site for Slurm's plug-in mpi/pmi2 or mpi/pmix, or load an MPI that supports an installed plug-in"
     try:
-        plugin = site.mpi_plugin()
+        plugin = site.mpi_plugins()[0]
     except SiteError as error:
         yield Finding("srun --mpi", "FAIL", str(error), remedy)
         return
@@ -188,7 +188,7 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _mpi_probe() -> Iterator[Finding]:
-    """Starts two ranks with each srun --mpi type, until the ranks connect and one survives when the other is killed."""
+    """Starts two ranks with each ``srun --mpi`` type until they connect and one survives when the other is killed."""
     from megaflow_hpc.slurm import health, site
 
     plugins, tried = site.mpi_plugins(), []
@@ -208,10 +208,10 @@ def _mpi_probe() -> Iterator[Finding]:
         yield Finding("mpi probe", "FAIL", "; ".join(tried), remedy)
         return
     plugin, world = next(iter(worlds.items()))
-    yield Finding("mpi probe", "ok", f"two ranks in one world by --mpi={plugin}, {world.library}")
+    yield Finding("mpi probe", "ok", f"two ranks in one world with --mpi={plugin}, {world.library}")
     if plugin != plugins[0]:
         remedy = f"export MEGAFLOW_MPI={plugin}"
-        message = f"--mpi={plugins[0]} does not work here: the first pods of a run try it first"
+        message = f"--mpi={plugins[0]} does not work here, but the first pods of a run try it first"
         yield Finding("mpi probe", "warn", message, remedy)
     yield _lost_rank({name: launched.outlives for name, launched in worlds.items()})
     if world.asks:
@@ -228,11 +228,11 @@ def _lost_rank(outlives: dict[str, bool]) -> Finding:
         outlives: Working ``--mpi`` types → whether a surviving rank continues. Pods use the first type.
     """
     first = next(iter(outlives))
-    better = next((name for name, goes_on in outlives.items() if goes_on), "")
+    better = next((name for name, survives in outlives.items() if survives), "")
     if first == better:
-        return Finding("lost rank", "ok", f"by --mpi={first} a step goes on without a rank that was killed")
-    message = f"by --mpi={first} the loss of a rank ends the step: its pod starts anew, with what ran there"
-    remedy = "more and smaller pods lose less by it (slurm.pods), or an MPI that speaks pmi2: MPICH, Intel MPI"
+        return Finding("lost rank", "ok", f"with --mpi={first}, a step continues after one of its ranks is killed")
+    message = f"with --mpi={first}, the loss of a rank ends the step: the pod restarts and repeats its rollouts"
+    remedy = "use more and smaller pods, which lose less (slurm.pods), or an MPI that supports pmi2: MPICH, Intel MPI"
     return Finding("lost rank", "warn", message, f"export MEGAFLOW_MPI={better}" if better else remedy)
 
 
@@ -243,7 +243,7 @@ def _apptainer() -> Iterator[Finding]:
 
     apptainer, (scratch, _) = find_apptainer(), scratch_base()
     if is_full(scratch):
-        yield Finding("apptainer", "warn", f"{apptainer}: not tried", "make room on scratch first")
+        yield Finding("apptainer", "warn", f"{apptainer}: not tried", "free space on scratch first")
         return
     probed = probe.probe(scratch, apptainer)
     kind = "setuid" if probed.setuid else "in user namespaces"
@@ -255,18 +255,18 @@ def _apptainer() -> Iterator[Finding]:
     layers = f"writable layers by {'the kernel' if probed.overlay_by == 'kernel' else probed.overlay_by}"
     remedy = "set MEGAFLOW_SCRATCH to a local disk, or ask for fuse-overlayfs and an open /dev/fuse"
     if probed.overlay and not probed.copy:
-        cost = f"every sandbox is a copy of its image, in time and in room on scratch: {probed.overlay}"
+        cost = f"every sandbox is a copy of its image, which takes time and space on scratch: {probed.overlay}"
         yield Finding("overlay", "warn", cost, remedy)
     else:
-        yield _can("overlay", layers, probed.overlay and f"{probed.overlay}; and no copies: {probed.copy}", remedy)
+        yield _can("overlay", layers, probed.overlay and f"{probed.overlay}; copies fail too: {probed.copy}", remedy)
     remedy = "use environment.network: host, or ask the site"
     yield _can("network none", "sandboxes without a network", probed.private_network, remedy, "warn")
     remedy = f"use environment.network: {'host' if probed.private_network else 'none or host'}"
-    way = {"nsenter": "entered from outside", "helper": "a helper inside listens"}.get(probed.gateway_by, "")
-    yield _can("gateway", f"only the model is reached ({way})", probed.gateway, remedy, "warn")
-    yield _can("processes", "bounded by the kernel", probed.processes, "the watchdog counts them instead", "warn")
-    remedy = "keys, io_uring and vsock are open to sandboxes"
-    yield _can("system calls", "sandboxes get no keys, io_uring or vsock", probed.calls, remedy, "warn")
+    way = {"nsenter": "by entering their network", "helper": "through a helper inside"}.get(probed.gateway_by, "")
+    yield _can("gateway", f"sandboxes reach only the model ({way})", probed.gateway, remedy, "warn")
+    yield _can("processes", "limited by the kernel", probed.processes, "the watchdog counts them instead", "warn")
+    remedy = "sandboxes can use kernel keys, io_uring and vsock"
+    yield _can("system calls", "sandboxes cannot use kernel keys, io_uring or vsock", probed.calls, remedy, "warn")
 
 
 def _can(check: str, yes: str, why_not: str, remedy: str, level: Literal["warn", "FAIL"] = "FAIL") -> Finding:
@@ -281,19 +281,19 @@ def _scratch() -> Iterator[Finding]:
     free = room.f_bavail * room.f_frsize / 1e9
     type_ = scratch.file_system(path)
     kind = scratch.kind_of(type_)
-    inodes = f"{room.f_favail:,} inodes" if room.f_files else "inodes unbounded"
+    inodes = f"{room.f_favail:,} inodes" if room.f_files else "unlimited inodes"
     message = f"{path} on {type_}: {free:.0f} GB, {inodes} free"
     if scratch.is_full(path):
-        remedy = "remove what is old there (megaflow-hpc janitor, images prune), or set MEGAFLOW_SCRATCH elsewhere"
-        yield Finding("scratch", "FAIL", f"{message}; it is full: no sandbox can start", remedy)
+        remedy = "remove old files (megaflow-hpc janitor, images prune), or set MEGAFLOW_SCRATCH to another directory"
+        yield Finding("scratch", "FAIL", f"{message}; it is full, so no sandbox can start", remedy)
     elif kind == "memory":
-        remedy = "what sandboxes write is charged to the job's memory; ask for more of it (slurm.pods.mem_gb)"
+        remedy = "files of sandboxes count as the job's memory; request more (slurm.pods.mem_gb)"
         yield Finding("scratch", "warn", f"{message}; it is memory", remedy)
     elif kind == "network":
         remedy = "set MEGAFLOW_SCRATCH to a node-local directory"
-        yield Finding("scratch", "warn", f"{message}; every sandbox is a copy of its image there", remedy)
+        yield Finding("scratch", "warn", f"{message}; every sandbox copies its image there", remedy)
     elif free < 5 or (room.f_files and room.f_favail < 200_000):
-        remedy = "set MEGAFLOW_SCRATCH to a node-local directory with room for the images"
+        remedy = "set MEGAFLOW_SCRATCH to a node-local directory with space for the images"
         yield Finding("scratch", "warn", message, remedy)
     else:
         yield Finding("scratch", "ok", message)
@@ -302,7 +302,7 @@ def _scratch() -> Iterator[Finding]:
 
 
 def _runs() -> Iterator[Finding]:
-    """Checks the file system of the current directory, where a campaign file would put its runs."""
+    """Checks the file system of the current directory, the default place for runs."""
     from megaflow_hpc.host.mounts import MAX_CACHED_S, mount_of, why_no_links
 
     here = Path.cwd()
@@ -341,7 +341,7 @@ def _engines() -> Iterator[Finding]:
             "engine",
             "warn",
             "MEGAFLOW_ENGINE_VENV is not set",
-            "name the virtual environment that has vllm, or set model.python",
+            "set it to the virtual environment that has vllm, or set model.python",
         )
     elif not (Path(venv) / "bin" / "python").exists():
         yield Finding(

@@ -1,4 +1,4 @@
-"""``janitor``: removes leftovers of killed sandboxes from this node."""
+"""``janitor``: removes the files and processes that killed sandboxes left on this node."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "janitor",
         _janitor,
-        "remove the remains of killed sandboxes on this node",
+        "remove what killed sandboxes left on this node",
         examples=["janitor", "janitor --scratch /local/me/megaflow"],
-        description="Ends processes and removes scratch files of sandboxes whose owner has ended. Files of a live "
-        "process are never touched. Processes are identified by pid and start time.",
+        description="Ends processes and removes scratch files of sandboxes whose owner has ended. Never touches files "
+        "of a live process. Processes are identified by pid and start time.",
     )
     parser.add_argument(
         "--scratch", metavar="DIR", help="scratch directory to clean; default: the sandboxes' scratch on this node"
@@ -29,7 +29,7 @@ def register(subparsers: Subparsers) -> None:
 
 def _janitor(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.sandbox.scratch import scratch_directories, sweep
-    from megaflow_hpc.host.cleanup import BUILD_DIRECTORY, sweep_directories, sweep_shared_memory
+    from megaflow_hpc.host.private import BUILD_DIRECTORY, sweep_directories, sweep_shared_memory
 
     places = [arguments.scratch] if arguments.scratch else scratch_directories()
     counts: Counter[str] = Counter(owners=0, sandboxes=0, processes=0, left=0)

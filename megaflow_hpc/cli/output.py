@@ -19,6 +19,9 @@ from megaflow_hpc.resources import docs
 from megaflow_hpc.texts import in_one_line, printable
 
 FINAL = ("completed", "truncated", "failed", "cancelled")
+"""States of a rollout that has ended."""
+ROLE_COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
+"""Role of a message → colour of its heading."""
 
 
 def print_json(value: Any, indent: int | None = 1) -> None:
@@ -137,7 +140,6 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _evaluated(evaluation: dict[str, Any] | None, mean: float | None) -> tuple[str, str]:
-    """Formats the mean reward and pass@k of a policy, each with its 95 % interval."""
     if not evaluation:
         return ("-" if mean is None else f"{mean:.3f}"), "-"
     each = [f"@{k} {estimate(p['value'], p['low'], p['high'])}" for k, p in evaluation["pass_at"].items()]
@@ -150,22 +152,25 @@ def estimate(value: float, low: float | None, high: float | None) -> str:
 
 
 def failure_lines(status: Mapping[str, Any], key: str = "first_failures") -> list[str]:
-    """For each cause of failure, returns the first failed rollout, its error and the log to read.
+    """Returns, for each cause of failure, the first failed rollout, its error and the log to read.
 
     Args:
-        key: ``errors`` for errors in verified rollouts instead.
+        key: Section of the status to format: ``first_failures``, or ``errors`` for errors in verified rollouts.
     """
     lines, run = [], status["run"]
     for cause in status.get(key, ()):
         lines.append(in_one_line(f"first of {cause['kind'] or 'no cause'}: {cause['id']}: {cause['error']}"))
-        lines += [f"  log: {cause['log']}"] if cause["log"] else []
+        if cause["log"]:
+            lines.append(f"  log: {cause['log']}")
         lines.append(f"  more: megaflow-hpc show {run} {cause['id']}; megaflow-hpc logs {run} {cause['id']}")
     return lines
 
 
 def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
-    """Explains why pods ended before any rollout started, and names their logs. Pods with the same cause share a
-    line."""
+    """Explains why pods ended before any rollout started, and names their logs.
+
+    Pods with the same cause share a line.
+    """
     causes: dict[str, list[dict[str, Any]]] = {}
     for pod in status["unstarted"]:
         causes.setdefault(pod["cause"], []).append(pod)
@@ -189,6 +194,38 @@ def stop_lines(status: Mapping[str, Any]) -> list[str]:
         who = f"pod {pods[0]}" if len(pods) == 1 else f"{len(pods)} pods (such as {pods[0]})"
         lines.append(in_one_line(f"{who} ended: {why}"))
     return lines
+
+
+def status_parts(status: Mapping[str, Any]) -> list[str]:
+    """Returns the parts of a status line that follow the number of stored rollouts."""
+    counts, servers = status["rollouts"], status["servers"]
+    pods = [pod["state"] for pod in status["pods"]]
+    parts = [f"{counts['running']} running", f"pods {sum(state in ('started', 'draining') for state in pods)}"]
+    parts += [f"{state} {pods.count(state)}" for state in ("silent", "gone", "lost") if state in pods]
+    if servers:
+        parts.append(f"engines {sum(server['state'] == 'serving' for server in servers)}")
+    failed = [server for server in servers if server["state"] == "failed"]
+    if failed:
+        parts.append(f"{failed[0]['server']} cannot start: {failed[0].get('cause', 'see its log')}")
+    if status["tokens_per_s"]:
+        parts.append(f"{status['tokens_per_s']:,.0f} tokens/s")
+    if counts["failed"]:
+        causes = ", ".join(f"{cause} {count}" for cause, count in status["failures"].items())
+        parts.append(f"failed {counts['failed']} ({causes})")
+    for policy, training in status.get("training", {}).items():
+        parts.append(f"{policy} step {training['step']} of {training['steps']}")
+    if not counts["running"]:
+        return parts + queue_lines(status)[:1]
+    if status["eta_s"]:
+        parts.append(f"about {seconds(status['eta_s'])} to go")
+    return parts
+
+
+def status_line(name: str, status: Mapping[str, Any]) -> str:
+    """Formats the status of the campaign ``name`` as one line."""
+    counts = status["rollouts"]
+    done = sum(counts[state] for state in FINAL)
+    return in_one_line(f"{name}: {status['state']}, {done}/{counts['total']} done, {', '.join(status_parts(status))}")
 
 
 def queue_lines(status: Mapping[str, Any]) -> list[str]:

@@ -44,8 +44,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", HelpFormatter)
         super().__init__(allow_abbrev=False, **options)
-        self.register("type", int, _whole)
-        self.register("type", float, _number)
         self.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
         )
@@ -162,12 +160,10 @@ class CommandParser(Parser):
     def _verbs(self) -> dict[str, list[argparse.Action]]:
         [verbs] = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
         helps = {line.dest: line.help for line in verbs._choices_actions}
-        by_verb = {
-            title: [argparse.Action([], name, help=helps.pop(name)) for name in names if name in helps]
+        return {
+            title: [argparse.Action([], name, help=helps[name]) for name in names if name in helps]
             for title, names in self._sections.items()
         }
-        others = [argparse.Action([], name, help=line) for name, line in helps.items()]
-        return {title: lines for title, lines in {**by_verb, "others": others}.items() if lines}
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
@@ -176,20 +172,6 @@ def verbs_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentP
         if isinstance(action, argparse._SubParsersAction):
             return action.choices
     return {}
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: give a whole number") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: give a number") from None
 
 
 def _near(word: str, known: Iterable[Any]) -> str:

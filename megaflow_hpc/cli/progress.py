@@ -1,4 +1,4 @@
-"""Shows progress of long operations on stderr: a bar or live line on a terminal, occasional lines in a log."""
+"""Shows the progress of long operations on stderr: a bar or live line on a terminal, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import FINAL, note, queue_lines, seconds
+from megaflow_hpc.cli.output import FINAL, note, seconds, status_line, status_parts
 from megaflow_hpc.resources import resource
 from megaflow_hpc.texts import in_one_line, printable
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ProgressLine:
-    """Shows a campaign's status on stderr: a bar on a terminal, occasional lines in a log."""
+    """Shows a campaign's progress on stderr: a bar on a terminal, at most one line every 15 s in a log."""
 
     LINE_EVERY_S = 15.0
 
@@ -46,28 +46,16 @@ class ProgressLine:
             self._task = self._bar.add_task(in_one_line(name), total=None, detail="")
 
     def __call__(self, status: dict[str, Any]) -> None:
-        counts = status["rollouts"]
-        done = sum(counts[state] for state in FINAL)
-        serving = sum(server["state"] == "serving" for server in status["servers"])
-        pods = sum(pod["state"] in ("started", "draining") for pod in status["pods"])
-        parts = [f"{counts['running']} running", f"pods {pods}"]
-        broken = [server for server in status["servers"] if server["state"] == "failed"]
-        parts += [f"servers {serving}"] if status["servers"] else []
-        parts += [f"{broken[0]['server']} cannot start: {broken[0].get('cause', 'see its log')}"] if broken else []
-        parts += [f"failed {counts['failed']}"] if counts["failed"] else []
-        parts += [f"eta {seconds(status['eta_s'])}"] if status["eta_s"] else []
-        if not pods and status["rollouts"]["running"] == 0:
-            parts += queue_lines(status)[:1]
-        detail = ", ".join(parts)
         if self._bar is not None:
-            self._bar.update(
-                self._task, completed=done, total=counts["total"], detail=in_one_line(f"{status['state']}: {detail}")
-            )
+            counts = status["rollouts"]
+            done = sum(counts[state] for state in FINAL)
+            detail = in_one_line(f"{status['state']}: {', '.join(status_parts(status))}")
+            self._bar.update(self._task, completed=done, total=counts["total"], detail=detail)
             return
-        line = f"{self._name}: {status['state']}, {done}/{counts['total']} done, {detail}"
-        text_before, when = self._last_line
-        settled = status["state"] in ("finished", "cancelled") or not text_before
-        if line != text_before and (settled or time.monotonic() - when > self.LINE_EVERY_S):
+        line = status_line(self._name, status)
+        line_before, when = self._last_line
+        settled = status["state"] in ("finished", "cancelled") or not line_before
+        if line != line_before and (settled or time.monotonic() - when > self.LINE_EVERY_S):
             note(line)
             self._last_line = (line, time.monotonic())
 
@@ -77,47 +65,75 @@ class ProgressLine:
             self._bar.stop()
 
 
-class ImageProgress:
-    """Shows the progress of image builds on stderr: a live line on a terminal, or a line every two seconds in a log.
+class PlanProgress:
+    """Shows the current step and the progress of image builds on stderr.
 
-    It is a context manager and thread-safe. Nothing is shown until there is progress to report.
+    On a terminal, one live line changes. A log gets a line every two seconds, and none for a shorter step. It is a
+    context manager and thread-safe.
+
+    Args:
+        campaign: The campaign file to plan, for a hint on how to build its images on compute nodes.
     """
 
     EVERY_S = 2.0
+    MANY_IMAGES = 4
+    """If at least this many images are missing, suggest a job array instead of building on the login node."""
+    MAX_SHARES = 16
 
-    def __init__(self) -> None:
+    def __init__(self, campaign: str | None = None) -> None:
+        self._campaign = campaign
         self._live: Any = None
         self._terminal = sys.stderr.isatty()
-        self._said = time.monotonic()
-        self._begun = False
+        self._printed_at = time.monotonic()
+        self._is_building = False
+        self._step, self._detail, self._since = "", "", time.monotonic()
+        self._guard = threading.RLock()
+        self._over = threading.Event()
+        self._beats = threading.Thread(target=self._beat, daemon=True)
 
-    def __enter__(self) -> ImageProgress:
+    def __enter__(self) -> PlanProgress:
+        self._beats.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._take_down()
+        self._over.set()
+        with self._guard:
+            self._take_down()
 
-    def _take_down(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+    def step(self, text: str) -> None:
+        """Begins a step."""
+        with self._guard:
+            self._step, self._detail, self._since = text, "", time.monotonic()
+            if self._live is not None:
+                self._now(text)
+
+    def detail(self, text: str) -> None:
+        """Sets the progress within the step. Cheap enough to call often."""
+        self._detail = f", {text}"
 
     def say(self, line: str) -> None:
         """Prints a line above the live line."""
-        live = self._live
-        if live is None:
-            note(line)
-        else:
-            live.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
-        self._said = time.monotonic()
+        with self._guard:
+            if self._live is None:
+                note(line)
+            else:
+                self._live.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+            self._printed_at = time.monotonic()
 
     def show(self, state: BuildProgress) -> None:
-        """Shows the current state of the builds."""
+        """Shows the current state of image builds."""
+        with self._guard:
+            self._show_images(state)
+            if self._campaign and state.to_make >= self.MANY_IMAGES:
+                self._suggest_jobs(self._campaign, state.to_make)
+                self._campaign = None
+
+    def _show_images(self, state: BuildProgress) -> None:
         if state.looked_up < state.total:
             self._now(f"images: {state.looked_up} of {state.total} looked up")
             return
-        if not self._begun:
-            self._begun = True
+        if not self._is_building:
+            self._is_building = True
             wrong = state.total - state.there - state.to_make
             line = f"images: {state.total}, {state.there} in the store, {state.to_make or 'none'} to be made"
             if state.to_make or wrong:
@@ -129,12 +145,23 @@ class ImageProgress:
             left = f", {seconds(state.left_s)} left" if state.left_s is not None else ""
             self._now(f"images: {done}/{state.to_make} made, {state.at_work} under way, {figures}{left}")
         else:
-            self._begun = False
+            self._is_building = False
             self._take_down()
             if state.to_make:
                 self.say(f"images: {done}/{state.to_make} made, {figures}")
 
+    def _suggest_jobs(self, campaign: str, images: int) -> None:
+        """Prints how to build images on compute nodes, because login nodes may not allow builds."""
+        from megaflow_hpc.slurm.site import has_slurm
+
+        if not has_slurm() or "SLURM_JOB_ID" in os.environ:
+            return
+        script = resource("sbatch/build_images.sbatch")
+        command = shlex.join(["sbatch", f"--array=1-{min(images, self.MAX_SHARES)}", str(script), campaign])
+        self.say(f"the images are built here; to build them on compute nodes, press Ctrl-C and run: {command}")
+
     def _now(self, line: str) -> None:
+        """Shows a line instead of the previous one. A log gets it if nothing was printed for two seconds."""
         if self._terminal:
             if self._live is None:
                 from rich.console import Console
@@ -148,78 +175,19 @@ class ImageProgress:
             from rich.text import Text
 
             self._live.update(Text(in_one_line(line), no_wrap=True, overflow="ellipsis"))
-            self._said = time.monotonic()
-        elif time.monotonic() - self._said >= self.EVERY_S:
+            self._printed_at = time.monotonic()
+        elif time.monotonic() - self._printed_at >= self.EVERY_S:
             self.say(line)
 
-
-class PlanProgress(ImageProgress):
-    """Shows the current planning step on stderr, so that no step is silent for more than two seconds.
-
-    In a log, steps shorter than two seconds are not shown.
-
-    Args:
-        campaign: The campaign file to plan. Used to suggest a command that builds its images on compute nodes.
-    """
-
-    MANY_IMAGES = 4
-    """If at least this many images are missing, suggest a job array instead of building on the login node."""
-    MAX_SHARES = 16
-
-    def __init__(self, campaign: str | None = None) -> None:
-        super().__init__()
-        self._campaign = campaign
-        self._step, self._detail, self._since = "", "", time.monotonic()
-        self._guard = threading.RLock()
-        self._over = threading.Event()
-        self._beats = threading.Thread(target=self._beat, daemon=True)
-
-    def __enter__(self) -> PlanProgress:
-        self._beats.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        with self._guard:
-            super().__exit__(*error)
-
-    def step(self, text: str) -> None:
-        with self._guard:
-            self._step, self._detail, self._since = text, "", time.monotonic()
-            if self._live is not None:
-                self._now(text)
-
-    def detail(self, text: str) -> None:
-        """Sets the progress within the step. Cheap enough to call often."""
-        self._detail = f", {text}"
-
-    def say(self, line: str) -> None:
-        """Prints a line above the live line."""
-        with self._guard:
-            super().say(line)
-
-    def show(self, state: BuildProgress) -> None:
-        """Shows the current state of image builds."""
-        with self._guard:
-            super().show(state)
-            if self._campaign and state.to_make >= self.MANY_IMAGES:
-                self._suggest_jobs(self._campaign, state.to_make)
-                self._campaign = None
-
-    def _suggest_jobs(self, campaign: str, images: int) -> None:
-        """Prints how to build images on compute nodes, because login nodes may not allow builds."""
-        from megaflow_hpc.slurm.site import has_slurm
-
-        if not has_slurm() or "SLURM_JOB_ID" in os.environ:
-            return
-        script = resource("sbatch/build_images.sbatch")
-        command = shlex.join(["sbatch", f"--array=1-{min(images, self.MAX_SHARES)}", str(script), campaign])
-        self.say(f"the images are built here; to build them on compute nodes, press Ctrl-C and run: {command}")
+    def _take_down(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def _beat(self) -> None:
         while not self._over.wait(self.EVERY_S / 4):
             with self._guard:
-                silent = time.monotonic() - self._said >= self.EVERY_S
+                silent = time.monotonic() - self._printed_at >= self.EVERY_S
                 if silent and self._step and not self._over.is_set():
                     self._now(f"{self._step}{self._detail}: {seconds(time.monotonic() - self._since)}")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megaflow_hpc.cli.doctor import say_finding
 from megaflow_hpc.cli.output import note, print_json
-from megaflow_hpc.cli.verb import Subparsers, add_verb
+from megaflow_hpc.cli.verb import Subparsers, above_zero, add_verb
 from megaflow_hpc.errors import ConfigError, SiteError
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ def register(subparsers: Subparsers) -> None:
         "ten minutes plus the time in the queue. The report names what failed, with a remedy, and hides your "
         "name, accounts and directories, so that you can send it to us.",
     )
-    parser.add_argument("campaign", metavar="CAMPAIGN", help="campaign file whose partitions, accounts, images and "
-                        "models are used; its tasks are not")  # fmt: skip
+    parser.add_argument(
+        "campaign", metavar="CAMPAIGN", help="campaign file, whose partitions, accounts, images and models are used"
+    )
     parser.add_argument("--image", metavar="SIF", default="", help="image with a shell; default: the campaign's first")
     parser.add_argument(
         "--preempt",
@@ -48,7 +49,9 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--only", metavar="TRIAL", action="append", choices=TRIALS, help=f"run only this trial: {', '.join(TRIALS)}"
     )
-    parser.add_argument("--wait", metavar="MINUTES", type=float, default=60.0, help="minutes to wait for each job (60)")
+    parser.add_argument(
+        "--wait", metavar="MINUTES", type=above_zero, default=60.0, help="minutes to wait for a job (60)"
+    )
 
 
 def _prove(arguments: argparse.Namespace) -> int:
@@ -57,8 +60,6 @@ def _prove(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.prove.report import ProofReport, secrets_of
     from megaflow_hpc.slurm import site
 
-    if arguments.wait <= 0:
-        raise ConfigError(f"--wait {arguments.wait:g}: expected a number of minutes greater than 0")
     campaign = Campaign.from_yaml(arguments.campaign)
     if not site.has_slurm():
         raise SiteError("sbatch is not on PATH: prove submits jobs; load the site's Slurm module")

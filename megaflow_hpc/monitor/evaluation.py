@@ -7,10 +7,9 @@ failures) are excluded and counted.
 
 Shares, and rewards between 0 and 1, get Wilson's interval (1927). Unlike mean ± 1.96 standard errors, it stays between
 0 and 1 and does not shrink to a point if all samples pass or fail. Its number of trials accounts for the similarity of
-a task's samples, as in cluster surveys (Korn and Graubard 1998; Franco et al. 2019). It is the number of independent
-trials that would have the standard error observed over tasks. It is at most the number of samples. It is at least the
-number of tasks, as if all samples of a task were equal. Other rewards get Student's interval of the mean over tasks, if
-at least two tasks differ.
+a task's samples, as in cluster surveys (Korn and Graubard 1998; Franco et al. 2019). This number is the one with which
+independent trials have the standard error observed over tasks. It is at most the number of samples and at least the
+number of tasks. Other rewards get Student's interval of the mean over tasks, if at least two tasks differ.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from megaflow_hpc.rundir.pods.running import AttemptPlace
 from megaflow_hpc.types import VERIFIED
 
 STUCK_S = 300.0
-"""A running rollout counts as stuck after this many seconds without an answer."""
+"""A running rollout is stuck after this many seconds without an answer of the model."""
 PRESENT = ("started", "draining", "silent")
 """Pod states in which rollouts may be running."""
 
@@ -48,7 +48,7 @@ class RolloutRow:
 
     @property
     def stuck(self) -> bool:
-        """True if it is running and has had no answer for :data:`STUCK_S`."""
+        """True if the rollout is running and got no answer for :data:`STUCK_S`."""
         return self.live is not None and self.live.quiet_s > STUCK_S
 
 
@@ -59,7 +59,7 @@ class Rollouts(Sequence[RolloutRow]):
         running: Running rollouts, longest-running first.
         stored: Stored rollouts, latest first.
         last: Rollout → its last attempt.
-        silent: Pods that have shown no sign of life for long.
+        silent: Pods without a recent sign of life.
         now: Current time in Unix seconds.
     """
 

@@ -1,12 +1,12 @@
-"""The state of a run and of each of its pods. ``status``, ``watch`` and ``list`` use the same rules."""
+"""Decides the state of a run and of each of its pods, for ``status``, ``watch`` and ``list``."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 
+from megaflow_hpc.ledger.accounts import Progress
 from megaflow_hpc.ledger.lease import TIMES
-from megaflow_hpc.ledger.progress import Progress
 from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, PodEvent, RolloutEvent, StartEvent, WorkerEvent
 from megaflow_hpc.rundir.summaries import Summary, busy_at, start_number
 
@@ -99,7 +99,7 @@ class PodView:
 
     @property
     def pod(self) -> str:
-        """Name of the pod, without the start."""
+        """Name of the pod without the number of the start."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -115,7 +115,7 @@ class PodView:
     def adopt(self, summary: Summary) -> None:
         """Adds the pod's summary, which replaces its earliest events."""
         for event in summary.events:
-            if not isinstance(event, AttemptEvent) or event.id in self.begun:  # other events only count in the summary
+            if not isinstance(event, AttemptEvent) or event.id in self.begun:  # the summary counts the others
                 self.apply(event)
         self.stored = max(self.stored, summary.stored)
         self.grown_at = time.monotonic()

@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -20,14 +21,14 @@ import msgspec
 from megaflow_hpc.config.campaign import pass_threshold_of
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.leader import COORDINATOR, Leader
-from megaflow_hpc.ledger.progress import Progress, progress_of
-from megaflow_hpc.ledger.report import FEW, process_here, reported
-from megaflow_hpc.monitor.engines import servers
+from megaflow_hpc.ledger.accounts import Progress, progress_of
+from megaflow_hpc.ledger.leader import COORDINATOR, FEW, Leader, reported
+from megaflow_hpc.ledger.lease import process_here
 from megaflow_hpc.monitor.outcomes import Outcomes, broken_verifiers, causes, failing_agents
 from megaflow_hpc.monitor.state import PodView, lives, run_state
 from megaflow_hpc.monitor.training import TrainerJob, Trainings
 from megaflow_hpc.rundir.endpoints import EndpointFiles
+from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
@@ -44,7 +45,7 @@ ENGINES_INTERVAL_S = 10.0
 LISTED = 10_000
 """Number of latest successful rollouts to list if there are too many to list all."""
 CLOCKS_DIFFER_S = 2.0
-"""Tolerated difference between the clocks of hosts, in seconds."""
+"""Tolerated difference between the clocks of two hosts, in seconds."""
 STALE_S = 60.0
 """A pod whose last event is older than this many seconds is shown as silent."""
 
@@ -70,11 +71,11 @@ class Monitor:
         self._condensed: dict[str, Condensed] = {}
         """Pod → its condensed starts."""
         self._last_condensed: dict[str, PodView] = {}
-        """Pod → the last of its condensed starts. Shown if the pod is over, so that no later start has events."""
+        """Pod → the last of its condensed starts, which is shown if no later start has events."""
         self._lost: dict[str, tuple[float, str]] = {}
-        """Start of a lost pod → when its log was read, and the cause found in it."""
+        """Start of a lost pod → (monotonic time when its log was read, cause found in it)."""
         self._processes: dict[str, Identity] = {}
-        """Processes of pods that run, or ran, on this host outside of Slurm."""
+        """``<pod>.<start>`` → its process, for pods that run or ran on this host outside of Slurm."""
         self._coordinator = Leader(run, COORDINATOR)
         self._ledger = Ledger(run)
         self.running = RunningRollouts()
@@ -83,7 +84,7 @@ class Monitor:
         self._servers_at = 0.0
         self._finished = False
         self._first_look_at = math.inf
-        """Time when the first poll ended. Events read before that may be of any age."""
+        """Monotonic time at which the first poll ended. Events read before that may be of any age."""
 
     # --- reading ---
 
@@ -130,7 +131,7 @@ class Monitor:
         self._condensed[last.pod] = msgspec.structs.replace(condensed, **kept)
 
     def _restart(self) -> None:
-        """Discards everything that was read, because events were condensed before they were read completely."""
+        """Discards everything that was read. Called if events were condensed before they were read completely."""
         self._outcomes = Outcomes(self._outcomes.limit)
         self._starts, self._condensed, self._last_condensed, self.running = {}, {}, {}, RunningRollouts()
 
@@ -154,8 +155,9 @@ class Monitor:
                 yield name, progress
 
     def list_rollouts(self, max_bytes: int | None = None) -> None:
-        """Makes :attr:`rollouts` include successful rollouts, except for those in condensed events. Call it before the
-        first poll.
+        """Makes :attr:`rollouts` include successful rollouts, except for those in condensed events.
+
+        Call it before the first poll.
 
         Args:
             max_bytes: Maximum total size of the event files. If they are larger, only the last :data:`LISTED` rollouts
@@ -194,8 +196,8 @@ class Monitor:
         return [(active[place.pod], place.began_at) for place in self.running.longest(active)]
 
     def warnings(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns :meth:`idle_warning` and, if all rollouts are listed, a warning for each agent and each verifier that
-        always fails."""
+        """Returns the warnings about idle pods and, if all rollouts are listed, about agents and verifiers that always
+        fail."""
         warnings = self.idle_warning(pods)
         if not self.lists_all:
             return warnings
@@ -203,8 +205,10 @@ class Monitor:
         return [*warnings, *failing_agents(rollouts), *broken_verifiers(rollouts)]
 
     def errors(self) -> list[dict[str, Any]]:
-        """Returns the causes of errors in verified rollouts, like ``first_failures`` in :meth:`status`. Complete only
-        if all rollouts are listed."""
+        """Returns the causes of errors in verified rollouts, in the form of ``first_failures`` in :meth:`status`.
+
+        They are complete only if all rollouts are listed.
+        """
         return [asdict(cause) for cause in causes(self.run, self._outcomes.errors, self.running.last)]
 
     def idle_warning(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -220,8 +224,8 @@ class Monitor:
         longest = max(pod["idle_s"] for pod in idle)
         return [
             f"{len(idle)} of {sum(pod['state'] == 'started' for pod in pods)} pods have nothing to run (for up to "
-            f"{longest} s) while others have claimed {queued} rollouts that wait: samples of one group stay together; "
-            f"let some go with: megaflow-hpc scale {self.run} --pods N"
+            f"{longest} s) while others have claimed {queued} waiting rollouts: samples of one group stay together; "
+            f"release some pods with: megaflow-hpc scale {self.run} --pods N"
         ]
 
     def status(
@@ -236,8 +240,8 @@ class Monitor:
         Args:
             live_jobs: Array elements that Slurm still has, used to tell silent pods from dead ones. ``None`` if
                 unknown.
-            pending: The elements of these that are pending in the queue.
-            asked_at: When Slurm was queried (monotonic clock). A pod seen writing later is alive.
+            pending: Those of ``live_jobs`` that are pending in the queue.
+            asked_at: Monotonic time of the query. A pod that wrote something later is alive.
             trainers: Policy → its running or queued trainer. ``None`` if unknown.
         """
         self.refresh()
@@ -320,8 +324,9 @@ class Monitor:
         ]
 
     def _why_lost(self, pod: PodView) -> str:
-        """Returns why a pod ended without a last word, if its log explains it. The log may be written later, so an
-        empty result is tried again.
+        """Returns why a pod ended without a last event, if its log explains it.
+
+        An empty result is not cached for long, because the log may be written later.
         """
         asked_at, why = self._lost.get(pod.name, (-math.inf, ""))
         if not why and time.monotonic() - asked_at >= ENGINES_INTERVAL_S:
@@ -375,7 +380,67 @@ class Monitor:
         return time.monotonic() - grown_at if grown_at > self._first_look_at else math.inf
 
     def _silent_s(self, pod: PodView) -> float:
-        """Returns the seconds since the pod's last sign of life, by the local clock or, on the first poll, by both
-        clocks."""
+        """Returns the seconds since the pod's last sign of life.
+
+        Uses the local clock and, on the first poll, also the pod's clock.
+        """
         unseen_s = time.monotonic() - pod.grown_at
         return unseen_s if pod.grown_at > self._first_look_at else max(unseen_s, time.time() - pod.seen_at)
+
+
+def servers(run: RunDir, over: bool) -> list[dict[str, Any]]:
+    """Returns the engine servers of a run, with the cause of each failure.
+
+    Args:
+        over: True if the campaign has ended. Servers that are not serving yet are then omitted.
+    """
+    files = EndpointFiles(run)
+    shown: list[dict[str, Any]] = []
+    for server in files.serving():
+        entry: dict[str, Any] = {
+            "server": server.server,
+            "policy": server.policy,
+            "node": server.node,
+            "job_id": server.job_id,
+            "model_name": server.model_name,
+            "weight_version": server.weight_version,
+            "template": server.template,
+            "waiting": server.waiting,
+            "state": "down" if server.down else "serving",
+        }
+        if server.down:
+            entry["cause"] = server.down
+        if refused := server.refused:
+            entry["cause"] = f"weights {refused.version} could not be loaded: {refused.cause}"
+        shown.append(entry)
+    others = [(failed, "failed") for failed in files.failed()]
+    if not over:
+        others += [(starting, "down" if starting.down else "starting") for starting in files.starting()]
+    for other, state in others:
+        shown.append(
+            {
+                "server": other.server,
+                "policy": other.policy,
+                "job_id": other.job_id,
+                "cause": other.cause,
+                "log": other.log,
+                "state": state,
+            }
+        )
+    return sorted(shown, key=lambda entry: str(entry["server"]))
+
+
+def pool_warnings(run: RunDir) -> list[str]:
+    """Returns a warning for each engine pool that the campaign uses and that is not responding."""
+    warnings = []
+    with suppress(OSError):  # memberships of another user's run are not readable
+        for member in EndpointFiles(run).memberships():
+            pool = EnginePool(member.pool)
+            if closed := pool.closed:
+                warnings.append(f"{member.policy}: {closed}; until then its rollouts fail")
+            elif not pool.serving(member.theirs):
+                warnings.append(
+                    f"{member.policy}: no server of the engine pool {member.pool} responds, so rollouts wait; "
+                    f"see: megaflow-hpc status {member.pool}"
+                )
+    return warnings

@@ -14,11 +14,11 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.training import Commit, TrainingView
 
 NOTHING_SAMPLED = "nothing sampled"
-"""Reason for dropping a rollout without any tokens to train on (:mod:`megaflow_hpc.training.algorithms.filters`)."""
+"""Reason for dropping a rollout without any tokens to train on (:mod:`megaflow_hpc.training.algorithms.choice`)."""
 SUSPICIOUS_Z = 6.0
 """Warn if the absolute value of ``sampling_z``, averaged over the last steps, exceeds this."""
 SUSPICIOUS_SHARE = 0.03
-"""Do not warn if ``sampling_temperature`` differs from 1 by less than this. In large samples even harmless
+"""Do not warn if ``sampling_temperature`` differs from 1 by less than this. In large samples, even harmless
 differences have a high z-score."""
 STEPS = 5
 """Number of most recent steps to show. Their means describe the current state."""
@@ -38,6 +38,8 @@ SHOWN = {
     "dropped/amended": "left_out",
 }
 """Commit metric → its name in the status."""
+BY_AGENT = "reward/"
+"""Prefix of the commit metrics that hold the mean reward of each of several agents."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def _sampling_warning(means: Mapping[str, float | None]) -> Iterator[str]:
     z, seen = means["sampling_z"], means["sampling_temperature"]
     if z is not None and seen is not None and abs(z) > SUSPICIOUS_Z and abs(seen - 1) > SUSPICIOUS_SHARE:
         yield (
-            f"tokens look sampled at {seen:.2g} times the temperature that they are trained at (z {z:.0f}): the engine "
+            f"tokens seem to be sampled at {seen:.2g} times the trained temperature (z {z:.0f}): the engine "
             "does not sample with the probabilities that it reports; compare its options with the policy's sampling"
         )
 

@@ -48,7 +48,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(span: Span, busy: Sequence[Span]) -> float:
-    """Returns how many seconds of ``span`` lie in ``busy``, which must be merged."""
+    """Returns how many seconds of ``span`` are covered by ``busy``, which must be merged."""
     return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in busy)
 
 
@@ -81,7 +81,7 @@ def totals(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> dict
     """Returns total and idle core-seconds and GPU-seconds, and how long GPUs were held after the last rollout.
 
     Args:
-        rollouts: (job id of the pod, time span) of each attempt at a rollout.
+        rollouts: (pod's job id, time span) of each attempt at a rollout.
     """
     held, ran = list(held), list(rollouts)
     sums = dict.fromkeys(("core_seconds", "idle_core_seconds", "gpu_seconds", "idle_gpu_seconds"), 0.0)

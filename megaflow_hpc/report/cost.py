@@ -33,7 +33,7 @@ class HeldHours(msgspec.Struct, kw_only=True):
     core_hours: float = 0.0
     gpu_hours: float = 0.0
     idle_core_hours: float | None = None
-    """Hours of these that were idle (:mod:`megaflow_hpc.monitor.usage`), ``None`` without accounting."""
+    """Idle part of the core-hours (:mod:`megaflow_hpc.monitor.usage`). ``None`` without accounting."""
     idle_gpu_hours: float | None = None
     price: float | None = None
 
@@ -97,7 +97,8 @@ def cost_of(
     Args:
         uses: Accounting data of its jobs; empty without accounting.
         rollouts: Pod job id and time span of each attempt, to compute idle time.
-        stored, passed: Numbers of rollouts, to compute the price per rollout.
+        stored: Number of stored rollouts, to compute the price of one.
+        passed: Number of rollouts that passed.
     """
     if uses:
         cost = _of_accounting(uses, rollouts)

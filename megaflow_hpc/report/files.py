@@ -7,24 +7,20 @@ browser or network access.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import to_json, without_links, write_atomic
 from megaflow_hpc.report import prometheus
-from megaflow_hpc.report.charts import resources, results
-from megaflow_hpc.report.charts.specs import Chart, theme
-from megaflow_hpc.report.comparison import Difference, labels_of
+from megaflow_hpc.report.charts import Chart, charts_of, theme
+from megaflow_hpc.report.comparison import Difference
 from megaflow_hpc.report.figures import LoadedRun, RunFigures, to_builtins
 from megaflow_hpc.report.page import page
-from megaflow_hpc.report.timeline import Bar, bars_of
+from megaflow_hpc.report.timeline import bars_of
 from megaflow_hpc.report.transcripts import Wanted
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.texts import in_one_line
 
 PICTURE_WIDTH = 720
 """Width in pixels of a chart that fills its container. PNGs are twice as wide."""
@@ -91,57 +87,6 @@ def write_metrics(path: Path, figures: Sequence[RunFigures]) -> Path:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
     return path
-
-
-def charts_of(
-    runs: Sequence[RunFigures], bars: Sequence[Sequence[Bar]], differences: Sequence[Difference]
-) -> list[Chart]:
-    """Returns the charts for which these runs have data, in page order.
-
-    Args:
-        bars: The timeline bars of each run.
-    """
-    labels = labels_of(runs)
-    named = list(zip(labels, runs, strict=True))
-    timelines = []
-    for label, run, own in zip(labels, runs, bars, strict=True):
-        timelines.append(resources.timeline(label, run, own, several=len(runs) > 1))
-    charts = (
-        results.pass_at(named),
-        results.differences(differences),
-        results.rewards(named),
-        *timelines,
-        resources.concurrency(named),
-        resources.phases(named),
-        resources.stages(named),
-        *results.tokens(named),
-        *results.use(named),
-        resources.failures(named),
-        resources.tasks(named),
-        resources.cost(named),
-        resources.efficiency(named),
-        *results.training(named),
-    )
-    return [_printable(chart) for chart in charts if chart]
-
-
-def _printable(chart: Chart) -> Chart:
-    """Returns the chart without control characters, NaN and infinities, which SVG and JSON cannot represent."""
-    return Chart(
-        name=chart.name, title=in_one_line(chart.title), note=chart.note, spec=_clean(chart.spec), wide=chart.wide
-    )
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, str):
-        return in_one_line(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _clean(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_clean(item) for item in value]
-    return value
 
 
 def check_installed() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megaflow_hpc.report.charts.specs import Chart, theme
+from megaflow_hpc.report.charts import Chart, theme
 from megaflow_hpc.report.comparison import Difference, labels_of
 from megaflow_hpc.report.figures import LoadedRun
 from megaflow_hpc.report.series import significant

@@ -33,7 +33,7 @@ class RolloutPhase(msgspec.Struct, kw_only=True):
     """One of :data:`~megaflow_hpc.report.rollouts.PHASES`, or ``other``."""
     seconds: Spread
     share: float
-    """This phase's share of the total seconds."""
+    """Share of the total seconds, 0 to 1."""
 
 
 class LatencyStage(msgspec.Struct, kw_only=True):
@@ -47,7 +47,7 @@ class LatencyStage(msgspec.Struct, kw_only=True):
     """One of :data:`STAGES`."""
     seconds: Spread
     share: float
-    """This stage's share of the total seconds."""
+    """Share of the total seconds, 0 to 1."""
 
 
 class PassAt(msgspec.Struct, kw_only=True):

@@ -38,23 +38,28 @@ def text(runs: Sequence[RunFigures]) -> str:
 
 def _samples(run: RunFigures) -> Iterator[Sample]:
     yield "run_finished", "Whether the campaign has finished.", {}, float(run.state == "finished")
-    yield "report_timestamp_seconds", "When these figures were made.", {}, time.time()
+    yield "report_timestamp_seconds", "Unix time at which these metrics were computed.", {}, time.time()
     yield "rollouts_planned", "Rollouts of the campaign.", {}, run.total
     for policy in run.policies:
         own = {"policy": policy.policy}
         for state, count in policy.states.items():
             yield "rollouts_stored_total", "Rollouts stored, by status.", {**own, "status": state}, count
         evaluation = policy.evaluation or {}
-        yield "rollouts_passed_total", "Rollouts whose reward passes.", own, evaluation.get("passed")
+        yield "rollouts_passed_total", "Rollouts that passed.", own, evaluation.get("passed")
         yield "reward_mean", "Mean reward over tasks.", own, evaluation.get("mean")
         for k, point in evaluation.get("pass_at", {}).items():
-            yield "pass_at_k_ratio", "Chance that one of k samples passes.", {**own, "k": k}, point["value"]
-        yield "tokens_total", "Tokens, prompts included.", own, policy.tokens.total
+            yield (
+                "pass_at_k_ratio",
+                "Probability that at least one of k samples passes.",
+                {**own, "k": k},
+                point["value"],
+            )
+        yield "tokens_total", "Tokens, including prompts.", own, policy.tokens.total
         yield "sampled_tokens_total", "Tokens that a model sampled.", own, policy.sampled_tokens.total
         yield "rollout_cpu_seconds_total", "CPU seconds of sandboxes.", own, policy.cpu_s.total
         peak = 1e6 * policy.memory_peak_mb.max
-        yield "rollout_memory_peak_bytes", "The most memory of a rollout's sandbox.", own, peak
-        yield "model_calls_total", "Calls of a model.", own, policy.turns.total
+        yield "rollout_memory_peak_bytes", "Peak memory of a rollout's sandbox.", own, peak
+        yield "model_calls_total", "Model calls.", own, policy.turns.total
         for quantile, value in (("0.5", policy.seconds.p50), ("0.9", policy.seconds.p90), ("0.99", policy.seconds.p99)):
             quantiles = {**own, "quantile": quantile}
             yield "rollout_duration_quantile_seconds", "Durations of rollouts.", quantiles, value
@@ -68,16 +73,16 @@ def _samples(run: RunFigures) -> Iterator[Sample]:
     for cause, count in run.failures_by_kind.items():
         yield "rollouts_failed_total", "Rollouts that failed, by cause.", {"cause": cause}, count
     for cause, count in run.repeated.items():
-        yield "attempts_repeated_total", "Attempts that were made again.", {"cause": cause}, count
-    yield "rollouts_running_peak", "The most rollouts at once.", {}, run.concurrency.peak
-    yield "slot_use_ratio", "Share of the slots' time in which a rollout ran.", {}, run.concurrency.slot_use
+        yield "attempts_repeated_total", "Failed attempts that were retried.", {"cause": cause}, count
+    yield "rollouts_running_peak", "Maximum number of concurrent rollouts.", {}, run.concurrency.peak
+    yield "slot_use_ratio", "Share of the slots' time during which a rollout ran.", {}, run.concurrency.slot_use
     for role in run.cost.roles:
         own = {"role": role.role}
         yield "core_seconds_total", "Core-seconds held.", own, role.core_hours * HOUR
         yield "gpu_seconds_total", "GPU-seconds held.", own, role.gpu_hours * HOUR
-        yield "price_total", "Price of what was held.", {**own, "currency": run.cost.currency}, role.price
-    yield "cpu_efficiency_ratio", "CPU time over time of the cores held.", {}, run.cost.cpu_efficiency
-    yield "memory_efficiency_ratio", "Memory peak over memory asked for.", {}, run.cost.memory_efficiency
+        yield "price_total", "Price of the held hours.", {**own, "currency": run.cost.currency}, role.price
+    yield "cpu_efficiency_ratio", "CPU time divided by held core time.", {}, run.cost.cpu_efficiency
+    yield "memory_efficiency_ratio", "Peak memory divided by requested memory.", {}, run.cost.memory_efficiency
     steps: dict[str, int] = {}
     for curve in run.training:
         labels = {"policy": curve.policy, "metric": curve.metric}

@@ -1,4 +1,4 @@
-"""Time series and distributions. All functions are pure, and their results are bounded in size."""
+"""Computes time series and distributions. All functions are pure, and their results are bounded in size."""
 
 from __future__ import annotations
 
@@ -91,8 +91,9 @@ def mean_level(
     """Returns the mean number of open spans between adjacent edges.
 
     Args:
-        starts, ends: (n) seconds.
-        edges: (k+1) seconds, ascending.
+        starts: (n) start of each span, in seconds.
+        ends: (n) end of each span, in seconds.
+        edges: (k+1) edges of k intervals, in seconds, ascending.
         weights: (n) weight of each span. Default: 1.
     """
     weights = np.ones(len(starts)) if weights is None else weights

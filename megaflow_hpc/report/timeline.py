@@ -1,4 +1,4 @@
-"""Timelines: pods from a run's event files, running and waiting rollouts, slots, and rollouts in lanes.
+"""Timelines of a run: its pods, its running and waiting rollouts, its slots, and each rollout in a lane.
 
 The earlier starts of a pod whose events are condensed form one entry. Their numbers of slots are means over periods.
 """
@@ -284,8 +284,10 @@ def pod_of(rows: RolloutColumns, events: Events, row: int) -> str:
 
 
 def bars_of(rows: RolloutColumns, events: Events, threshold: float) -> list[Bar]:
-    """Returns timeline bars for the pods with the most rollouts: an even sample over time, plus the longest
-    rollouts."""
+    """Returns timeline bars for the pods with the most rollouts.
+
+    If there are too many rollouts, returns an even sample over time and the longest ones.
+    """
     if not len(rows):
         return []
     order = np.argsort(rows.started_at, kind="stable").tolist()

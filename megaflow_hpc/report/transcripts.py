@@ -17,8 +17,7 @@ import numpy as np
 
 from megaflow_hpc.report.rollouts import RolloutColumns
 from megaflow_hpc.trajectories.reading.conversations import heading
-from megaflow_hpc.trajectories.reading.row import Row
-from megaflow_hpc.trajectories.reading.store import TrajectoryStore
+from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
 
 Wanted = int | Literal["all", "some", "none"]
 """A number of transcripts, all of them, as many as fit in the page, or none."""
@@ -36,7 +35,7 @@ MAX_MESSAGES = 400
 def chosen(rows: RolloutColumns) -> Iterator[int]:
     """Yields every row once, the most interesting first.
 
-    These are a failed, the best, the worst, a truncated, the longest and the slowest rollout. The rest follow in order.
+    Each round takes the next failed, best, worst, truncated, longest and slowest rollout.
     """
     rated = np.flatnonzero(~np.isnan(rows.reward))
     groups = (
@@ -100,7 +99,7 @@ def transcript_of(row: Row) -> Transcript:
 def messages_of(messages: list[dict[str, Any]]) -> Transcript:
     """Converts OpenAI messages to a transcript. Content other than text is shown as JSON."""
     if len(messages) > MAX_MESSAGES:
-        left_out = f"{len(messages) - MAX_MESSAGES} messages are left out"
+        left_out = f"{len(messages) - MAX_MESSAGES} messages are omitted"
         middle = {"role": "report", "content": left_out}
         messages = [*messages[: MAX_MESSAGES // 2], middle, *messages[-(MAX_MESSAGES // 2) :]]
     return [_message(message) for message in messages]
@@ -139,4 +138,4 @@ def cut(text: str) -> str:
     if len(text) <= MAX_MESSAGE_CHARS:
         return text
     half = MAX_MESSAGE_CHARS // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters are left out …\n{text[-half:]}"
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters are omitted …\n{text[-half:]}"

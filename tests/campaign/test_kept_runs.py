@@ -19,10 +19,12 @@ def run(make_campaign: Make) -> Run:
 
 def test_a_run_of_which_blocks_or_the_ledger_are_gone_is_refused(run: Run) -> None:
     (run.dir.tasks / "000001.json").unlink()
-    with pytest.raises(ConfigError, match=r"1 of 3 rollouts are in no block of tasks/ any more; restore it, or gather"):
+    with pytest.raises(
+        ConfigError, match=r"1 of 3 rollouts are missing from the blocks in tasks/; restore it, or gather"
+    ):
         run.resume(launcher="local")
     shutil.rmtree(run.dir.ledger)
-    with pytest.raises(ConfigError, match="ledger/, which tells what is done, is gone"):
+    with pytest.raises(ConfigError, match="ledger/, which records what is done, is missing"):
         Run(run.path).resume(launcher="local")
     assert not run.dir.ledger.exists()
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from megaflow_hpc.campaign import jobs as jobs_module
-from megaflow_hpc.campaign import successors
+from megaflow_hpc.campaign import replacements
 from megaflow_hpc.campaign.jobs import Jobs
-from megaflow_hpc.campaign.successors import EARLY_S, START_S, TOGETHER_S, Successors
+from megaflow_hpc.campaign.replacements import EARLY_S, START_S, TOGETHER_S, Successors
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
@@ -43,7 +43,7 @@ class Cluster:
         self.jobs = Jobs(run, record.config, record, Ledger(run))
         patch.setattr(jobs_module, "time", SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now))
         patch.setattr(jobs_module.accounting, "finished_jobs", self.finished)
-        patch.setattr(successors.site, "ask", self.ask)
+        patch.setattr(replacements.site, "ask", self.ask)
         patch.setattr(self.jobs, "live", self.live)
         patch.setattr(self.jobs, "_add", self.add)
         patch.setattr(self.jobs.arrays, "adopt", lambda *_: None)
@@ -145,11 +145,11 @@ def test_slurm_is_asked_again_if_it_was_away(monkeypatch: pytest.MonkeyPatch) ->
         raise SiteError("scontrol: no answer")
 
     found, pods = Successors(LEAD_S), [JobState("7_0@far", "RUNNING", starts_at=0.0, ends_at=WALLTIME_S)]
-    monkeypatch.setattr(successors.site, "ask", away)
+    monkeypatch.setattr(replacements.site, "ask", away)
     assert found.ending(pods, DUE_S) == []
     asked: list[tuple[str, ...]] = []
     shown = "JobId=8 ArrayJobId=7 ArrayTaskId=0 ArrayTaskThrottle=4 JobName=x Requeue=0 Restarts=0\n"
-    monkeypatch.setattr(successors.site, "ask", lambda *words: asked.append(words) or shown)
+    monkeypatch.setattr(replacements.site, "ask", lambda *words: asked.append(words) or shown)
     assert found.ending(pods, DUE_S) == ["7_0@far"]
     assert asked == [("scontrol", "-M", "far", "-o", "show", "job", "7")]
 

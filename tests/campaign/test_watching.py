@@ -171,7 +171,7 @@ def test_a_run_that_does_not_answer_or_is_removed_stops_no_key(
             os.close(lent)
             await until_async(lambda: "not answered" not in screen(app), "it answers again")
             shutil.rmtree(copy.path)
-            await shows(pilot, "is not there any more")
+            await shows(pilot, "no longer exists")
             await pilot.press("question_mark")
             await shows(pilot, "look into it")
             await pilot.press("x", "q")

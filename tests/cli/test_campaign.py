@@ -113,7 +113,7 @@ def test_jobs_of_a_slurm_that_is_not_here_are_not_said_to_be_cancelled(planned: 
     make_directory(planned.dir.jobs)
     write_json(planned.dir.jobs / "17.json", {"role": "pods", "id": "17", "elements": 1})
     said = refused(["cancel", str(planned.path)], capsys, status=3)
-    assert "jobs 17: are Slurm's, which is not here; cancel them where sbatch is" in said
+    assert "jobs 17: run on Slurm, which is not available here; cancel them where sbatch is" in said
 
 
 def test_gather_writes_the_file_that_it_names(planned: Run, capsys: Capture) -> None:
@@ -137,7 +137,7 @@ def test_scale_takes_one_number(planned: Run, words: list[str], said: str, capsy
 
 
 def test_scale_without_slurm_is_refused(planned: Run, capsys: Capture) -> None:
-    assert "Slurm, which is not here" in refused(["scale", str(planned.path), "--pods", "1"], capsys, status=3)
+    assert "Slurm is not available here" in refused(["scale", str(planned.path), "--pods", "1"], capsys, status=3)
 
 
 def test_limits_are_named_and_positive(planned: Run, capsys: Capture) -> None:
@@ -155,7 +155,7 @@ def test_what_is_asked_of_slurm_names_its_jobs_and_needs_slurm(planned: Run, cap
     line = refused([*resume, "--time", "engines=1:00:00"], capsys)
     assert "expected a value, or pods=…, servers=…, trainer=…, gather=…" in line
     assert "give a number above 0" in refused([*resume, "--mem", "servers=much"], capsys)
-    assert "asked of Slurm" in refused([*resume, "--time", "8:00:00", "--mem", "64"], capsys)
+    assert "requests to Slurm" in refused([*resume, "--time", "8:00:00", "--mem", "64"], capsys)
     assert not planned.dir.changed_requests.exists()
 
 

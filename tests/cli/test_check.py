@@ -590,9 +590,9 @@ def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
     for words in (
         "MaxArraySize: pods are 2 arrays of at most 3 elements",
         "pods run at once beside the engines (2 jobs run at once",
-        "3 of 5 pods are queued at first, the others as some end",
-        "limits.core_hours: 2 ends it before the 15.0 that are expected",
-        "slurm.pods.time: takes 2 walltimes one after the other",
+        "3 of 5 pods are queued at first, and the rest when others end",
+        "limits.core_hours: 2 ends the campaign before the expected 15.0",
+        "slurm.pods.time: takes 2 consecutive walltimes",
     ):
         assert words in text, text
     place = found["storage"][0]

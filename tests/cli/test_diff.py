@@ -23,7 +23,7 @@ def test_diff_says_where_two_rollouts_part(megaflow, tmp_path):
         "reward        1  →  0",
         "node          node-1  →  node-2",
         "messages      2  →  3",
-        "they part at  sequence 0, token 3: ",
+        "tokens        differ from sequence 0, token 3: ",
         "the first 1 messages are the same",
         "[1] assistant",
         "  -b",

@@ -61,7 +61,7 @@ def test_list_shows_what_became_of_each_run(campaign: Path, megaflow, monkeypatc
     for cause in (
         "the run directory is damaged",
         "half: not a run directory (no run.json)",
-        "Slurm's, which is not here",
+        "Slurm, which is not available here",
     ):
         assert cause in shown.stderr
     every = json.loads(megaflow("list", here, "--json").stdout)

@@ -13,7 +13,7 @@ from array import array
 import h5py
 import pytest
 
-from megaflow_hpc.cli.runs.tokens import view
+from megaflow_hpc.cli.runs.show import token_lines
 from megaflow_hpc.rundir.record import read_run, write_run
 from megaflow_hpc.trajectories import gather, open_trajectories
 from megaflow_hpc.trajectory import TokenSequence
@@ -148,7 +148,7 @@ def test_sampled_tokens_are_coloured_by_their_probability(tmp_path):
     columns = array("i", range(5)), array("f", logprobs), array("B", [0, 1, 1, 1, 1]), array("i", [-1, 3, 3, 3, 3])
     commit(run, "a", (0, 0, trajectory(5, sequences=[TokenSequence("default", *columns)], turns=[])))
     with open_trajectories(run.path) as store:
-        lines = [line for line in view(store, store[0], False, None) if line.plain.startswith("    ")]
+        lines = [line for line in token_lines(store, store[0], False, None) if line.plain.startswith("    ")]
     styles = [(line.plain[s.start : s.end].strip(), str(s.style)) for line in lines for s in line.spans]
     assert [(cell.partition(":")[0], style) for cell, style in styles] == [
         ("0", "dim"),

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -118,16 +115,3 @@ def test_what_a_rollout_used_is_said_where_it_is_known(planned: Run) -> None:
         "a/b/0": "not verified  3 turns  12.2 s of CPU, at most 103 MB of memory",
         "a/b/1": "not verified  3 turns",
     }
-
-
-def test_a_picture_of_the_view_needs_no_terminal_and_nothing_from_elsewhere(
-    planned: Run, tmp_path: Path, megaflow: Callable[..., Any]
-) -> None:
-    write_events(planned, left=0)
-    done = megaflow("watch", planned.path, "--screenshot", tmp_path / "view.svg", "--every", "3600")
-    assert done.returncode == 0, done.stderr
-    picture = ElementTree.parse(tmp_path / "view.svg")
-    text = "".join(picture.getroot().itertext()).replace("\xa0", " ")
-    assert "task9999/oracle/0" in text
-    assert "font-face" not in (tmp_path / "view.svg").read_text()
-    assert str(tmp_path) not in text

@@ -135,7 +135,7 @@ def test_an_mpi_that_does_not_fit_is_named(campaign: Any) -> None:
 def test_bad_arguments_are_refused_before_anything_is_queued(campaign: Any, tmp_path: Path) -> None:
     done = cli("prove", campaign(), "--wait", "0")
     assert done.returncode == 2
-    assert "greater than 0" in done.stderr
+    assert "give a number above 0" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

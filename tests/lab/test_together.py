@@ -62,7 +62,7 @@ def test_the_script_of_one_allocation_is_printed_and_slurm_takes_it(together: Pa
 def test_one_allocation_has_one_pod_and_something_to_be_together_with(tmp_path: Path, make_campaign: Make) -> None:
     (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
     campaign = make_campaign(1, pods(count=1) + "  together: true\n")
-    with pytest.raises(ConfigError, match="no model to be together with"):
+    with pytest.raises(ConfigError, match="the campaign has no model; leave together out"):
         Campaign.from_yaml(campaign).plan()
     text = campaign.read_text().replace("count: 1", "count: 2").replace("[oracle, nop]", "mini-swe-agent")
     campaign.write_text(text + MODEL)

@@ -100,7 +100,7 @@ def test_a_trainer_whose_pods_are_gone_is_told_of_ends_and_goes_on_with_resume(c
     (pods,) = run.job_ids("pods")
     until(lambda: _trainer(run.path).get("state") == "running", "the trainer waits")
     subprocess.run(["scancel", pods], check=True)
-    until(lambda: any("no pod runs or is queued" in said for said in Run(run.path).status()["warnings"]), "it is told")
+    until(lambda: any("is running or queued" in said for said in Run(run.path).status()["warnings"]), "it is told")
     until(lambda: _trainer(run.path).get("state") == "ended", "it has ended, and is not requeued")
     word = _trainer(run.path)["last_word"]
     assert (word["word"], word["exit_status"], word["cause"]) == ("failed", 69, "trainer: no pod")

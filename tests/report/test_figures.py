@@ -259,7 +259,7 @@ def test_transcripts_are_cut_and_chosen_failures_first(attacked: RunDir) -> None
     assert len(long) == 401
     assert len(long[0]["text"]) < 13_000
     assert long[0]["text"].endswith("end")
-    assert "601 messages are left out" in long[200]["text"]
+    assert "601 messages are omitted" in long[200]["text"]
 
 
 def test_attempts_of_a_run_that_is_not_gathered_yet_are_those_of_its_file(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.report.charts import charts_of
 from megaflow_hpc.report.comparison import compare
 from megaflow_hpc.report.figures import LoadedRun
-from megaflow_hpc.report.files import charts_of, pictures
+from megaflow_hpc.report.files import pictures
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.timeline import bars_of
 from megaflow_hpc.rundir.layout import RunDir

@@ -13,8 +13,7 @@ import pytest
 
 import megaflow_hpc
 from megaflow_hpc.cli import main
-from megaflow_hpc.cli.output import table
-from megaflow_hpc.cli.runs import watch
+from megaflow_hpc.cli.output import status_line, table
 from megaflow_hpc.cli.runs.status import shown
 from megaflow_hpc.cli.view.words import head
 from megaflow_hpc.monitor.live import Rollouts, RunSnapshot
@@ -130,7 +129,7 @@ def test_the_status_of_a_run_is_printed_harmlessly():
     page = printable(shown(EVIL, status))
     assert harmless(page)
     assert not [line for line in page.split("\n") if line.startswith("fake row")]
-    said = watch.line(EVIL, {**status, "failures": {f"{EVIL}\nfake row": 1}})
+    said = status_line(EVIL, {**status, "failures": {f"{EVIL}\nfake row": 1}})
     assert harmless(said)
     assert "\n" not in said
     rollouts = Rollouts([], [RolloutEvent(id=EVIL, status="failed", kind=EVIL)], {}, {}, (), 0.0)

@@ -49,7 +49,7 @@ def judged(
     """Return the verdicts of a campaign and of validation on the task with its own solution."""
     fields = {"name": "x", "tasks": "x", "agent": "oracle", "environment": {"network": "none", **environment}}
     config = CampaignConfig.model_validate(fields)
-    policies = {"oracle": Policy(agent=AgentConfig(name="oracle"))}
+    policies = {"oracle": Policy(agents=(AgentConfig(name="oracle"),))}
 
     async def main() -> tuple[Trajectory, Validation]:
         async with ApptainerProvider(scratch) as provider:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.preflight import longest_s
@@ -22,7 +21,7 @@ from megaflow_hpc.config.slurm import CPUS_PER_RANK
 from megaflow_hpc.environments.images.disk_quota import disk_quota
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger.blocks import count_blocks
-from megaflow_hpc.slurm import fits, resources
+from megaflow_hpc.slurm import fits, limits
 from megaflow_hpc.slurm.script import Job, option_name
 
 ROLLOUT_BYTES = 1e6
@@ -108,10 +107,6 @@ class Estimate:
     images: dict[str, int] = field(default_factory=dict)
     """Number of images, and how many of them are missing from the store."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the fields as a dictionary."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class DurationEstimates:
@@ -145,7 +140,7 @@ def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path 
         each = [earlier.expected_s(first) for first in draft.rollouts.firsts()]
     else:
         basis = (
-            "every rollout takes as long as the time-outs of agent and tests allow, the maximum; --like RUN or "
+            "every rollout takes as long as the time-outs of agent and tests allow; --like RUN or "
             "--rollout-seconds N give a better estimate"
         )
         limits = {
@@ -188,7 +183,9 @@ def estimate(
         samples = sum(draft.policies[name].samples for name in training.policies)
         rollouts = training.batch * training.steps * samples
         blocks = 0
-        notes.append(f"training asks for {rollouts} rollouts in {training.steps} steps; its own time is not counted")
+        notes.append(
+            f"training requests {rollouts} rollouts in {training.steps} steps; the time of the trainer is not counted"
+        )
     listed = [part for job in jobs for part in _listed(job)]
     if local_ranks:
         gpus = sum(server.model["gpus"] * server.model["nodes"] for server in draft.servers)
@@ -234,7 +231,7 @@ def _listed(job: Job) -> list[JobEstimate]:
     parts = []
     for role, options in [(str(job.role), job.options), *(("servers", {**job.options, **e}) for e in job.engines)]:
         named_options = {option_name(name): value for name, value in options.items()}
-        asks = resources.asked(named_options) if job.cluster else fits.charged(named_options)
+        asks = limits.asked(named_options) if job.cluster else fits.charged(named_options)
         elements = job.elements or 1
         try:
             walltime_s = fits.walltime_s(named_options) if not job.cluster else fits.seconds(named_options.get("time"))
@@ -275,13 +272,13 @@ def _passed_limits(draft: Draft, jobs: Sequence[JobEstimate], time_s: float) -> 
     ):
         limit = getattr(limits, name)
         if limit is not None and hours > limit:
-            effects.append(f"limits.{name}: {limit:g} ends it before the {hours:.1f} that are expected; raise it")
+            effects.append(f"limits.{name}: {limit:g} ends the campaign before the expected {hours:.1f}; raise it")
     for job in jobs:
         if job.role in ("pods", "servers") and job.walltime_s and time_s > job.walltime_s:
             starts = math.ceil(time_s / job.walltime_s)
             effects.append(
-                f"slurm.{job.role}.time: takes {starts} walltimes one after the other; elements are requeued for that "
-                "as long as they store rollouts (slurm.requeues)"
+                f"slurm.{job.role}.time: takes {starts} consecutive walltimes; elements are requeued as long as they "
+                "store rollouts (slurm.requeues)"
             )
     return list(dict.fromkeys(effects))
 

@@ -1,4 +1,4 @@
-"""Checks requests for GPUs: types, and trainers that take turns with an engine (``slurm.trainer.share: sleep``)."""
+"""Checks requests for GPUs: their types, and GPUs shared by trainer and engine (``slurm.trainer.share: sleep``)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sleeping(config: CampaignConfig) -> dict[str, int]:
 
 
 def check_sharing(config: CampaignConfig, where: Where) -> None:
-    """Checks that the trainer and the engine can take turns on the same GPUs.
+    """Checks that trainer and engine can share GPUs, one of them working while the other sleeps.
 
     Raises:
         Mistakes: A key prevents it. Each message names key, value and remedy.
@@ -79,7 +79,7 @@ GPU_OPTIONS = ("gres", "gpus", "G", "gpus-per-node", "gpus-per-task", "gpus-per-
 
 
 def check_gpu_types(config: CampaignConfig, where: Where) -> None:
-    """Checks that no sbatch option in ``extra`` contradicts a ``gpu_type``.
+    """Checks that no sbatch option in an ``extra`` section contradicts a ``gpu_type``.
 
     Raises:
         Mistakes: An option would replace the request for this type.
@@ -90,10 +90,13 @@ def check_gpu_types(config: CampaignConfig, where: Where) -> None:
         for name, policy in config.policies().items()
         for kind in (policy.model.kinds() if policy.model and not policy.model.pool else ())
     ]
-    typed += [("slurm.trainer", slurm.trainer.gpu_type, "trainer", slurm.trainer.extra)] if config.training else []
+    if config.training:
+        typed.append(("slurm.trainer", slurm.trainer.gpu_type, "trainer", slurm.trainer.extra))
     for key, gpu_type, role, extra in typed:
+        if not gpu_type:
+            continue
         for section, options in (("slurm.extra", slurm.extra), (f"slurm.{role}.extra", extra)):
-            for name, value in options.items() if gpu_type else ():
+            for name, value in options.items():
                 if option_name(name) in GPU_OPTIONS:
                     conflicts.append(
                         f"{where(section)}: {section}: {name}: {value}: replaces {key}.gpu_type: {gpu_type}; write "

@@ -17,9 +17,7 @@ from megaflow_hpc.rundir.safetensors import read_directory
 from megaflow_hpc.rundir.weight_source import why_not_served
 
 Where = Callable[[str], str]
-"""Maps a dotted key to ``file:line``, for use in messages."""
-
-
+"""Maps a dotted key to ``file:line``, for messages."""
 ELSEWHERE = "; if only the nodes of the jobs have it, write slurm.check: false"
 
 
@@ -59,8 +57,7 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
 
 
 def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: Where) -> list[str]:
-    """Returns a message for each reason why engines or trainers could not load their model on a node. Each message
-    starts with the location of the key.
+    """Returns a message for each reason why engines or trainers could not load their model on a node.
 
     A missing engine is not an error if ``slurm.setup`` or ``slurm.servers.setup`` may provide it.
 

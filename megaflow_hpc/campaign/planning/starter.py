@@ -36,14 +36,14 @@ class Starter:
     """Source of tasks in the directory, if any."""
     model: str = ""
     base: str = "docker://debian:12"
-    """Source of the image ``base``, a placeholder that only ``tasks new`` writes and that no registry has."""
+    """Source of the image ``base``, to which tasks made by ``tasks new`` refer. No registry has this image."""
     engine: bool = False
     agent: bool = False
     """True if mini-swe-agent is installed."""
     profiles: list[Profile] = field(default_factory=list)
     """Profiles for this site. The user's come first, then the group's."""
     recognised: str = ""
-    """The rule by which the first profile matched this machine. Empty if the profile has no rule."""
+    """Rule of the first profile that matched this machine. Empty if the profile has no rule."""
     slurm: bool = False
     accounts: list[str] = field(default_factory=list)
     """Accounts, default account first."""

@@ -17,10 +17,10 @@ from megaflow_hpc.training.layout import Layout
 from megaflow_hpc.training.memory import ModelShape, Prediction, gpu_memory, predict
 
 SUSPICIOUS_GB = 80
-"""Peak of a GPU, in GB, above which a campaign that does not say its GPUs' memory gets a warning."""
+"""Warn if a GPU's peak exceeds this many GB and the memory of the GPU is unknown."""
 MAX_REMEDIES = 4
 MIN_ROW = 1024
-"""Fewest tokens of a row that are proposed."""
+"""Minimum ``microbatch`` to propose, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Fit:
         return None if self.gpu_gb is None else self.predict().peak <= self.gpu_gb * 1e9
 
     def remedies(self) -> list[str]:
-        """Returns changes of the campaign file with which the policy fits. Each is enough by itself."""
+        """Returns changes of the campaign file, each of which makes the policy fit."""
         found = []
         for family in self._changes():
             for words, changes in family:
@@ -63,22 +63,26 @@ class Fit:
         return found[:MAX_REMEDIES]
 
     def _changes(self) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-        """Yields families of changes, each from the smallest to the largest."""
+        """Yields families of (text, changed settings), each family from the smallest change to the largest."""
         settings, powers = self.settings, [2**n for n in range(1, 8)]
         expert = {"expert": min(self.gpus, self.model.experts)} if self.model.experts and self.gpus > 1 else {}
         wider = [{"context": n} for n in powers if settings.parallel.context < n <= self.nodes * self.gpus]
         offload = {"optimizer": {"offload": True}}
         yield [("recompute: true", {"recompute": True})]
-        yield [(f"parallel.{_words(expert)}", {"parallel": expert})] if expert else []
+        if expert:
+            yield [(f"parallel.{_words(expert)}", {"parallel": expert})]
         yield [(f"parallel.{_words(change)}", {"parallel": change}) for change in wider]
         yield [("optimizer.offload: true", offload)]
         both = [change | expert for change in wider]
-        yield [(f"parallel: {{{_words(change)}}} and optimizer.offload: true", {"parallel": change} | offload)
-               for change in both]  # fmt: skip
+        yield [
+            (f"parallel: {{{_words(change)}}} and optimizer.offload: true", {"parallel": change} | offload)
+            for change in both
+        ]
         yield [(f"slurm.trainer.nodes: {n}", {"nodes": n}) for n in powers if n > self.nodes]
         parts = [settings.microbatch // n for n in powers]
         yield [(f"microbatch: {n}", {"microbatch": n}) for n in parts if n >= MIN_ROW]
-        yield [("lora: {}", {"lora": {}})] if not settings.lora else []
+        if not settings.lora:
+            yield [("lora: {}", {"lora": {}})]
 
     def _with(self, changes: Mapping[str, Any]) -> Fit:
         """Returns a copy with other settings. Sections are merged."""
@@ -97,12 +101,12 @@ def fit_of(config: CampaignConfig, name: str, model: Path, gpus: int | None = No
     """Returns a trained policy on its GPUs.
 
     Args:
-        model: directory of the model from which training starts.
-        gpus: GPUs on each node, in place of ``slurm.trainer.gpus``.
-        nodes: in place of ``slurm.trainer.nodes``.
+        model: Directory of the model from which training starts.
+        gpus: GPUs on each node. Default: ``slurm.trainer.gpus``.
+        nodes: Number of nodes. Default: ``slurm.trainer.nodes``.
 
     Raises:
-        ConfigError: the model's sizes cannot be read, or another engine trains.
+        ConfigError: The model's sizes cannot be read, or another engine trains.
     """
     assert config.training
     trainer = config.slurm.trainer
@@ -119,7 +123,7 @@ def model_of(config: CampaignConfig, name: str, base: Path) -> Path:
     """Returns the directory of the model from which a policy's training starts.
 
     Raises:
-        ConfigError: the campaign names none.
+        ConfigError: The campaign names no such directory.
     """
     assert config.training
     policy = config.policies().get(name)
@@ -132,17 +136,17 @@ def model_of(config: CampaignConfig, name: str, base: Path) -> Path:
 def check_memory(config: CampaignConfig, base: Path, where: Where) -> list[str]:
     """Checks the layouts and the memory of trained policies. Returns warnings.
 
-    The memory of a model that is not here, or whose config lacks sizes, is not checked.
+    Models that are not available here, or whose config lacks sizes, are not checked.
 
     Args:
-        base: directory of the campaign file.
+        base: Directory of the campaign file.
 
     Raises:
-        Mistakes: a layout is impossible, or a policy does not fit. Each message names what would fit.
+        Mistakes: A layout is impossible, or a policy does not fit. Each message names changes that would fit.
     """
     mistakes, warnings, training = list[str](), list[str](), config.training
     if training is None or training.trainer:
-        return warnings  # a function of the user's trains in its own way
+        return warnings  # the user's own function trains
     trainer = config.slurm.trainer
     for name, settings in training.policies.items():
         key = f"training.policies.{name}"
@@ -160,7 +164,7 @@ def check_memory(config: CampaignConfig, base: Path, where: Where) -> list[str]:
             if fit.gpu_gb is not None:
                 mistakes.append(f"{needs}; {_enough(fit)}")
             elif found.peak > SUSPICIOUS_GB * 1e9:
-                warnings.append(f"{needs}; megaflow-hpc training fit shows its parts, and what is enough")
+                warnings.append(f"{needs}; megaflow-hpc training fit shows its parts and remedies")
         if found and trainer.mem_gb and (most := max(found.load, found.node) / 1e9) > trainer.mem_gb:
             warnings.append(
                 f"{where('slurm.trainer.mem_gb')}: slurm.trainer.mem_gb: {trainer.mem_gb:g}: policy {name!r} needs "
@@ -185,7 +189,7 @@ def _long_rows(config: CampaignConfig, name: str, fit: Fit | None, where: Where)
             longest = min(longest, training.over_length.longest)
         if not isinstance(longest, int) or longest <= settings.microbatch:
             continue
-        memory = "the memory of one GPU does not suffice"
+        memory = "it needs more memory than a GPU has"
         if fit and fit.gpu_gb is not None:
             found = fit.predict(longest)
             if found.peak <= fit.gpu_gb * 1e9:
@@ -193,7 +197,7 @@ def _long_rows(config: CampaignConfig, name: str, fit: Fit | None, where: Where)
             memory = f"it does not fit: {_needs(fit, found, longest)}"
         yield (
             f"{where(f'training.policies.{name}.microbatch')}: {settings.microbatch} tokens, but the servers allow "
-            f"sequences of {longest}: a longer sequence is trained in a row of its own, and left out if {memory}; "
+            f"sequences of {longest}: a longer sequence is trained in a row of its own, and skipped if {memory}; "
             "write max-model-len or training.data: over_length"
         )
 

@@ -12,8 +12,7 @@ from typing import Any
 from megaflow_hpc.cli.campaigns.following import add_launcher, say_notices, start_and_follow
 from megaflow_hpc.cli.output import note, print_json, say, unstarted_lines
 from megaflow_hpc.cli.progress import under_way
-from megaflow_hpc.cli.values import limit, request, whole
-from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
+from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb, limit, request, whole
 from megaflow_hpc.errors import ConfigError
 
 STOPPED = 75
@@ -52,11 +51,11 @@ def register(subparsers: Subparsers) -> None:
         default=[],
         type=limit,
         metavar="NAME=HOURS",
-        help="change a limit from now on: core_hours, gpu_hours or wall; none lifts it",
+        help="change a limit from now on: core_hours, gpu_hours or wall; none removes it",
     )
     for name, key, metavar, what in (
         ("--time", "time", "TIME", "walltime"),
-        ("--mem", "mem_gb", "GB", "memory of each node, in GB"),
+        ("--mem", "mem_gb", "GB", "memory on each node in GB"),
         ("--partition", "partition", "NAME", "partition"),
     ):
         resume.add_argument(
@@ -66,7 +65,8 @@ def register(subparsers: Subparsers) -> None:
             type=request(key),
             metavar=f"[JOBS=]{metavar}",
             dest="requests",
-            help=f"{what} of new jobs: of the pods, or as servers={metavar}, trainer=…, gather=…; none: the site's",
+            help=f"{what} for new jobs: {metavar} for pods, or servers={metavar}, trainer=…, gather=…; "
+            "none: the site's default",
         )
     resume.add_argument("--no-wait", action="store_true", help="submit and return")
     add_launcher(resume)
@@ -77,13 +77,13 @@ def register(subparsers: Subparsers) -> None:
         _scale,
         "add pods to a running campaign, or release some",
         examples=["scale RUN --pods 12", "scale RUN --servers 4 --policy student"],
-        description="Sets the number of pods or of engine servers from now on. Released pods finish their running "
-        "rollouts.",
+        description="Sets the number of pods or engine servers from now on. Pods that leave finish their running "
+        "rollouts first.",
     )
     add_run(scale)
     scale.add_argument("--pods", type=whole(), metavar="N", help="target number of pods, queued or running")
     scale.add_argument(
-        "--servers", type=whole(), metavar="N", help="target number of engine servers; held ones are released"
+        "--servers", type=whole(), metavar="N", help="target number of engine servers, which releases held ones"
     )
     scale.add_argument("--policy", help="with --servers: the model's policy, if there are several")
 
@@ -104,14 +104,14 @@ def register(subparsers: Subparsers) -> None:
         "write trajectories.h5 from the journals",
         examples=["gather RUN", "gather latest --rebuild"],
         description="Writes all results stored so far into RUN/trajectories.h5, while the campaign runs or after it. "
-        "On SIGTERM it keeps what is written and exits with status 75; the next call continues.",
+        "On SIGTERM, keeps what it has written and exits with status 75; the next call continues.",
     )
     add_run(gather)
     gather.add_argument("--rebuild", action="store_true", help="rebuild trajectories.h5 even if it is up to date")
     gather.add_argument(
-        "--wait", action="store_true", help="first wait for the pods, including those on other clusters"
+        "--wait", action="store_true", help="wait for the pods first, including those on other clusters"
     )
-    gather.add_argument("--end-servers", nargs="+", default=[], metavar="JOB", help="first cancel these engine arrays")
+    gather.add_argument("--end-servers", nargs="+", default=[], metavar="JOB", help="cancel these engine arrays first")
 
 
 def _resume(arguments: argparse.Namespace) -> int:
@@ -153,7 +153,10 @@ def _resume(arguments: argparse.Namespace) -> int:
             return True
         say_notices(run.slurm_jobs)
         if arguments.no_wait:
-            print_json({"run": str(run.path), "jobs": run.job_ids()}) if arguments.json else say(run.path)
+            if arguments.json:
+                print_json({"run": str(run.path), "jobs": run.job_ids()})
+            else:
+                say(run.path)
             return False
         return True
 
@@ -182,11 +185,11 @@ def _scale(arguments: argparse.Namespace) -> int:
 
 
 def _scale_servers(run: Any, arguments: argparse.Namespace) -> int:
-    going = run.scale_servers(arguments.servers, arguments.policy)
+    released = run.scale_servers(arguments.servers, arguments.policy)
     if arguments.json:
-        print_json({"run": str(run.path), "servers": arguments.servers, "added": going})
+        print_json({"run": str(run.path), "servers": arguments.servers, "added": released})
     else:
-        say("\n".join(f"released {element}" for element in going) or "no held server is needed for this number")
+        say("\n".join(f"released {element}" for element in released) or "enough servers are queued or running")
     return 0
 
 
@@ -199,7 +202,9 @@ def _cancel(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"run": str(run.path), "before": done.before, "cancelled": done.jobs, "pods": done.pods})
         return 0
-    lines = [f"cancelled {' '.join(done.jobs)}"] * bool(done.jobs) + [f"local pod {pod} drains" for pod in done.pods]
+    lines = [f"local pod {pod} drains" for pod in done.pods]
+    if done.jobs:
+        lines.insert(0, f"cancelled {' '.join(done.jobs)}")
     say("\n".join(lines) or "nothing was queued or running")
     if done.before == "finished":
         note(f"{run.path} is finished: every rollout is stored, so there is nothing to cancel")
@@ -233,8 +238,10 @@ def _gather(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _terminated() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether SIGTERM has arrived. Before its first call, SIGTERM ends the process, with
-    the exit status of a gather that was stopped."""
+    """Yields a function that returns whether SIGTERM has arrived.
+
+    Before its first call, SIGTERM ends the process with status :data:`STOPPED`.
+    """
     arrived = polled = False
 
     def handle(*_: object) -> None:

@@ -18,7 +18,7 @@ from megaflow_hpc.cli.output import (
     unstarted_lines,
 )
 from megaflow_hpc.cli.progress import ProgressLine, under_way
-from megaflow_hpc.cli.values import whole
+from megaflow_hpc.cli.verb import whole
 from megaflow_hpc.errors import MegaflowError, SiteError
 from megaflow_hpc.texts import in_one_line
 
@@ -69,7 +69,11 @@ def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[]
 
 
 def _conclude(result: dict[str, Any], as_json: bool, changed: bool) -> int:
-    """Prints the result of a run. ``changed``: Whether tasks were changed since planning."""
+    """Prints the result of a run. Returns the exit status.
+
+    Args:
+        changed: Whether tasks were changed since planning.
+    """
     counts = result["rollouts"]
     missing = counts["total"] - sum(counts[state] for state in FINAL)
     if as_json:
@@ -107,14 +111,18 @@ def next_step(result: Mapping[str, Any], missing: int, broken: bool, changed: bo
         changed: Whether rollouts fail until the changes of their tasks are accepted.
     """
     run, counts = result["run"], result["rollouts"]
-    lines = [f"{missing} of {counts['total']} rollouts are missing"] * bool(missing)
+    lines = []
+    if missing:
+        lines.append(f"{missing} of {counts['total']} rollouts are missing")
     if set(result["failures"]) == {"agent"}:  # a run keeps the command and the images with which it was planned
         return [*lines, "the agent's program could not be started: correct its command or the image; plan a new run"]
     if missing:
         first = "once that is corrected, " if broken or result["unstarted"] else ""
         return [f"{lines[0]}; {first}continue with: megaflow-hpc resume {run}"]
-    accept = " --accept-changes" if changed else ""
-    return [f"repeat the failed rollouts with: megaflow-hpc resume {run} --failed{accept}"] * bool(counts["failed"])
+    if counts["failed"]:
+        accept = " --accept-changes" if changed else ""
+        lines.append(f"repeat the failed rollouts with: megaflow-hpc resume {run} --failed{accept}")
+    return lines
 
 
 def say_notices(*of: Any) -> None:
@@ -130,19 +138,9 @@ def add_launcher(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         choices=("auto", "local", "slurm"),
         default="auto",
-        help="where pods and engines run; auto (the default): on Slurm; without Slurm, here, "
+        help="where pods and engines run; auto (the default): on Slurm if it is available, else on this machine, "
         "unless the file has a slurm: section",
     )
     parser.add_argument(
-        "--ranks", type=whole(1), default=1, metavar="N", help="local only: MPI ranks of the pod (1: no MPI)"
-    )
-
-
-def add_max_rollouts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-rollouts",
-        type=whole(1),
-        default=10**7,
-        metavar="N",
-        help="refuse a campaign with more rollouts than N (10,000,000)",
+        "--ranks", type=whole(1), default=1, metavar="N", help="with --launcher local: MPI ranks of the pod (1: no MPI)"
     )

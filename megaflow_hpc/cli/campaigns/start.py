@@ -1,23 +1,57 @@
-"""Verbs that take a campaign file: plan, run, submit."""
+"""Verbs that begin a campaign: init, check, plan, run and submit."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megaflow_hpc.cli.campaigns.following import add_launcher, add_max_rollouts, say_notices, start_and_follow
+from megaflow_hpc.cli.campaigns.following import add_launcher, say_notices, start_and_follow
 from megaflow_hpc.cli.output import note, print_json, say, seconds
 from megaflow_hpc.cli.progress import PlanProgress
-from megaflow_hpc.cli.values import above_zero
-from megaflow_hpc.cli.verb import Subparsers, add_verb, run_path
+from megaflow_hpc.cli.verb import Subparsers, above_zero, add_verb, run_path, whole
+from megaflow_hpc.errors import ConfigError, SiteError
 
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.facade import Campaign
     from megaflow_hpc.campaign.planning.estimate import Estimate
 
+MAX_LINES = 100
+"""Maximum number of errors that ``check`` prints without ``--json``."""
+
 
 def register(subparsers: Subparsers) -> None:
-    """Adds plan, run and submit."""
+    """Adds init, check, plan, run and submit."""
+    init = add_verb(
+        subparsers,
+        "init",
+        _init,
+        "write a campaign file for this site",
+        examples=["init", "init experiments/first.yaml", "init --force"],
+        description="Writes a commented campaign file of at most 40 lines. It contains this site's partitions, "
+        "accounts and walltimes, the tasks next to it, and a model if one is available. Asks no questions. Values that "
+        "it cannot determine are comments.",
+    )
+    init.add_argument(
+        "path", metavar="PATH", nargs="?", default="campaign.yaml", help="file or directory; default: campaign.yaml"
+    )
+    init.add_argument("--force", action="store_true", help="replace an existing file")
+
+    check = add_verb(
+        subparsers,
+        "check",
+        _check,
+        "find errors in a campaign file",
+        examples=["check campaign.yaml", "check campaign.yaml --no-site --json"],
+        description="Reads a campaign file with its tasks and models, and reports every error with file, line and "
+        "remedy. Then it checks the campaign against this site: partitions, walltimes, limits and sandboxes. Creates, "
+        "fetches and submits nothing.",
+    )
+    check.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML)")
+    check.add_argument("--no-site", action="store_true", help="check only the file, without Slurm and Apptainer")
+    _add_max_rollouts(check)
+
     plan = add_verb(
         subparsers,
         "plan",
@@ -40,7 +74,7 @@ def register(subparsers: Subparsers) -> None:
     )
     _add_campaign(run)
     add_launcher(run)
-    add_dry_run(run)
+    _add_dry_run(run)
 
     submit = add_verb(
         subparsers,
@@ -52,7 +86,7 @@ def register(subparsers: Subparsers) -> None:
         "the terminal. Follow the run with megaflow-hpc watch RUN.",
     )
     _add_campaign(submit)
-    add_dry_run(submit)
+    _add_dry_run(submit)
 
 
 def _add_campaign(parser: argparse.ArgumentParser) -> None:
@@ -68,20 +102,96 @@ def _add_campaign(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="plan only these tasks, groups or rollouts (shell patterns)",
     )
-    add_max_rollouts(parser)
+    _add_max_rollouts(parser)
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _add_max_rollouts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-rollouts",
+        type=whole(1),
+        default=10**7,
+        metavar="N",
+        help="refuse a campaign with more rollouts than N (10,000,000)",
+    )
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.planning.starter import Starter
+    from megaflow_hpc.host.atomic import write_atomic
+
+    path = Path(arguments.path)
+    path = path / "campaign.yaml" if path.is_dir() else path
+    if path.exists() and not arguments.force:
+        raise ConfigError(f"{path}: exists already; name another file, or replace it with --force")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no directory {path.parent}; create it, or name another file")
+    with PlanProgress() as watch:
+        watch.step("examining this site")
+        starter = Starter.of(path.parent)
+    write_atomic(path, starter.text())
+    for line in starter.notices:
+        note(line)
+    if arguments.json:
+        print_json({"campaign": str(path), "slurm": starter.slurm, "tasks": starter.tasks, "model": starter.model})
+        return 0
+    say(path)
+    note(f"next: megaflow-hpc check {path}; then megaflow-hpc run {path}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.facade import check
+
+    with PlanProgress() as watch:
+        result = check(arguments.campaign, not arguments.no_site, watch, arguments.max_rollouts)
+    if arguments.json:
+        print_json(
+            {
+                "ok": not (result.file or result.site),
+                "mistakes": result.file,
+                "site": result.site,
+                "warnings": result.warnings,
+                "tasks": result.tasks,
+                "rollouts": result.rollouts,
+            }
+        )
+    else:
+        wrong = [*result.file, *result.site]
+        for line in wrong[:MAX_LINES]:
+            note(line)
+        if len(wrong) > MAX_LINES:
+            note(f"… and {len(wrong) - MAX_LINES} more; --json prints them all")
+        for line in result.warnings:
+            note(f"warning: {line}")
+        if not result.file and any(not line.startswith(arguments.campaign) for line in result.site):
+            note("the file itself has no errors; --no-site checks it alone, and run --launcher local needs no Slurm")
+        if not result.file and not result.site:
+            say(f"{arguments.campaign}: ok: {result.tasks} tasks, {result.rollouts} rollouts")
+    if result.file:
+        return ConfigError.exit_status
+    return SiteError.exit_status if result.site else 0
+
+
+def _read_campaign(arguments: argparse.Namespace) -> Campaign:
     from megaflow_hpc.campaign.facade import Campaign
-    from megaflow_hpc.slurm import site
 
     campaign = Campaign.from_yaml(arguments.campaign)
     campaign.max_rollouts = arguments.max_rollouts
+    return campaign
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.job_requests import by_hand
+    from megaflow_hpc.slurm import site
+
+    campaign = _read_campaign(arguments)
     slurm = site.has_slurm()
     with PlanProgress(arguments.campaign) as watch:
         run = campaign.plan(arguments.run_dir, arguments.only, "slurm" if slurm else "local", watch)
     say_notices(campaign)
-    commands = _by_hand(run) if slurm else [f"megaflow-hpc resume {run.path} --launcher local"]
+    commands = [f"megaflow-hpc resume {run.path} --launcher local"]
+    if slurm:
+        commands = by_hand(run.config, run.dir, run.record.server_groups)
     if arguments.json:
         print_json({"run": str(run.path), "commands": commands})
         return 0
@@ -91,20 +201,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _by_hand(run: Any) -> list[str]:
-    """Returns the commands that submit a planned run manually."""
-    from megaflow_hpc.campaign.job_requests import by_hand
-
-    return by_hand(run.config, run.dir, run.record.server_groups)
-
-
 def _run(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign.facade import Campaign
-
-    campaign = Campaign.from_yaml(arguments.campaign)
-    campaign.max_rollouts = arguments.max_rollouts
+    campaign = _read_campaign(arguments)
     if arguments.dry_run:
-        return dry_run(campaign, arguments)
+        return _dry_run(campaign, arguments)
     with PlanProgress(arguments.campaign) as watch:
         run = campaign.plan(arguments.run_dir, arguments.only, arguments.launcher, watch)
     note(f"run directory: {run.path}")
@@ -120,12 +220,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign.facade import Campaign
-
-    campaign = Campaign.from_yaml(arguments.campaign)
-    campaign.max_rollouts = arguments.max_rollouts
+    campaign = _read_campaign(arguments)
     if arguments.dry_run:
-        return dry_run(campaign, arguments)
+        return _dry_run(campaign, arguments)
     with PlanProgress(arguments.campaign) as watch:
         run = campaign.submit("slurm", arguments.run_dir, arguments.only, watch=watch)
     say_notices(campaign, run.slurm_jobs)
@@ -139,7 +236,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_dry_run(parser: argparse.ArgumentParser) -> None:
+def _add_dry_run(parser: argparse.ArgumentParser) -> None:
     """Adds ``--dry-run`` and the options for the assumed duration of rollouts."""
     parser.add_argument(
         "--dry-run",
@@ -154,7 +251,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
+def _dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
     """Prints the job scripts and the estimate. Returns the exit status."""
     from megaflow_hpc.slurm import script
 
@@ -170,7 +267,7 @@ def dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
         )
     texts = {f"{job.role}-{number}": script.script(job) for number, job in enumerate(jobs)}
     if arguments.json:
-        print_json({"scripts": texts, "estimate": estimate.as_json(), "warnings": campaign.notices})
+        print_json({"scripts": texts, "estimate": asdict(estimate), "warnings": campaign.notices})
         return 0
     say("\n".join(texts.values()), end="")
     for line in [*_lines(estimate), *campaign.notices]:

@@ -23,8 +23,8 @@ formats:
   atif     atif/: Harbor's trajectory format, one JSON document per trajectory
   preds    preds.json: SWE-bench predictions, from the patch of each rollout
 
-An expression names columns of the campaign file (status, reward, policy, group, task, agent, turns, …), rewards by
-their names (rewards['tests']), tokens, duration_s, weight_version_min and weight_version_max.
+An expression (--where) can use columns of the campaign file (status, reward, policy, group, task, agent, turns, …),
+single rewards (rewards['tests']), tokens, duration_s, weight_version_min and weight_version_max.
 """
 
 
@@ -49,7 +49,7 @@ def register(subparsers: Subparsers) -> None:
         metavar="F[,F…]",
         help="jsonl, parquet, verl, areal, atif, preds; separated by commas",
     )
-    export.add_argument("--where", metavar="EXPR", help="only trajectories for which the expression is true")
+    export.add_argument("--where", metavar="EXPR", help="export only trajectories for which the expression is true")
     add_output(export, "directory to write to (RUN/export)", metavar="DIR")
     export.add_argument(
         "--compress", choices=("none", "gz", "zst"), default="none", help="compression of JSON lines (none)"

@@ -21,7 +21,7 @@ def register(subparsers: Subparsers) -> None:
         "check a trajectories.h5 against the schema",
         examples=["validate RUN", "validate shared.h5 --json"],
         description="Checks datasets, types, offsets and consistency between columns. Exit status 1 if anything is "
-        "wrong, 2 if the file is not in our format.",
+        "wrong, 2 if the file is not a campaign file of this program.",
     )
     add_run(validate, file=True)
 
@@ -48,8 +48,8 @@ def register(subparsers: Subparsers) -> None:
         ],
         description="Rewrites the file without superseded attempts, in place or to --output. With "
         "--drop-journals it instead removes the journals of a finished run, after verifying that its file holds "
-        "all of them. This cannot be undone, and the run cannot be resumed afterwards. It asks first on a terminal, "
-        "and elsewhere it needs --yes.",
+        "all of them. This cannot be undone, and the run cannot be resumed afterwards. Asks for confirmation on a "
+        "terminal, and otherwise requires --yes.",
     )
     add_run(compact, file=True)
     add_output(compact, "write to FILE instead of in place", metavar="FILE")
@@ -159,7 +159,10 @@ def _drop_journals(path: Path, arguments: argparse.Namespace) -> int:
             held = drop_journals(run, dry_run=True)
         what = f"{path}: journal files: {held['journals']}, {held['journal_bytes'] / 1e6:.1f} MB"
         if arguments.dry_run:
-            print_json({**held, "dry_run": True}) if arguments.json else say(f"{what}, would be removed")
+            if arguments.json:
+                print_json({**held, "dry_run": True})
+            else:
+                say(f"{what}, would be removed")
             return 0
         if not confirmed(f"{what}, will be lost; the run cannot be resumed afterwards. Remove them?", "--yes"):
             note("nothing was removed")
@@ -189,13 +192,13 @@ def _print_counts(counts: dict[str, int], as_json: bool) -> None:
 
 
 def _du(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.trajectories.maintenance.disk_usage import of_file, of_run
+    from megaflow_hpc.trajectories.maintenance.compact import usage_of_file, usage_of_run
 
     path = Path(arguments.run_dir)
     if path.is_dir() and not any((path / part).exists() for part in ("run.json", "journal", "trajectories.h5")):
         raise ConfigError(f"{path}: not a run directory (no run.json); list run directories with: megaflow-hpc list")
     with under_way(f"measuring {path}"):
-        shares = of_run(path) if path.is_dir() else of_file(path)
+        shares = usage_of_run(path) if path.is_dir() else usage_of_file(path)
     if arguments.json:
         print_json({"path": str(path), "shares": [asdict(share) for share in shares]})
         return 0

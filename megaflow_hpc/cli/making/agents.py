@@ -52,7 +52,7 @@ def run_list(arguments: argparse.Namespace) -> int:
         return 0
     rows = []
     for agent in agents:
-        needs = agent.needs_args or ("what is said below" if agent.lacks else "")
+        needs = agent.needs_args or ("see below" if agent.lacks else "")
         rows.append((agent.name, "yes" if agent.needs_model else "no", agent.about, needs))
     say(table(("agent", "model", "what it is", "needs"), rows))
     for agent in agents:

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.making import images_make
-from megaflow_hpc.cli.making.images_make import is_campaign, megabytes
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.values import share, zero_or_more
-from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb
+from megaflow_hpc.cli.progress import PlanProgress
+from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb, share, zero_or_more
+from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.resources import docs
 
 if TYPE_CHECKING:
+    from megaflow_hpc.environments.builds.builder import BuildNetwork
     from megaflow_hpc.environments.images.cache.cache import ImageCache
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest, Registries
     from megaflow_hpc.environments.images.store import ImageStore, StoredImage
+    from megaflow_hpc.errors import MegaflowError
 
 DESCRIPTION = f"""\
-Images are kept in a store on the shared file system, each under the digest of its content: as SIF files, or as a base
-and layers that they share. Nodes copy what they need from there, once each, into a cache on local scratch
-({docs("how-to/images.md")}).
+The store on the shared file system keeps images under the digests of their content. An image is a SIF file, or a base
+and layers, which several images can share. Each node copies the images that it needs into a cache on local scratch,
+once ({docs("how-to/images.md")}).
 """
 STORE = (
-    "default: MEGAFLOW_IMAGE_STORE, else the campaign's environment.image_store, else a place of the site with room, "
-    "else ~/.megaflow-hpc/images; several separated by colons, the first is written to"
+    "directory of the store; default: MEGAFLOW_IMAGE_STORE, else the campaign's environment.image_store, else a "
+    "directory of the site with enough space, else ~/.megaflow-hpc/images; if several are given, separated by colons, "
+    "new images are written to the first"
 )
 
 
@@ -46,9 +50,9 @@ def register(subparsers: Subparsers) -> None:
         "build",
         _build,
         "build every image that a campaign, or one source, needs",
-        "Builds what is not in the store yet, and prints the files. A source is a campaign file, whose tasks say what "
-        "they need; a definition file; a Dockerfile, whose FROM is mapped with --map; or a docker:// address. One "
-        "image that fails does not end the others; exit status 1 if any did.",
+        "Builds the images that the store lacks, and prints their files. A source is a campaign file, which stands for "
+        "the images of its tasks; a definition file; a Dockerfile, whose FROM is mapped with --map; or a docker:// "
+        "address. If an image fails, the others are still built, and the exit status is 1.",
         [
             "images build campaign.yaml",
             "images build campaign.yaml --dry-run",
@@ -59,12 +63,16 @@ def register(subparsers: Subparsers) -> None:
         ],
     )
     build.add_argument("source", metavar="SOURCE", nargs="+", help="campaign, definition file, Dockerfile, docker://…")
-    build.add_argument("--map", metavar="NAME=IMAGE", action="append", default=[], help="image for a FROM; repeatable")
     build.add_argument(
-        "--network", choices=("none", "host"), help="of a Dockerfile's steps; default: the campaign's, else none"
+        "--map", metavar="NAME=IMAGE", action="append", default=[], help="image to use for a FROM; repeatable"
+    )
+    build.add_argument(
+        "--network",
+        choices=("none", "host"),
+        help="network of the steps of a Dockerfile; default: the campaign's, else none",
     )
     build.add_argument("--dry-run", action="store_true", help="only list the images that the store lacks")
-    build.add_argument("--manifest", metavar="FILE", help="write what was needed, with digests, to FILE")
+    build.add_argument("--manifest", metavar="FILE", help="write a manifest of the images, with digests, to FILE")
     build.add_argument(
         "--share",
         metavar="I/N",
@@ -79,17 +87,17 @@ def register(subparsers: Subparsers) -> None:
         "pull",
         _pull,
         "fetch images into the store",
-        "Fetches addresses (docker://, oras://, library://) through the mirrors, if any, and takes SIF files in. With "
-        "--manifest, everything that it lists: from registries, or with --from from a directory with the store's files "
-        "that it names, whose content is checked.",
+        "Fetches addresses (docker://, oras://, library://), through the mirrors if there are any, and adds SIF files. "
+        "With --manifest, fetches every image that the manifest lists: from registries, or with --from from a "
+        "directory that holds the store's files. Verifies their content.",
         [
             "images pull docker://debian:12",
             "images pull docker://python:3.12 --mirror docker.io=registry.site.edu/hub",
             "images pull --manifest images.json --from /media/carried",
         ],
     )
-    pull.add_argument("source", metavar="SOURCE", nargs="*", help="an address (docker://…) or a SIF")
-    pull.add_argument("--manifest", metavar="FILE", help="what to fetch, as images manifest or build wrote it")
+    pull.add_argument("source", metavar="SOURCE", nargs="*", help="an address (docker://…) or a SIF file")
+    pull.add_argument("--manifest", metavar="FILE", help="a manifest written by images manifest or images build")
     pull.add_argument("--from", metavar="DIR", dest="directory", help="take the manifest's files from DIR")
     _networked(pull)
 
@@ -97,52 +105,50 @@ def register(subparsers: Subparsers) -> None:
         verbs,
         "manifest",
         _manifest,
-        "say what a campaign needs and what of it the store lacks",
-        "Fetches and builds nothing. The manifest lists source and digest of every image of the store that the "
-        "campaign's tasks use, its base and its layers, and the store's files that it is; entries without a digest are "
-        "not there yet. Exit status 1 if there are any.",
+        "list the images that a campaign needs, and those that the store lacks",
+        "Fetches and builds nothing. The manifest lists, for every image of the campaign's tasks, its source, digest, "
+        "base, layers and files in the store. Images without a digest are missing. Exit status 1 if any is missing.",
         ["images manifest campaign.yaml", "images manifest campaign.yaml -o images.json"],
     )
     manifest.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML)")
-    add_output(manifest, "write it to FILE", metavar="FILE")
+    add_output(manifest, "write the manifest to FILE", metavar="FILE")
 
     export = _verb(
         verbs,
         "export",
         _export,
-        "write an image to a SIF file, for others",
-        "Packs base and layers into one SIF, or copies the SIF that the image is. The content of layers is compared "
-        "with their digests.",
+        "write an image to one SIF file, to share it",
+        "Packs an image's base and layers into one SIF file, or copies its SIF file. Verifies each layer's digest.",
         ["images export docker://debian:12 -o debian.sif", "images export 3f2a9c0b -o out.sif --force"],
     )
     export.add_argument(
-        "image", metavar="IMAGE", help="what it was made from, as images list says; its digest, or its beginning"
+        "image", metavar="IMAGE", help="the image's source, as shown by images list, or the beginning of its digest"
     )
     add_output(export, "the file to write", required=True, metavar="FILE.sif")
-    export.add_argument("--force", action="store_true", help="replace a file that is there")
+    export.add_argument("--force", action="store_true", help="replace an existing file")
 
     stage = _verb(
         verbs,
         "stage",
         _stage,
-        "unpack images into this node's cache ahead of their use",
-        "Run it where the sandboxes will run, such as once per node of a job. Images are SIF files, digests (or "
-        "their beginnings) of the store, or a campaign file.",
+        "unpack images into this node's cache before they are needed",
+        "Run it on the nodes where the sandboxes will run, for example once per node of a job. Images are SIF files, "
+        "digests of the store (or their beginnings), or a campaign file.",
         ["srun --ntasks-per-node=1 megaflow-hpc images stage campaign.yaml", "images stage 3f2a9c0b"],
     )
-    stage.add_argument("image", metavar="IMAGE", nargs="+", help="a SIF, a digest of the store, or a campaign file")
+    stage.add_argument("image", metavar="IMAGE", nargs="+", help="a SIF file, a digest of the store, or a campaign")
     _cached(stage)
 
     listing = _verb(
         verbs,
         "list",
         _list,
-        "list what the store holds",
-        "MB are those that an image alone has; what its base and layers that others have too take stands beside. With "
-        "--staged: what this node's cache holds.",
+        "list the images in the store",
+        "MB is the size of an image's own files. The next column is the size of the base and layers that it shares "
+        "with other images. With --staged, lists this node's cache.",
         ["images list", "images list --staged"],
     )
-    listing.add_argument("--staged", action="store_true", help="this node's copies instead")
+    listing.add_argument("--staged", action="store_true", help="list this node's copies instead")
     _cached(listing)
 
     prune = _verb(
@@ -150,16 +156,15 @@ def register(subparsers: Subparsers) -> None:
         "prune",
         _prune,
         "remove images from the store",
-        "Removes the named images (digests or their beginnings), those older than --older-than days, the layers that "
-        "no image has any more, and what killed builders left; without either, only the last two. Layers that no image "
-        "had before stay for a day: a build may need them. The base of images that stay is not removed. Runs that were "
-        "planned with a removed image cannot go on.",
+        "Removes the named images and those older than --older-than days. Also removes layers that no image uses, and "
+        "files that killed builders left. Keeps new layers for a day, because a build may need them, and the bases of "
+        "remaining images. Runs that were planned with a removed image cannot continue.",
         ["images prune 3f2a9c0b --dry-run", "images prune --older-than 90", "images prune --staged"],
     )
     prune.add_argument("image", metavar="DIGEST", nargs="*", help="digest of an image, or its beginning")
-    prune.add_argument("--older-than", metavar="DAYS", type=zero_or_more, help="images that were made longer ago")
-    prune.add_argument("--staged", action="store_true", help="this node's copies that nobody uses, instead")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    prune.add_argument("--older-than", metavar="DAYS", type=zero_or_more, help="remove images built longer ago")
+    prune.add_argument("--staged", action="store_true", help="remove this node's unused copies instead")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     _cached(prune)
 
 
@@ -184,39 +189,30 @@ def _networked(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="fetch images of REGISTRY from MIRROR; repeatable",
     )
-    parser.add_argument("--air-gapped", action="store_true", help="fetch nothing")
+    parser.add_argument("--air-gapped", action="store_true", help="contact no registry")
 
 
 def _cached(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cache", metavar="DIR", help="the node's cache; default: below the scratch directory")
+    parser.add_argument("--cache", metavar="DIR", help="the node's cache; default: cache/ in the scratch directory")
 
 
 def _images(
-    store: str | None,
-    names: Sequence[str] = (),
-    mirrors: Sequence[str] = (),
-    air_gapped: bool = False,
+    store: str | None, sources: Sequence[str] = (), mirrors: Sequence[str] = (), air_gapped: bool = False
 ) -> Images:
-    """Opens the image store for a command, with its registries but without a builder.
-
-    If ``names`` contains a campaign file, the first one may specify another store to search.
-    """
+    """Opens the image store. The first campaign file in ``sources`` may name a further store to search."""
     from megaflow_hpc.config import load
-    from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.sources import Registries
     from megaflow_hpc.environments.images.store import ImageStore
 
-    registries = Registries(_pairs(mirrors, "--mirror"), air_gapped)
-    campaign = next((name for name in names if is_campaign(name) and os.path.isfile(name)), None)
+    campaign = next((source for source in sources if is_campaign(source) and os.path.isfile(source)), None)
     of_campaign = load(campaign).environment.image_store if campaign else None
-    images = Images(ImageStore(store, of_campaign), registries)
+    images = Images(ImageStore(store, of_campaign), Registries(_pairs(mirrors, "--mirror"), air_gapped))
     images.say = note
     return images
 
 
 def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
-    from megaflow_hpc.errors import ConfigError
-
     pairs = {}
     for word in words:
         name, _, value = word.partition("=")
@@ -226,41 +222,273 @@ def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
     return pairs
 
 
-def _optional_path(name: str | None) -> Path | None:
-    return Path(name) if name else None
+def is_campaign(source: str) -> bool:
+    """Returns whether an argument names a campaign file."""
+    return source.endswith((".yaml", ".yml"))
+
+
+def _megabytes(size: Any) -> str:
+    return "" if size is None else f"{size / 1e6:.1f}"
+
+
+# --- resolving ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Requested images that share a name mapping, a network for build steps and registries."""
+
+    requests: list[ImageRequest]
+    mapping: ImageMapping
+    network: BuildNetwork | None
+    registries: Registries
+
+
+def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]:
+    """Returns the file of each image that a campaign's tasks need.
+
+    Args:
+        build: Whether to build the images that the store lacks.
+    """
+    return _resolve(images, _wanted_by_campaign(images, path, None, build), build)
+
+
+def _resolve(
+    images: Images, wanted: Wanted, build: bool, failures: dict[str, MegaflowError] | None = None
+) -> dict[str, str]:
+    from megaflow_hpc.environments.builds.builder import Builder
+
+    images.builder = Builder(wanted.network, memory_mb=_build_memory_mb()) if build else None
+    images.registries = wanted.registries
+    return images.resolve_all(wanted.requests, wanted.mapping, build=build, failures=failures)
+
+
+def _build_memory_mb() -> int | None:
+    """Returns the memory available to each build in a Slurm job, or ``None`` if no job limits it."""
+    from megaflow_hpc.environments.images.build_progress import at_once
+
+    of_job = os.environ.get("SLURM_MEM_PER_NODE", "")
+    if not of_job.isdigit() or int(of_job) == 0:
+        return None
+    return max(256, int(of_job) // at_once())
+
+
+def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None, build: bool = True) -> Wanted:
+    from megaflow_hpc.config import load
+    from megaflow_hpc.environments.images.sources import ImageMapping, Registries
+    from megaflow_hpc.tasks.loading import image_requests, load_tasks
+
+    config = load(path)
+    environment, base = config.environment, Path(path).absolute().parent
+    note(f"{path}: reading tasks")
+    tasks = load_tasks([source.model_dump() for source in config.tasks], base, images.dockerfiles)
+    air_gapped = images.registries.air_gapped or environment.air_gapped
+    requests: dict[str, ImageRequest] = {}
+    for request in image_requests(tasks):
+        requests.setdefault(request.name, request)
+    return Wanted(
+        list(requests.values()),
+        ImageMapping(environment.images, base, "environment.images"),
+        network or environment.network_of_builds,
+        Registries({**environment.mirrors, **images.registries.mirrors}, build and air_gapped),
+    )
+
+
+def _wanted_images(
+    images: Images, sources: Sequence[str], mapping: Mapping[str, str], network: BuildNetwork | None
+) -> list[Wanted]:
+    """Returns the images of all sources: campaigns first, then Dockerfiles, then other sources.
+
+    Args:
+        mapping: Names of FROM lines, with their images.
+        network: Network of build steps. Default: the campaign's.
+    """
+    from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
+
+    wanted: list[Wanted] = []
+    dockerfiles: list[ImageRequest] = []
+    others: list[ImageRequest] = []
+    for source in sources:
+        if is_campaign(source):
+            wanted.append(_wanted_by_campaign(images, source, network))
+        elif _is_dockerfile(source):
+            dockerfiles.append(_dockerfile_request(images, source))
+        else:
+            others.append(ImageRequest(source))
+    here = Path.cwd()
+    of_dockerfiles = ImageMapping(mapping, here, "--map")
+    wanted.append(Wanted(dockerfiles, of_dockerfiles, network, images.registries))
+    of_others = ImageMapping({other.name: other.name for other in others}, here, "images build")
+    wanted.append(Wanted(others, of_others, network, images.registries))
+    return wanted
+
+
+def share_of(wanted: Sequence[Wanted], number: int, shares: int) -> list[Wanted]:
+    """Returns one of several equal shares of all images, counted from 1.
+
+    A share is a contiguous range, because neighbouring images often have layers in common. Every job computes the same
+    shares, regardless of what other jobs have already built.
+    """
+    total = sum(len(part.requests) for part in wanted)
+    begin, end = total * (number - 1) // shares, total * number // shares
+    chosen = []
+    for part in wanted:
+        count = len(part.requests)
+        chosen.append(replace(part, requests=part.requests[max(0, begin) : max(0, end)]))
+        begin, end = begin - count, end - count
+    return chosen
+
+
+def _is_dockerfile(source: str) -> bool:
+    name = Path(source).name
+    return name == "Dockerfile" or name.startswith("Dockerfile.") or name.endswith(".Dockerfile")
+
+
+def _dockerfile_request(images: Images, source: str) -> ImageRequest:
+    """Returns the build request for a Dockerfile, and prints the instructions that will be ignored."""
+    from megaflow_hpc.environments.images.sources import ImageRequest
+
+    path = Path(source).absolute()
+    for line, instruction, reason in images.dockerfiles.read(path).ignored:
+        if instruction != "VOLUME":  # the build reports the error
+            note(f"{source}:{line}: {instruction} is left out: {reason}")
+    return ImageRequest(source, dockerfile=path)
+
+
+# --- verbs ----------------------------------------------------------------------------------------------------------
 
 
 def _build(arguments: argparse.Namespace) -> int:
+    """Builds images. Exit status 1 if some could not be built. If the only one could not, its error is raised."""
+    from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
+
     mapping = _pairs(arguments.map, "--map")
     images = _images(arguments.store, arguments.source, arguments.mirror, arguments.air_gapped)
-    wanted = images_make.wanted_images(images, arguments.source, mapping, arguments.network)
+    wanted = _wanted_images(images, arguments.source, mapping, arguments.network)
     if arguments.share:
-        wanted = images_make.share_of(wanted, *arguments.share)
+        wanted = share_of(wanted, *arguments.share)
     if arguments.dry_run:
-        images_make.show_missing(images, wanted, arguments.json)
+        _show_missing(images, wanted, arguments.json)
         return 0
-    return images_make.build(images, wanted, _optional_path(arguments.manifest), arguments.json)
+    failures: dict[str, MegaflowError] = {}
+    files: dict[str, str] = {}
+    with PlanProgress() as watch:
+        images.say, images.show = watch.say, watch.show
+        for part in wanted:
+            files |= _resolve(images, part, True, failures)
+    if len(failures) == 1 and not files:
+        raise next(iter(failures.values()))
+    if arguments.manifest:
+        write_manifest(Path(arguments.manifest), manifest(images))
+    _show_files(files, arguments.json, failures)
+    return 1 if failures else 0
+
+
+def _show_missing(images: Images, wanted: Sequence[Wanted], json: bool) -> None:
+    from megaflow_hpc.environments.images.resolve import is_built
+
+    files: dict[str, str] = {}
+    for part in wanted:
+        files |= _resolve(images, part, build=False)
+    missing = [name for name, file in files.items() if not is_built(Path(file))]
+    stored = len(files) - len(missing)
+    if json:
+        print_json({"images": len(files), "there": stored, "missing": missing})
+        return
+    say(f"images: {len(files)}, {stored} in the store, {len(missing) or 'none'} to be made")
+    for name in missing:
+        say(f"  {name}")
 
 
 def _pull(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.errors import ConfigError
+    from megaflow_hpc.environments.images.cache.manifest import fetch, read_manifest
 
     if not arguments.source and not arguments.manifest:
         raise ConfigError("images pull: nothing to fetch; name addresses, or a manifest with --manifest")
     images = _images(arguments.store, arguments.source, arguments.mirror, arguments.air_gapped)
-    manifest, directory = _optional_path(arguments.manifest), _optional_path(arguments.directory)
-    return images_make.pull(images, arguments.source, manifest, directory, arguments.json)
+    directory = Path(arguments.directory) if arguments.directory else None
+    files: dict[str, str] = {}
+    if arguments.manifest:
+        files |= fetch(images, read_manifest(Path(arguments.manifest)), directory, note)
+    for source in arguments.source:
+        files[source] = _pull_source(images, source)
+    _show_files(files, arguments.json)
+    return 0
+
+
+def _pull_source(images: Images, source: str) -> str:
+    """Adds a remote image or a SIF file to the store and returns its file there."""
+    from megaflow_hpc.environments.images.sources import is_remote
+
+    if is_remote(source):
+        note(f"{source}: pulling, if it is not there")
+        return str(images.resolve_source(source, "images pull"))
+    if os.path.isfile(source):
+        return images.store.add(Path(source), os.path.abspath(source)).path
+    hint = "" if source.startswith(("/", ".")) else f"; did you mean docker://{source}?"
+    raise ConfigError(f"{source}: neither an address (docker://…) nor a SIF file{hint}")
+
+
+def _show_files(files: dict[str, str], json: bool, failures: Mapping[str, MegaflowError] | None = None) -> None:
+    failed = {name: str(error) for name, error in (failures or {}).items()}
+    if json:
+        print_json({"images": files, **({"failed": failed} if failed else {})})
+        return
+    say(table(("image", "file"), files.items()))
+    for name, message in failed.items():
+        note(f"{name} failed: {message}")
 
 
 def _manifest(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.environments.images.cache.manifest import manifest, missing, write_manifest
+
     images = _images(arguments.store, [arguments.campaign])
-    return images_make.manifest(images, arguments.campaign, _optional_path(arguments.output), arguments.json)
+    images_of_campaign(images, arguments.campaign, build=False)
+    content = manifest(images)
+    lacking = missing(content)
+    if arguments.output:
+        write_manifest(Path(arguments.output), content)
+    if arguments.json:
+        print_json({**content, "missing": lacking})
+    else:
+        rows = []
+        for row in content["images"]:
+            digest = (row["digest"] or "missing")[:12]
+            rows.append((row["source"], digest, len(row["layers"]) or "", _megabytes(row["bytes"])))
+        say(table(("source", "digest", "layers", "MB"), rows))
+        say(f"{_megabytes(content['bytes'])} MB in all, shared files counted once")
+    return 1 if lacking else 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    store = _images(arguments.store).store
+    from megaflow_hpc.environments.builds.builder import Builder
+
     target = Path(arguments.output).absolute()
-    return images_make.export(store, arguments.image, target, arguments.force, arguments.json)
+    image = _stored_image(_images(arguments.store).store, arguments.image)
+    if target.exists() and not arguments.force:
+        raise ConfigError(f"{target}: exists already; name another file, or replace it with --force")
+    note(f"{image.stem[:12]}: writing {target}")
+    Builder().export(image, target)
+    size = target.stat().st_size
+    if arguments.json:
+        print_json({"image": str(image), "file": str(target), "bytes": size})
+    else:
+        say(f"{target}: {_megabytes(size)} MB")
+    return 0
+
+
+def _stored_image(store: ImageStore, name: str) -> Path:
+    """Returns the file of an image, given its key, source, digest or a prefix of the digest."""
+    if path := store.find(name):
+        return path
+    digests = sorted(digest for digest, sources in store.names().items() if name in sources)
+    if len(digests) > 1:
+        shown = ", ".join(digest[:12] for digest in digests)
+        raise ConfigError(f"{name}: {len(digests)} images have this source; name one of {shown}")
+    stored = store.image(digests[0] if digests else name)
+    if stored is None:
+        raise ConfigError(f"{name}: no such image in {store.root}; see: megaflow-hpc images list")
+    return Path(stored.path)
 
 
 def _cache(directory: str | None) -> ImageCache:
@@ -292,10 +520,8 @@ def _stage(arguments: argparse.Namespace) -> int:
 
 
 def _files_to_stage(images: Images, name: str) -> list[str]:
-    from megaflow_hpc.errors import ConfigError
-
     if is_campaign(name):
-        return list(images_make.images_of_campaign(images, name, build=True).values())
+        return list(images_of_campaign(images, name, build=True).values())
     if os.path.exists(name):
         return [name]
     if stored := images.store.image(name):
@@ -320,7 +546,7 @@ def _list_cache(cache: ImageCache, json: bool) -> None:
     lines = []
     for row in copies:
         state = "in use" if row["in_use"] else ""
-        lines.append((row["name"], megabytes(row["bytes"]), row["inodes"], state, row["image"]))
+        lines.append((row["name"], _megabytes(row["bytes"]), row["inodes"], state, row["image"]))
     say(table(("copy", "MB", "files", "", "made from"), lines))
 
 
@@ -339,9 +565,9 @@ def _list_store(store: ImageStore, json: bool) -> None:
         return
     lines = []
     for row in rows:
-        shared_mb = megabytes(row["shared_bytes"]) if row["shared_bytes"] else ""
+        shared_mb = _megabytes(row["shared_bytes"]) if row["shared_bytes"] else ""
         sources = ", ".join(row["sources"])
-        lines.append((row["digest"][:12], megabytes(row["own_bytes"]), shared_mb, row["inodes"], sources))
+        lines.append((row["digest"][:12], _megabytes(row["own_bytes"]), shared_mb, row["inodes"], sources))
     say(table(("digest", "MB", "shared MB", "files", "from"), lines))
 
 
@@ -364,7 +590,6 @@ def _prune_store(
     store: ImageStore, digests: Sequence[str], older_than_days: float | None, dry_run: bool, json: bool
 ) -> None:
     from megaflow_hpc.environments.images.pruning import DAY_S, prune
-    from megaflow_hpc.errors import SiteError
 
     if not store.writable:
         raise SiteError(f"{store.root}: not your store; only its owner removes images")
@@ -377,12 +602,10 @@ def _prune_store(
 
 
 def _own_image(store: ImageStore, digest: str) -> StoredImage:
-    from megaflow_hpc.errors import ConfigError
-
     image = store.image(digest)
     if image is None or not Path(image.path).is_relative_to(store.root):
         raise ConfigError(
-            f"{digest}: no image of {store.root} has a digest that begins so; see: megaflow-hpc images list"
+            f"{digest}: no image of {store.root} has a digest that begins like this; see: megaflow-hpc images list"
         )
     return image
 

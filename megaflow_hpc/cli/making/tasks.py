@@ -5,16 +5,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import glob
+import json
 import os
+import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from megaflow_hpc.cli.making import tasks_import
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.progress import ImageProgress
-from megaflow_hpc.cli.values import whole
-from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb
+from megaflow_hpc.cli.progress import PlanProgress, under_way
+from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb, whole
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.resources import docs
+
+IMPORT = """\
+Reads JSON lines of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, and reports how each
+instance is tested: script (the command of the line or of the swebench package, which parses the log) or named (pytest
+with the test ids). Skips and counts lines without a problem statement. With --output, writes the instances to
+DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign reads such files directly, imported or
+not: tasks: [{path: X.jsonl}].
+"""
 
 BUILD = f"""\
 A bug file names two releases of a package, the tests that tell them apart and an issue text; an example is in
@@ -35,8 +46,8 @@ tasks made by tasks build, single tests are compared too: a named test must fail
 Sandboxes and verification follow the campaign file of --campaign, or the defaults. Exit status 1 if a
 task is invalid.
 
-SOURCE is a task directory, a directory of tasks, or whatever "tasks:" of a campaign may name: a quoted pattern, a
-module:Class, or a JSONL file.
+SOURCE is a task directory, a directory of tasks, or another source that a campaign's "tasks:" can name: a quoted
+pattern, a module:Class, or a JSONL file.
 """
 
 
@@ -48,7 +59,7 @@ def register(subparsers: Subparsers) -> None:
         "import, build, validate and list tasks",
         examples=["tasks import swe-bench-verified.jsonl", "tasks validate tasks/bugs"],
     )
-    tasks_import.register(verbs)
+    _add_import(verbs)
     build = add_verb(
         verbs,
         "build",
@@ -61,13 +72,11 @@ def register(subparsers: Subparsers) -> None:
         description=BUILD,
     )
     build.add_argument("bugs", metavar="BUGS.yaml", help="the bug file")
-    add_output(build, "where the task directories go, one each", required=True, metavar="DIR")
+    add_output(build, "directory in which to create the task directories", required=True, metavar="DIR")
     build.add_argument("--base", metavar="SIF", help="image to build the tasks' image on; without it no image is built")
     build.add_argument("--image", metavar="SIF", help="the image to build; default: images/NAME.sif next to DIR")
     build.add_argument("--only", metavar="ID", action="extend", nargs="+", default=[], help="only these bugs")
-    build.add_argument(
-        "--cache", metavar="DIR", help="where source distributions are kept; default: ~/.cache/megaflow-hpc"
-    )
+    build.add_argument("--cache", metavar="DIR", help="cache of source distributions; default: ~/.cache/megaflow-hpc")
 
     validate = add_verb(
         verbs,
@@ -92,9 +101,11 @@ def register(subparsers: Subparsers) -> None:
         "--campaign", metavar="FILE", help="use this campaign's limits, network, verification and images"
     )
     validate.add_argument(
-        "--network", choices=("none", "host"), help="for tasks that do not set it (default: the campaign's, or none)"
+        "--network",
+        choices=("none", "host"),
+        help="network of tasks that set none (default: the campaign's, or none)",
     )
-    validate.add_argument("--jobs", metavar="N", type=whole(1), default=2, help="sandboxes at once (2)")
+    validate.add_argument("--jobs", metavar="N", type=whole(1), default=2, help="number of concurrent sandboxes (2)")
 
     new = add_verb(
         verbs,
@@ -117,9 +128,101 @@ def register(subparsers: Subparsers) -> None:
         run_list,
         "print the tasks of a directory",
         examples=["tasks list tasks/bugs"],
-        description="Invalid tasks are named on stderr and left out of the list. Exit status 2 if there are any.",
+        description="Lists the valid tasks, and reports invalid ones on stderr. Exit status 2 if any is invalid.",
     )
     listing.add_argument("directory", metavar="DIR", help="a task directory, a directory of tasks, or a quoted pattern")
+
+
+def _add_import(verbs: Subparsers) -> None:
+    parser = add_verb(
+        verbs,
+        "import",
+        run_import,
+        "check SWE-bench style JSONL files, and write them in a uniform format",
+        examples=[
+            "tasks import swe-bench-verified.jsonl",
+            "tasks import swe-gym.jsonl -o tasks --image 'xingyaoww/sweb.eval.x86_64.{id_s}:latest' --runner named",
+            "tasks import mine.jsonl -o tasks --test-cmd 'pytest -rA' --log-parser parse_log_pytest",
+        ],
+        description=IMPORT,
+    )
+    parser.add_argument("files", metavar="X.jsonl", nargs="+", help="files to read")
+    add_output(parser, "write DIR/NAME.jsonl; without it the files are only checked", metavar="DIR")
+    parser.add_argument(
+        "--image",
+        metavar="NAME",
+        default="",
+        help="image of every instance; {id} stands for its id, {id_1776} and {id_s} for the id with __ replaced",
+    )
+    parser.add_argument("--workdir", metavar="DIR", default="", help="checkout in the images, for lines that name none")
+    parser.add_argument(
+        "--test-cmd", metavar="CMD", default="", help="command that runs the tests, for lines without one"
+    )
+    parser.add_argument(
+        "--log-parser", metavar="NAME", default="", help="parser of the test log, for lines that name none"
+    )
+    parser.add_argument(
+        "--runner", choices=("script", "named"), default="", help="how to test instances whose line does not say"
+    )
+
+
+def run_import(arguments: argparse.Namespace) -> int:
+    """Checks files, and writes them if requested. Returns the exit status."""
+    from megaflow_hpc.tasks.swebench.instances import Line, read_instances
+    from megaflow_hpc.tasks.swebench.plan import LineSource, read_tasks, settle, to_task
+
+    names = [Path(file).name for file in arguments.files]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if arguments.output and twice:
+        raise ConfigError(
+            f"--output {arguments.output}: two files are called {twice}; import them into different directories"
+        )
+    options = {"test_cmd": arguments.test_cmd, "log_parser": arguments.log_parser, "runner": arguments.runner}
+    if arguments.workdir:
+        options["workdir"] = arguments.workdir
+    changed = bool(arguments.image) or any(options.values())
+    rows: list[dict[str, Any]] = []
+    for file in arguments.files:
+        source = Path(file).absolute()
+        if source.suffix != ".jsonl":
+            raise ConfigError(f"{source}: expected a .jsonl file")
+        with under_way(f"reading {source}"), tempfile.TemporaryDirectory() as scratch:
+            skipped: list[Line] = []
+            read = list(read_instances(source, skipped=skipped))
+            instances = [instance.fill_in(arguments.image, **options) for _, instance in read]
+            text = "".join(json.dumps(instance.record(), ensure_ascii=False) + "\n" for instance in instances)
+            if changed:  # check the tasks in the form that will be written
+                copy = Path(scratch, source.name)
+                copy.write_text(text, encoding="utf-8", errors="surrogatepass")
+                tasks = settle(read_tasks(copy))
+            else:
+                tasks = settle([to_task(line, instance) for line, instance in read])
+        if skipped:
+            note(f"{skipped[0]}: has no problem_statement; left out {len(skipped)} such lines")
+        target = Path(arguments.output).absolute() / source.name if arguments.output else None
+        if target is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(target, text.encode("utf-8", "surrogatepass"), mode=0o644)
+            note(f"{target}: {len(tasks)} instances")
+        rows += [
+            {
+                "id": task.id,
+                "repo": instance.repo,
+                "tested_by": LineSource.of(task).runner,
+                "fail_to_pass": len(instance.FAIL_TO_PASS),
+                "pass_to_pass": len(instance.PASS_TO_PASS),
+                "image": task.image,
+                "path": str(target or source),
+            }
+            for task, instance in zip(tasks, instances, strict=True)
+        ]
+    if arguments.json:
+        print_json(rows)
+    else:
+        say(table(("id", "repo", "tested by", "fail", "pass", "image"), [tuple(row.values())[:6] for row in rows]))
+        counts = Counter(row["tested_by"] for row in rows)
+        say(f"{len(rows)} instances, tested by " + ", ".join(f"{name}: {count}" for name, count in counts.items()))
+    return 0
 
 
 def run_build(arguments: argparse.Namespace) -> int:
@@ -154,7 +257,7 @@ def run_build(arguments: argparse.Namespace) -> int:
 
 
 def task_directories(directory: str) -> list[Path]:
-    """Returns ``directory`` itself if it is a task, otherwise the tasks in it. A pattern gives the tasks that match it.
+    """Returns the task directories that an argument names: a task, a directory of tasks, or a pattern.
 
     Raises:
         ConfigError: The directory contains no tasks, or no task matches the pattern.
@@ -180,15 +283,13 @@ def run_validate(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.config import load
     from megaflow_hpc.config.sections import EnvironmentConfig
     from megaflow_hpc.environments.builds.builder import Builder
-    from megaflow_hpc.environments.images.mapping import ImageMapping
-    from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.sources import ImageMapping, Registries
     from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
     from megaflow_hpc.tasks.formats import format_of_source
     from megaflow_hpc.tasks.harbor.format import FORMAT as HARBOR
-    from megaflow_hpc.tasks.images import image_requests, in_image_directories
-    from megaflow_hpc.tasks.loading import load_tasks
+    from megaflow_hpc.tasks.loading import image_requests, in_image_directories, load_tasks
     from megaflow_hpc.tasks.validation import Validation, validate
 
     sources: list[str] = [arguments.source]
@@ -215,7 +316,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
         names = {request.base or request.name: Path(request.path) for request in requests}
         files_by_name = {name: arguments.image or _image_beside(path, name) for name, path in names.items()}
         mapping = ImageMapping(files_by_name, Path.cwd(), "--image")
-    with ImageProgress() as watch:
+    with PlanProgress() as watch:
         images.say, images.show = watch.say, watch.show
         files = images.resolve_all(requests, mapping)
     tasks = in_image_directories(tasks, files, images, mapping)
@@ -254,7 +355,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
 
 
 def _image_beside(task: Path, name: str) -> str:
-    from megaflow_hpc.environments.images.mapping import match_name
+    from megaflow_hpc.environments.images.sources import match_name
 
     place = task.parent if task.is_file() else task.parent.parent
     return str(match_name(name, {"*": f"{place / 'images'}/*.sif"}))
@@ -262,9 +363,9 @@ def _image_beside(task: Path, name: str) -> str:
 
 def run_new(arguments: argparse.Namespace) -> int:
     """Writes a template of a task. Returns the exit status."""
-    from megaflow_hpc.tasks.harbor import scaffold
+    from megaflow_hpc.tasks.harbor.format import write_template
 
-    path = scaffold.start(arguments.name, Path(arguments.directory))
+    path = write_template(arguments.name, Path(arguments.directory))
     if arguments.json:
         print_json({"path": str(path), "id": path.name})
     else:
@@ -277,7 +378,7 @@ RELEASE = ("package", "buggy", "fixed", "kind", "changelog")
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Prints the valid tasks in a directory. Returns 2 if another one is invalid."""
+    """Prints the valid tasks in a directory. Returns 2 if there are invalid ones too."""
     from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 
     tasks, status = [], 0

@@ -15,12 +15,24 @@ from megaflow_hpc.texts import content_of, printable
 from megaflow_hpc.trajectories.reading.conversations import main
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import Row
 
 FIELDS = (
-    *("task_id", "policy", "agent", "status", "error_kind", "error", "reward", "rewards", "sample_index", "seed"),
-    *("attempt", "node", "job_id"),
+    "task_id",
+    "policy",
+    "agent",
+    "status",
+    "error_kind",
+    "error",
+    "reward",
+    "rewards",
+    "sample_index",
+    "seed",
+    "attempt",
+    "node",
+    "job_id",
 )
+"""Attributes of a trajectory to compare."""
 HUNK_LINES = 60
 """Maximum number of diff lines to print per message without ``--full``."""
 
@@ -152,7 +164,7 @@ def _lines(differences: dict[str, Any], full: bool) -> Iterator[tuple[str, str]]
         pair = "  →  ".join(
             who[s] if i is None else f"{i} ({who[s]})" for i, s in zip(tokens["ids"], tokens["sampled"], strict=True)
         )
-        yield f"  they part at  sequence {tokens['sequence']}, token {tokens['token']}: {pair}", ""
+        yield f"  tokens        differ from sequence {tokens['sequence']}, token {tokens['token']}: {pair}", ""
     messages = differences["messages"]
     if not messages["different"]:
         yield "\nthe same conversation", "dim"
@@ -161,7 +173,7 @@ def _lines(differences: dict[str, Any], full: bool) -> Iterator[tuple[str, str]]
     for entry in messages["different"]:
         roles = " → ".join(dict.fromkeys(printable(str(role or "-")) for role in entry["roles"]))
         yield f"\n[{entry['message']}] {roles}", "bold"
-        lines = entry["diff"] or ["(differs in what is not shown as text)"]
+        lines = entry["diff"] or ["(only content other than text differs)"]
         shown = lines if full else lines[:HUNK_LINES]
         for line in shown:
             text = printable(line)

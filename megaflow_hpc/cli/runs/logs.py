@@ -9,20 +9,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.runs.artifacts import VERIFIER_LOG
-from megaflow_hpc.cli.runs.show import find, task_and_policy
-from megaflow_hpc.cli.values import whole
-from megaflow_hpc.cli.verb import add_run, add_verb
+from megaflow_hpc.cli.runs.show import VERIFIER_LOG, find
+from megaflow_hpc.cli.verb import add_run, add_verb, whole
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir import logs
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.types import RolloutName
 
 LINES = 200
 """Default number of lines to print from the end of a log."""
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 QUIET_S = 5.0
 """A log is complete if it has not grown for this many seconds after the campaign ended."""
 
@@ -60,8 +59,9 @@ def _logs(arguments: argparse.Namespace) -> int:
         return _list(run, arguments.json)
     if "/" not in arguments.name:
         return _one(run, arguments)
-    task, policy = task_and_policy(arguments.name)
-    return _rollout(run, arguments, policy in planned.policies and task in planned_tasks(run, planned))
+    name = RolloutName.parse(arguments.name)
+    known = name.policy in planned.policies and name.task_id in planned_tasks(run, planned)
+    return _rollout(run, arguments, known)
 
 
 def _list(run: RunDir, as_json: bool) -> int:
@@ -158,8 +158,11 @@ def _print(lines: Iterable[str], as_json: bool) -> None:
 def _follow(
     run: RunDir, read: Callable[[], list[str]], as_json: bool, ended: Callable[[], bool] = lambda: False
 ) -> None:
-    """Prints the output of ``read`` until ``ended`` returns true, or until the campaign has ended and the log is
-    complete."""
+    """Prints the lines that ``read`` returns until the campaign has ended and the log is complete.
+
+    Args:
+        ended: Returns whether to stop earlier.
+    """
     marks, said_at = Marks(run), time.monotonic()
     while True:
         if lines := read():
@@ -169,4 +172,4 @@ def _follow(
             continue
         if ended() or (marks.over and time.monotonic() - said_at > QUIET_S):
             return
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import estimate, note, print_json, say, table
 from megaflow_hpc.cli.progress import PlanProgress
-from megaflow_hpc.cli.values import zero_or_more
-from megaflow_hpc.cli.verb import add_output, add_run, add_verb
+from megaflow_hpc.cli.verb import add_output, add_run, add_verb, zero_or_more
 from megaflow_hpc.errors import ConfigError, SiteError
 
 if TYPE_CHECKING:
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Writes a page about one run, or about several compared with the first. It opens offline and shows rewards and pass@k
 with their intervals, timeline, concurrency, time per phase, tokens, failures, stragglers, cost, efficiency as in seff,
-training, and transcripts. Writes index.html, figures.json and a PNG of each chart. Works while a campaign runs. It
-queries Slurm's accounting if there is one, and changes nothing else."""
+training, and transcripts. Writes index.html, figures.json and a PNG of each chart. Works while a campaign runs. Queries
+Slurm's accounting if there is one, and changes nothing else."""
 
 
 def register(subparsers: Any) -> None:
-    """Adds report."""
+    """Adds ``report``."""
     report = add_verb(
         subparsers,
         "report",
@@ -48,7 +47,7 @@ def register(subparsers: Any) -> None:
         type=_wanted,
         default="some",
         metavar="N|all|none",
-        help="transcripts in the page; default: those worth reading first, at most 1.4 MB of the page",
+        help="number of transcripts in the page; default: the most interesting ones, at most 1.4 MB",
     )
     report.add_argument("--core-hour", type=zero_or_more, metavar="PRICE", help="price of an hour of one core")
     report.add_argument("--gpu-hour", type=zero_or_more, metavar="PRICE", help="price of an hour of one GPU")

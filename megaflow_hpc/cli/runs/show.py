@@ -1,28 +1,31 @@
-"""``show``: prints one trajectory as text, or one of its artifacts."""
+"""``show``: prints one trajectory as text, with its tokens on request, or one of its artifacts."""
 
 from __future__ import annotations
 
 import argparse
+import base64
 import difflib
 import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import print_json, used
-from megaflow_hpc.cli.runs import artifacts, tokens
+from megaflow_hpc.cli.output import ROLE_COLOURS, note, print_json, say, used
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.texts import content_of, printable
 from megaflow_hpc.trajectories.reading.conversations import heading, main
-from megaflow_hpc.types import without_round
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from megaflow_hpc.trajectories.reading.row import Row
-    from megaflow_hpc.trajectories.reading.store import TrajectoryStore
+    from megaflow_hpc.trajectories.reading.sources import SequenceView
+    from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
+    from megaflow_hpc.trajectories.reading.vocabulary import Vocabulary
 
 HEAD_LINES, TAIL_LINES = 20, 10
 """Number of lines to print from the beginning and end of a long message without ``--full``."""
@@ -32,12 +35,21 @@ LINE_CHARACTERS = 2000
 CANDIDATES = 2000
 """Maximum number of ids to compare with an unknown id when suggesting similar ones."""
 
-_COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
+VERIFIER_LOG = "verifier.log"
+VERIFIER_LINES = 20
+"""Number of lines to print from the end of the verifier log without ``--full``."""
+HEAD_TOKENS, TAIL_TOKENS = 96, 32
+"""Number of tokens to print from the beginning and end of a longer run without ``--full``."""
+WIDTH = 110
+"""Approximate width of a line of tokens, in characters."""
+SCALE = ((0.5, "green"), (0.1, "yellow"), (0.01, "dark_orange"), (0.0, "red"))
+"""Colours of sampled tokens, each with the minimum probability at which it applies."""
+
 _STATUS = {"completed": "green", "truncated": "yellow", "failed": "red", "cancelled": "red"}
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds show."""
+    """Adds ``show``."""
     show = add_verb(
         subparsers,
         "show",
@@ -54,7 +66,7 @@ def register(subparsers: Subparsers) -> None:
     )
     add_run(show, file=True)
     show.add_argument("id", metavar="ID", help="rollout id (<task>/<policy>/<sample>), or its row number")
-    show.add_argument("--tokens", action="store_true", help="also every token: id, text, log-probability, mask")
+    show.add_argument("--tokens", action="store_true", help="also print every token: id, text, log-probability, mask")
     show.add_argument(
         "--tokenizer", metavar="PATH", help="tokenizer for the ids: a tokenizer.json, or a model's directory"
     )
@@ -71,11 +83,11 @@ def _show(arguments: argparse.Namespace) -> int:
     with open_trajectories(arguments.run_dir) as store:
         row = find(store, arguments.id)
         if arguments.artifact is not None:
-            artifacts.hand_out(row, arguments.artifact, arguments.output, arguments.json)
+            hand_out(row, arguments.artifact, arguments.output, arguments.json)
         elif arguments.json:
             print_json(as_json(row, arguments.tokens))
         else:
-            shown = list(tokens.view(store, row, arguments.full, arguments.tokenizer)) if arguments.tokens else []
+            shown = list(token_lines(store, row, arguments.full, arguments.tokenizer)) if arguments.tokens else []
             print_lines([*_lines(row, arguments.full), *shown])
     return 0
 
@@ -97,12 +109,6 @@ def find(store: TrajectoryStore, wanted: str) -> Row:
     near = difflib.get_close_matches(wanted, candidates, 3, 0.4) or candidates[:3]
     hint = f"; there are: {', '.join(near)}" if near else ""
     raise ConfigError(f"{store.path}: no trajectory {wanted!r} among {len(store)}{hint}")
-
-
-def task_and_policy(rollout: str) -> tuple[str, str]:
-    """Splits a rollout id into its task and policy. Both are empty if the id is invalid."""
-    name, policy, _ = f"//{rollout}".rsplit("/", 2)
-    return without_round(name.lstrip("/"))[0], policy
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -159,12 +165,12 @@ def _lines(row: Row, full: bool) -> Iterator[tuple[str, str]]:
             message, call = conversation.messages[index], conversation.turns[index]
             role = str(message.get("role", "?"))
             by = "" if call is None else f"  (call {call})"
-            yield f"\n[{index}] {role}{by}", f"bold {_COLOURS.get(role, 'cyan')}"
+            yield f"\n[{index}] {role}{by}", f"bold {ROLE_COLOURS.get(role, 'cyan')}"
             yield from ((line, "") for line in _fold(content_of(message), full))
     yield from _calls(row)
-    verifier = [*artifacts.verifier_lines(row, full)]
+    verifier = [*verifier_lines(row, full)]
     if verifier:
-        yield f"\n{artifacts.VERIFIER_LOG}", "bold"
+        yield f"\n{VERIFIER_LOG}", "bold"
         yield from ((f"  {line}", "") for line in verifier)
 
 
@@ -224,3 +230,148 @@ def _fold(text: str, full: bool) -> list[str]:
 
 def _utc(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds else "-"
+
+
+# --- artifacts ------------------------------------------------------------------------------------------------------
+
+
+def artifact(row: Row, name: str) -> bytes:
+    """Returns the content of an artifact. If several share the name, the last one wins.
+
+    Raises:
+        ConfigError: There is no such artifact. The error lists the existing names.
+    """
+    by_name = {item.name: item.data for item in row.artifacts}
+    if name not in by_name:
+        there = ", ".join(by_name) or "none"
+        raise ConfigError(f"{row.id}: no artifact {name!r}; there are: {there}")
+    return by_name[name]
+
+
+def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
+    """Writes an artifact to ``output`` or stdout. It is unchanged in a pipe or file, and escaped on a terminal."""
+    data = artifact(row, name)
+    if output is not None:
+        write_atomic(Path(output), data)
+    if as_json:
+        record = {"id": row.id, "name": name, "bytes": len(data)}
+        print_json(record | ({"base64": base64.b64encode(data).decode()} if output is None else {"path": output}))
+    elif output is not None:
+        note(f"{name}: {len(data)} bytes")
+        say(output)
+    elif sys.stdout.isatty():
+        text = data.decode("utf-8", "surrogateescape")
+        say(text, end="" if text.endswith("\n") else "\n")
+    else:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+
+def verifier_lines(row: Row, full: bool) -> Iterator[str]:
+    """Yields the last lines of the verifier log, or all if ``full``, if the reward is 0 or the verifier failed."""
+    if row.reward != 0 and row.error_kind != "verifier":
+        return
+    data = next((item.data for item in reversed(row.artifacts) if item.name == VERIFIER_LOG), b"").rstrip()
+    lines = printable(data.decode("utf-8", "surrogateescape")).split("\n") if data else []
+    if len(lines) > VERIFIER_LINES and not full:
+        yield f"… {len(lines) - VERIFIER_LINES} lines before (--artifact {VERIFIER_LOG})"
+        lines = lines[-VERIFIER_LINES:]
+    yield from lines
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def token_lines(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) -> Iterator[Text]:
+    """Yields the lines to print.
+
+    Args:
+        store: Store of the row. Tokenizers are looked up next to it.
+        row: The trajectory.
+        full: Whether long runs are printed in full.
+        tokenizer: A ``tokenizer.json`` or a model's directory that replaces the one found.
+
+    Raises:
+        ConfigError: ``tokenizer`` cannot be read as a tokenizer.
+    """
+    from rich.text import Text
+
+    vocabularies: dict[str, Vocabulary | None] = {}
+    sequences = row.sequences
+    for number, sequence in enumerate(sequences):
+        if sequence.policy not in vocabularies:
+            vocabularies[sequence.policy], source = _vocabulary(store, sequence.policy, tokenizer)
+            yield Text(f"\npolicy {printable(sequence.policy)}: {source}", style="dim")
+        yield Text(f"\nsequence {number}: {len(sequence.tokens)} tokens, policy {printable(sequence.policy)}", "bold")
+        yield from _runs(sequence, vocabularies[sequence.policy], full)
+    if sequences:
+        scale = Text("\nid:log-probability of what was sampled, coloured by probability: ", style="dim")
+        for bound, colour in SCALE:
+            scale.append(f"≥ {bound:g} " if bound else "less", style=colour)
+        yield scale
+
+
+def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None) -> tuple[Vocabulary | None, str]:
+    """Returns the vocabulary of a policy, if a tokenizer is known, and a note on where the tokenizer comes from."""
+    from megaflow_hpc.errors import ConfigError
+    from megaflow_hpc.trajectories.reading.vocabulary import find, load
+
+    if tokenizer is not None:
+        return load(Path(tokenizer)), f"ids read with {tokenizer}"
+    path = find(store.path, store.versions.get("models") or {}, policy)
+    if path is None:
+        return None, "ids only: no tokenizer of its model is at hand; give one with --tokenizer PATH"
+    try:
+        return load(path), f"ids read with {path}"
+    except ConfigError as error:
+        return None, f"ids only: {error}"
+
+
+def _runs(sequence: SequenceView, vocabulary: Vocabulary | None, full: bool) -> Iterator[Text]:
+    from rich.text import Text
+
+    columns = (sequence.loss_mask.tolist(), sequence.weight_versions.tolist())
+    start = 0
+    for (mask, version), run in groupby(zip(*columns, strict=True)):
+        end = start + sum(1 for _ in run)
+        sampled = version >= 0
+        label = f"sampled, loss mask {mask}, weights {version}" if sampled else "not sampled, loss mask 0"
+        style = "yellow" if sampled else "dim"
+        yield Text(f"  [{start}, {end}) {label}", style="green" if mask else style)
+        places = list(range(start, end))
+        if full or len(places) <= HEAD_TOKENS + TAIL_TOKENS + 1:
+            yield from _token_lines(sequence, places, sampled, vocabulary)
+        else:
+            yield from _token_lines(sequence, places[:HEAD_TOKENS], sampled, vocabulary)
+            yield Text(f"    … {len(places) - HEAD_TOKENS - TAIL_TOKENS} tokens folded (--full)", style="dim")
+            yield from _token_lines(sequence, places[-TAIL_TOKENS:], sampled, vocabulary)
+        start = end
+
+
+def _token_lines(
+    sequence: SequenceView, places: list[int], sampled: bool, vocabulary: Vocabulary | None
+) -> Iterator[Text]:
+    from rich.text import Text
+
+    line = Text("   ")
+    for position in places:
+        token, logprob = int(sequence.tokens[position]), float(sequence.logprobs[position])
+        cell = f" {token}:{logprob:.4f}" if sampled else f" {token}"
+        if vocabulary is not None:
+            cell += f" {_quoted(vocabulary.piece(token))} "
+        if len(line) + len(cell) > WIDTH and len(line) > 3:
+            yield line
+            line = Text("   ")
+        line.append(cell, style=_colour(logprob) if sampled else "dim")
+    yield line
+
+
+def _quoted(piece: str) -> str:
+    """Returns a token's text in quotation marks, on one line."""
+    plain = piece.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+    return f"‹{printable(plain)}›" if piece else "‹?›"
+
+
+def _colour(logprob: float) -> str:
+    probability = math.exp(min(logprob, 0.0)) if logprob == logprob else 0.0
+    return next(colour for bound, colour in SCALE if probability >= bound)

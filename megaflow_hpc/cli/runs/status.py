@@ -1,9 +1,13 @@
-"""``status``: prints the current state of a run."""
+"""``list``, ``status`` and ``usage``: print the state of runs, and the resources that they hold."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +15,7 @@ import msgspec
 from megaflow_hpc.cli.output import (
     FINAL,
     failure_lines,
+    note,
     print_json,
     queue_lines,
     say,
@@ -20,13 +25,51 @@ from megaflow_hpc.cli.output import (
     unstarted_lines,
 )
 from megaflow_hpc.cli.progress import under_way
-from megaflow_hpc.cli.runs.usage import hours
-from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
+from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb, whole
+from megaflow_hpc.rundir import runs
 from megaflow_hpc.texts import in_one_line
+
+STATES = ("planned", "queued", "running", "waiting", "serving", "stopped", "cancelled", "finished", "broken", "unknown")
+
+HEAD = ("run", "core-hours", "idle", "GPU-hours", "idle GPU-hours")
+LIST = f"""\
+Lists the runs here, or under each DIR, newest first, with state, stored and planned rollouts, age and size. Searches
+{runs.DEPTH} directories deep and follows links. The size of a large run is omitted; --bytes measures all.
+
+states:
+  planned    no job has been submitted
+  queued     its jobs wait in Slurm's queue
+  running    a pod is running
+  serving    an engine pool has registered servers
+  waiting    every rollout is stored, and a trainer may add more
+  stopped    no pod is left, and rollouts are missing: megaflow-hpc resume
+  cancelled  megaflow-hpc cancel ended it
+  finished   every rollout is stored
+  broken     its files are damaged
+  unknown    Slurm does not respond
+"""
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds status."""
+    """Adds list, status and usage."""
+    listing = add_verb(
+        subparsers,
+        "list",
+        _list,
+        "list the runs here or under a directory, newest first",
+        examples=["list", "list /scratch/$USER --depth 5", "list --state running --json"],
+        description=LIST,
+    )
+    listing.add_argument(
+        "directories", metavar="DIR", nargs="*", default=["."], help="directory to search; default: here"
+    )
+    listing.add_argument("-n", "--newest", metavar="N", type=whole(1), help="only the N newest")
+    listing.add_argument("--state", metavar="STATE", choices=STATES, help="only those in this state")
+    listing.add_argument(
+        "--depth", metavar="N", type=whole(), default=runs.DEPTH, help=f"maximum depth of the search ({runs.DEPTH})"
+    )
+    listing.add_argument("--bytes", action="store_true", help="measure every run, however long it takes")
+
     status = add_verb(
         subparsers,
         "status",
@@ -34,13 +77,84 @@ def register(subparsers: Subparsers) -> None:
         "show counts by state, pods, servers, failures by cause",
         examples=["status RUN", "status latest --json", "status RUN --usage"],
         description="Shows counts by state, rate, remaining time, pods (also silent ones), servers and "
-        "failures by cause. It queries Slurm once for all jobs.",
+        "failures by cause. Queries Slurm once for all jobs.",
     )
     add_run(status)
     status.add_argument("--rollouts", action="store_true", help="list every stored rollout")
     status.add_argument(
-        "--usage", action="store_true", help="add core-hours and GPU-hours, and the idle ones (seconds in JSON)"
+        "--usage", action="store_true", help="add core-hours and GPU-hours, in total and idle (seconds in JSON)"
     )
+
+    usage = add_verb(
+        subparsers,
+        "usage",
+        _usage,
+        "show core-hours and GPU-hours of runs, and their sum",
+        examples=["usage RUN", "usage runs/*", "usage latest --json"],
+        description="Sums the resources that the jobs of each run held from the start to the end of an allocation, "
+        "according to Slurm's accounting. A pod is idle while none of its rollouts runs, an engine server while no "
+        "rollout runs at all. JSON values are in seconds.",
+    )
+    add_run(usage, nargs="+")
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign import overview
+
+    paths: dict[Path, None] = {}
+    cut = unreadable = 0
+    for directory in arguments.directories:
+        search = runs.find(directory, arguments.depth)
+        paths |= dict.fromkeys(search.runs)
+        cut, unreadable = cut + search.cut, unreadable + len(search.unreadable)
+    glances = sorted(overview.glances(paths), key=lambda glance: -glance.planned_at)
+    shown = [glance for glance in glances if arguments.state in (None, glance.state)][: arguments.newest]
+    overview.measure(shown, None if arguments.bytes else overview.SIZED_ENTRIES)
+    if arguments.json:
+        print_json([{**asdict(glance), "path": str(glance.path.absolute())} for glance in shown])
+    elif shown:
+        rows = [
+            (
+                _place(glance.path),
+                glance.name,
+                glance.state,
+                "?" if glance.total is None else f"{glance.done}/{glance.total}",
+                _age(time.time() - glance.planned_at),
+                "-" if glance.bytes is None else _size(glance.bytes),
+            )
+            for glance in shown
+        ]
+        say(table(("run", "campaign", "state", "rollouts", "age", "bytes"), rows))
+    else:
+        note(f"no run in {', '.join(arguments.directories)} or {arguments.depth} levels below")
+    for cause in dict.fromkeys(glance.cause for glance in shown if glance.cause):
+        note(cause)
+    if cut:
+        note("the search stopped because there are too many files; name the directory of your runs")
+    if unreadable:
+        note(f"{unreadable} directories are unreadable and were skipped")
+    return 0
+
+
+def _place(path: Path) -> str:
+    """Returns a path relative to the working directory if it is inside, otherwise unchanged."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -103,3 +217,28 @@ def _table(rows: list[dict[str, Any]], *columns: str) -> str:
     optional = ("why", "template", "cause", "log")
     columns = tuple(c for c in columns if c not in optional or any(row.get(c) for row in rows))
     return "\n" + table(columns, [[row.get(column) for column in columns] for row in rows])
+
+
+def _usage(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.facade import Run
+    from megaflow_hpc.monitor.usage import added
+
+    totals = {}
+    for run in arguments.run_dir:
+        with under_way(f"accounting for {run}"):
+            totals[run] = Run(run).usage()
+    total = added(totals.values())
+    if arguments.json:
+        print_json(
+            {"runs": [{"run": str(Path(run).absolute()), **used} for run, used in totals.items()], "total": total}
+        )
+        return 0
+    rows = [(Path(run).name, *hours(used)) for run, used in totals.items()]
+    say(table(HEAD, [*rows, ("total", *hours(total))] if len(rows) > 1 else rows))
+    return 0
+
+
+def hours(usage: Mapping[str, Any]) -> list[str]:
+    """Formats core-hours and GPU-hours, each followed by its idle part."""
+    names = ("core_seconds", "idle_core_seconds", "gpu_seconds", "idle_gpu_seconds")
+    return [f"{usage[name] / 3600:.2f}" for name in names]

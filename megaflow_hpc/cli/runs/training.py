@@ -1,4 +1,4 @@
-"""``training fit`` predicts the memory of a training; ``skip`` and ``set`` amend its steps that are not committed."""
+"""``training fit`` predicts the memory of a training. ``skip`` and ``set`` amend steps that are not committed yet."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.values import above_zero, whole, zero_or_more
-from megaflow_hpc.cli.verb import Subparsers, add_group, add_run, add_verb
+from megaflow_hpc.cli.verb import Subparsers, above_zero, add_group, add_run, add_verb, whole, zero_or_more
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import amendments
 from megaflow_hpc.rundir.layout import RunDir
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.campaign.planning.training_memory import Fit
 
 SETTINGS = {"lr": zero_or_more, "microbatch": whole(1), "steps": whole(1)}
-"""Name of each setting that can be changed → function that parses its value."""
+"""Name of a setting → function that parses its value."""
 
 
 def register(subparsers: Subparsers) -> None:
@@ -36,10 +35,10 @@ def register(subparsers: Subparsers) -> None:
         _fit,
         "predict the memory that a training needs",
         examples=["training fit campaign.yaml", "training fit campaign.yaml --gpus 8 --gpu-memory 80 --json"],
-        description="Computes the peak memory of each GPU by its parts, the memory of a node, and the sizes of "
-        "checkpoints and weight versions, from the model's config.json and the headers of its safetensors. It needs "
-        "neither torch nor a GPU. Experts are assumed to get equal numbers of tokens; add some GB for the CUDA "
-        "context, NCCL and fragmentation. If it does not fit, changes with which it would are named.",
+        description="Predicts the peak memory of each GPU by its parts, the memory of a node, and the sizes of "
+        "checkpoints and weight versions. Reads only the model's config.json and the headers of its safetensors, and "
+        "needs neither torch nor a GPU. Assumes that all experts get the same number of tokens. Add some GB for the "
+        "CUDA context, NCCL and fragmentation. If the training does not fit, names changes that make it fit.",
     )
     fit.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML) with a section training")
     fit.add_argument("--gpus", type=whole(1), metavar="N", help="GPUs on each node; default: slurm.trainer.gpus")
@@ -48,10 +47,7 @@ def register(subparsers: Subparsers) -> None:
         "--gpu-memory",
         type=above_zero,
         metavar="GB",
-        help="of a GPU; default: by slurm.trainer.gpu_type, if it says so",
-    )
-    fit.add_argument(
-        "--bandwidth", type=above_zero, metavar="GB", help="GB a second that the file system writes, to print seconds"
+        help="memory of a GPU; default: that of slurm.trainer.gpu_type, if known",
     )
     skip = add_verb(
         verbs,
@@ -59,8 +55,8 @@ def register(subparsers: Subparsers) -> None:
         _skip,
         "leave a step, or one of its rollouts, out of the training",
         examples=["training skip RUN 12", "training skip RUN 12 fix-17/default/3 --cause 'wrong reward'"],
-        description="The step is committed without being trained on, or without the rollout. Rollouts are never lost: "
-        "they stay in the run and are gathered. A step that is committed cannot be skipped. The record "
+        description="Commits the step without training on it, or trains it without one rollout. Rollouts are never "
+        "lost: they stay in the run and are gathered. A committed step cannot be skipped. The record "
         "(RUN/training/POLICY/amendments) never changes, so a restarted trainer skips the same.",
     )
     add_run(skip)
@@ -70,10 +66,10 @@ def register(subparsers: Subparsers) -> None:
         verbs,
         "set",
         _set,
-        "change settings of all steps that start later",
+        "change settings of the steps that start from now on",
         examples=["training set RUN lr=5e-7", "training set RUN microbatch=16384 steps=200 --policy student"],
         description="Changes the learning rate (lr, before the schedule), the tokens of one forward pass (microbatch) "
-        "or the number of steps. It takes effect with the next step that the trainer starts, without a restart. "
+        "or the number of steps. The next step that the trainer starts uses the new values, without a restart. "
         "Committed steps keep their settings when they are repeated after a crash.",
     )
     add_run(change)
@@ -81,7 +77,7 @@ def register(subparsers: Subparsers) -> None:
         "settings", metavar="NAME=VALUE", nargs="+", type=_setting, help="lr=…, microbatch=… or steps=…"
     )
     for parser in (skip, change):
-        parser.add_argument("--policy", help="policy that is trained, if there are several")
+        parser.add_argument("--policy", help="trained policy, if there are several")
         parser.add_argument("--cause", default="", help="reason, stored with the amendment")
 
 
@@ -105,15 +101,15 @@ def _fit(arguments: argparse.Namespace) -> int:
         fit = fit_of(config, name, model_of(config, name, campaign.base), arguments.gpus, arguments.nodes)
         found.append(replace(fit, gpu_gb=arguments.gpu_memory) if arguments.gpu_memory else fit)
     if arguments.json:
-        print_json([_fit_facts(fit, arguments.bandwidth) for fit in found])
+        print_json([_fit_facts(fit) for fit in found])
     else:
-        say("\n\n".join(_fit_page(fit, arguments.bandwidth) for fit in found))
+        say("\n\n".join(_fit_page(fit) for fit in found))
     return 0
 
 
-def _fit_facts(fit: Fit, bandwidth: float | None) -> dict[str, Any]:
+def _fit_facts(fit: Fit) -> dict[str, Any]:
     found = fit.predict()
-    facts: dict[str, Any] = {
+    return {
         "policy": fit.policy,
         "model": fit.model.name,
         "parameters": fit.model.total,
@@ -130,13 +126,9 @@ def _fit_facts(fit: Fit, bandwidth: float | None) -> dict[str, Any]:
         "fits": fit.fits,
         "remedies": fit.remedies() if fit.fits is False else [],
     }
-    if bandwidth:
-        facts["seconds"] = {name: facts[f"{name}_bytes"] / bandwidth / 1e9 for name in ("checkpoint", "version")}
-    return facts
 
 
-def _fit_page(fit: Fit, bandwidth: float | None) -> str:
-    facts = _fit_facts(fit, bandwidth)
+def _fit_page(fit: Fit) -> str:
     found = fit.predict()
     names = list(found.moments)
     parts = dict.fromkeys(part for moment in found.moments.values() for part in moment if moment[part])
@@ -150,17 +142,16 @@ def _fit_page(fit: Fit, bandwidth: float | None) -> str:
         table(("GB of a GPU" if fit.gpus else "GB", *names), rows),
         "",
         f"node while loading: {found.load / 1e9:.1f} GB; while training: {found.node / 1e9:.1f} GB",
+        f"checkpoint: {found.checkpoint / 1e9:.1f} GB",
+        f"version: {found.version / 1e9:.1f} GB",
     ]
-    for name in ("checkpoint", "version"):
-        written = f", {facts['seconds'][name]:.0f} s at {bandwidth:g} GB/s" if bandwidth else ""
-        lines.append(f"{name}: {facts[f'{name}_bytes'] / 1e9:.1f} GB{written}")
     peak = f"peak of a GPU: {found.peak / 1e9:.1f} GB ({found.moment})"
     if fit.fits is None:
         lines.append(f"{peak}; its memory is unknown (--gpu-memory)")
     elif fit.fits:
         lines.append(f"{peak}: fits {fit.gpu_gb:g} GB")
     else:
-        enough = "; ".join(facts["remedies"]) or "more GPUs, or larger ones"
+        enough = "; ".join(fit.remedies()) or "more GPUs, or larger ones"
         lines.append(f"{peak}: does not fit {fit.gpu_gb:g} GB; enough would be one of: {enough}")
     return "\n".join(lines)
 
@@ -198,7 +189,7 @@ def _training(arguments: argparse.Namespace) -> tuple[RunDir, str]:
     """Returns the run and the policy to amend.
 
     Raises:
-        ConfigError: the run is finished or trains no such policy.
+        ConfigError: The run is finished, or does not train this policy.
     """
     run = RunDir(arguments.run_dir)
     record = read_run(run)

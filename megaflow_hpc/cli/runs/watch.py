@@ -7,13 +7,10 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import FINAL, note, print_json, queue_lines, say, seconds
-from megaflow_hpc.cli.values import above_zero
-from megaflow_hpc.cli.verb import add_run, add_verb
-from megaflow_hpc.texts import in_one_line
+from megaflow_hpc.cli.output import note, print_json, say, status_line
+from megaflow_hpc.cli.verb import above_zero, add_run, add_verb
 
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.run import Run
@@ -31,23 +28,20 @@ def register(subparsers: Any) -> None:
         "follow a run live: progress, rollouts, pods, engines, failures",
         description="Shows a run live on a terminal: progress and time left, rollouts with the slowest and the stuck "
         "at the top, pods, engines, failures by cause and node. Enter opens a rollout with its growing transcript "
-        "and its log; ? lists the keys; q quits, and the campaign continues. Into a file or pipe it prints lines until "
-        "the campaign ends. It reads only files and queries Slurm twice a minute. While it is open, it submits pods "
-        "for which limits left no room before, and releases engine servers on demand.",
-        examples=["watch RUN", "watch latest --json", "watch RUN --lines", "watch RUN --screenshot view.svg"],
+        "and its log; ? lists the keys; q quits, and the campaign continues. Into a file or pipe, prints "
+        "lines until the campaign ends. Reads only files, and queries Slurm at most twice a minute. While open, it "
+        "submits pods that the site's limits did not allow before, and releases engine servers on demand.",
+        examples=["watch RUN", "watch latest --json", "watch RUN --lines"],
     )
     add_run(watch)
     watch.add_argument("--every", type=above_zero, default=2.0, metavar="S", help="seconds between polls (2)")
     watch.add_argument("--lines", action="store_true", help="print lines on a terminal too")
-    watch.add_argument("--screenshot", metavar="FILE", help="write the current view as an SVG picture and exit")
 
 
 def _watch(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
 
     run = Run(arguments.run_dir)
-    if arguments.screenshot:
-        return _picture(run, arguments)
     if arguments.json or arguments.lines or not _can_draw():
         return _follow(run, arguments)
     from megaflow_hpc.cli.view.app import WatchApp
@@ -57,11 +51,10 @@ def _watch(arguments: argparse.Namespace) -> int:
         if stream is not None:
             stream.reconfigure(errors="replace")
     app = WatchApp(run, arguments.every)
-    app.run(
-        mouse=False
-    )  # without mouse reporting, users can select and copy ids, and the wheel still scrolls by sending arrow keys
+    # Without mouse reporting, users can select and copy ids. The wheel still scrolls, because it sends arrow keys.
+    app.run(mouse=False)
     if app.snapshot is not None:
-        say(line(run.config.name, app.snapshot.status))
+        say(status_line(run.config.name, app.snapshot.status))
     if not app.over:
         note("the campaign continues")
     return app.return_code or 0
@@ -70,20 +63,6 @@ def _watch(arguments: argparse.Namespace) -> int:
 def _can_draw() -> bool:
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     return terminal and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
-
-
-def _picture(run: Run, arguments: argparse.Namespace) -> int:
-    import asyncio
-
-    from megaflow_hpc.cli.view.app import WatchApp, screenshot
-
-    path = Path(arguments.screenshot)
-    asyncio.run(screenshot(WatchApp(run, arguments.every), path))
-    if arguments.json:
-        print_json({"screenshot": str(path.absolute())})
-    else:
-        note(f"wrote {path}")
-    return 0
 
 
 def _follow(run: Run, arguments: argparse.Namespace) -> int:
@@ -99,7 +78,7 @@ def _follow(run: Run, arguments: argparse.Namespace) -> int:
                     print_json(status, indent=None)
             elif over or news != shown or time.monotonic() - said_at > LINE_EVERY_S:
                 said_at = time.monotonic()
-                say(f"{time.strftime('%H:%M:%S')} {line(run.config.name, status)}")
+                say(f"{time.strftime('%H:%M:%S')} {status_line(run.config.name, status)}")
             shown = news
             sys.stdout.flush()
             if over:
@@ -115,23 +94,3 @@ def noteworthy(status: Mapping[str, Any]) -> Any:
         [(group["role"], group["reason"]) for group in status["queue"]],
         {policy: state["step"] for policy, state in status.get("training", {}).items()},
     )
-
-
-def line(name: str, status: Mapping[str, Any]) -> str:
-    """Formats a status as one line."""
-    counts = status["rollouts"]
-    done = sum(counts[state] for state in FINAL)
-    pods = [pod["state"] for pod in status["pods"]]
-    parts = [f"{name}: {status['state']}", f"{done}/{counts['total']} done", f"{counts['running']} running"]
-    parts += [f"pods {sum(state in ('started', 'draining') for state in pods)}"]
-    parts += [f"{state} {pods.count(state)}" for state in ("silent", "gone", "lost") if state in pods]
-    serving = sum(server["state"] == "serving" for server in status["servers"])
-    parts += [f"engines {serving}"] if status["servers"] else []
-    parts += [f"{status['tokens_per_s']:,.0f} tokens/s"] if status["tokens_per_s"] else []
-    causes = ", ".join(f"{cause} {count}" for cause, count in status["failures"].items())
-    parts += [f"failed {counts['failed']} ({causes})"] if counts["failed"] else []
-    for policy, training in status.get("training", {}).items():
-        parts.append(f"{policy} step {training['step']} of {training['steps']}")
-    parts += [f"about {seconds(status['eta_s'])} to go"] if status["eta_s"] and counts["running"] else []
-    parts += queue_lines(status)[:1] if not counts["running"] else []
-    return in_one_line(", ".join(parts))

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.progress import under_way
-from megaflow_hpc.cli.values import whole
-from megaflow_hpc.cli.verb import Subparsers, add_group, add_run, add_verb
+from megaflow_hpc.cli.verb import Subparsers, add_group, add_run, add_verb, whole
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.endpoints import EndpointFiles
@@ -32,13 +31,13 @@ def register(subparsers: Subparsers) -> None:
         verbs,
         "publish",
         _publish,
-        "make a model directory the next version; servers load it in place",
+        "make a model directory the next version, which servers load in place",
         examples=[
             "weights publish RUN checkpoints/step-20",
             "weights publish RUN checkpoints/step-20 --policy student --move --keep 3",
         ],
         description="Copies the directory (or moves it) into the run and makes it the newest version of a policy. "
-        "Servers check for it every few seconds and load it while rollouts run. The version is printed.",
+        "Servers check for it every few seconds and load it while rollouts run. Prints the version.",
     )
     add_run(publish)
     publish.add_argument("directory", metavar="DIR", type=Path, help="the model directory that the trainer wrote")
@@ -48,9 +47,13 @@ def register(subparsers: Subparsers) -> None:
         "--keep", metavar="N", type=whole(1), help="remove all but the N newest versions of the policy"
     )
     publish.add_argument(
-        "--token", default="", help="a name; publishing with the same name again returns the existing version"
+        "--token",
+        default="",
+        help="idempotency token: publishing again with the same token returns the existing version",
     )
-    publish.add_argument("--digest", default="", help="identifies the content; it must be the same for the same token")
+    publish.add_argument(
+        "--digest", default="", help="digest of the content, which must be the same for the same token"
+    )
 
     listing = add_verb(
         verbs,

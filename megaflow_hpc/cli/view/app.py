@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
@@ -36,14 +34,15 @@ KEYS = """\
 ↑ ↓ PgUp PgDn   choose a rollout; Home and End: the first and the last
 Enter           look into it: its transcript as it grows, and its log
 Esc             back; shows all again
-f               only what failed, or all
+f               show only failed rollouts, or all
 /               find: part of an id, node, state or error
-p               pods and engines, or rollouts; Enter shows their logs
-q               leave; the campaign goes on
+p               show pods and engines, or rollouts; Enter shows their logs
+q               leave; the campaign continues
 
-Rollouts that run stand first, the longest at the top. "model 0:12":
-its model has not answered for 12 s. "agent 0:12": its agent has been
-at work since the last answer. "stuck": so for more than five minutes.
+Running rollouts come first, the longest-running at the top.
+"model 0:12": the model has not answered for 12 s. "agent 0:12": the
+agent has been working since the last answer, 12 s ago. "stuck": there
+has been no answer for more than five minutes.
 """
 
 
@@ -119,7 +118,7 @@ class WatchApp(App[None]):
     # --- polling ---
 
     def on_polled(self, message: Polled) -> None:
-        """Shows the result of a poll. If a poll fails, the last successful one remains on the screen."""
+        """Shows the result of a poll. After a failed poll, the last successful result stays on the screen."""
         look = message.look
         self._looked_at, self._problem = time.monotonic(), look.problem
         if look.snapshot is not None:
@@ -132,8 +131,8 @@ class WatchApp(App[None]):
 
     def _look_at_clock(self) -> None:
         if not self.is_headless and not os.isatty(sys.__stdin__.fileno() if sys.__stdin__ else 0):
-            # The terminal vanished without a signal, as under nohup or in a terminal of another session. Textual would
-            # poll its end of file forever, on a login node. Nothing can be restored, so exit as after a hang-up.
+            # The terminal vanished without a signal, for example under nohup. Textual would poll its end of file
+            # forever, on a login node. Nothing can be restored, so exit as after a hang-up.
             self.reader.stop()
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             signal.raise_signal(signal.SIGHUP)
@@ -246,12 +245,12 @@ class WatchApp(App[None]):
         self._show_keys()
 
     def action_keys(self) -> None:
-        """Opens the key help."""
+        """Opens the help."""
         self.push_screen(Help())
 
 
 class Help(ModalScreen[None]):
-    """Shows the key help until a key is pressed."""
+    """Shows the keys until the user presses one."""
 
     def compose(self) -> ComposeResult:
         """Creates the help text."""
@@ -260,25 +259,3 @@ class Help(ModalScreen[None]):
     def on_key(self) -> None:
         """Closes the help."""
         self.dismiss()
-
-
-async def screenshot(app: WatchApp, path: Path, size: tuple[int, int] = (100, 30), wait_s: float = 10.0) -> None:
-    """Writes the view as a self-contained SVG file. First waits briefly for the pods to answer."""
-    async with app.run_test(size=size) as pilot:
-        end = time.monotonic() + wait_s
-        while time.monotonic() < end and not _complete(app):
-            await pilot.pause(0.2)
-        write_picture(app, path)
-
-
-def write_picture(app: WatchApp, path: Path) -> None:
-    """Writes the screen as an SVG file without links to web fonts."""
-    path.write_text(re.sub(r"@font-face \{.*?\}", "", app.export_screenshot(), flags=re.DOTALL), encoding="utf-8")
-
-
-def _complete(app: WatchApp) -> bool:
-    snapshot = app.snapshot
-    if snapshot is None:
-        return False
-    running = [row for row in snapshot.rollouts[:5] if row.state == "running"]
-    return not running or bool(snapshot.unasked) or any(row.live for row in running)

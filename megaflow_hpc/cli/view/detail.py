@@ -11,14 +11,12 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import RichLog, Static
 
-from megaflow_hpc.cli.output import seconds, used
+from megaflow_hpc.cli.output import ROLE_COLOURS, seconds, used
 from megaflow_hpc.cli.view.reader import Detail, RunReader, RunView
 from megaflow_hpc.cli.view.tables import last_word
 from megaflow_hpc.cli.view.words import STYLES
 from megaflow_hpc.monitor.live import RolloutRow, RunSnapshot
 from megaflow_hpc.texts import in_one_line, printable
-
-ROLES = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
 
 
 class DetailScreen(Screen[None]):
@@ -51,8 +49,7 @@ class DetailScreen(Screen[None]):
         self._log = "/" not in key
         self._detail: Detail | None = None
         self._shown: list[Text] = []
-        self._known = 0
-        """Number of lines with properties."""
+        self._property_lines = 0
 
     def compose(self) -> ComposeResult:
         """Creates the properties, the text and the footer."""
@@ -84,7 +81,7 @@ class DetailScreen(Screen[None]):
             lines = facts_about(row) if row else _part(self.key, look.snapshot)
             if look.problem:
                 lines.append(Text(in_one_line(look.problem), "bold red"))
-            grown, self._known = len(lines) != self._known, len(lines)
+            grown, self._property_lines = len(lines) != self._property_lines, len(lines)
             self.query_one("#known", Static).update(_joined(lines, self.size.width), layout=grown)
         if look.detail is not None and look.detail.key == self.key:
             self._detail = look.detail
@@ -185,9 +182,9 @@ def _joined(lines: Sequence[Text], width: int) -> Text:
 def _transcript(detail: Detail) -> list[Text]:
     lines = [Text(f"… {detail.left_out} messages before these: megaflow-hpc show", "dim")] if detail.left_out else []
     for role, text in detail.messages:
-        lines += [Text(f"── {in_one_line(role)}", f"bold {ROLES.get(role, 'cyan')}"), Text(printable(text))]
+        lines += [Text(f"── {in_one_line(role)}", f"bold {ROLE_COLOURS.get(role, 'cyan')}"), Text(printable(text))]
     return [*lines, Text(printable(detail.said), "dim")] if detail.said else lines
 
 
 def _log(detail: Detail) -> list[Text]:
-    return [Text(printable(line)) for line in detail.log] or [Text("nothing is written of it yet", "dim")]
+    return [Text(printable(line)) for line in detail.log] or [Text("there are no lines about it yet", "dim")]

@@ -35,7 +35,7 @@ class Detail:
     left_out: int = 0
     """Number of older messages not shown."""
     said: str = ""
-    """Why there are no messages; empty if there are."""
+    """Why there are no messages. Empty if there are any."""
     log: Sequence[str] = ()
 
 
@@ -46,13 +46,13 @@ class RunView:
     snapshot: RunSnapshot | None = None
     detail: Detail | None = None
     problem: str = ""
-    """Why the poll failed; empty if it succeeded."""
+    """Why the poll failed. Empty if it succeeded."""
     over: bool = False
     """True if no more changes can occur."""
 
 
 class RunReader(threading.Thread):
-    """Polls every few seconds, and immediately after :meth:`wake`.
+    """Polls a run every few seconds, and immediately after :meth:`wake`.
 
     Args:
         deliver: Called in the reader's thread with the result of each poll.
@@ -67,7 +67,7 @@ class RunReader(threading.Thread):
         """True if the log of the selected item is shown."""
         self._stored: Detail | None = None
         self._read = ("", 0.0)
-        """Rollout that was read last, and when it was stored. A failed rollout may be stored again."""
+        """(id, storage time) of the rollout that was read last. A failed rollout may be stored again."""
         self._log: _Log | None = None
         self._wake, self._stopped = threading.Event(), False
 
@@ -105,7 +105,7 @@ class RunReader(threading.Thread):
     def _look(self, tend: Callable[[], object]) -> RunView:
         try:
             if not self._run.dir.run_json.exists():
-                return RunView(problem="the run directory is not there any more")
+                return RunView(problem="the run directory no longer exists")
             status = self._run.status()
             snapshot, over = self.live.look(status), self._run.over(status)
         except Exception as error:  # whatever the error, the next poll may succeed
@@ -119,7 +119,7 @@ class RunReader(threading.Thread):
         try:
             tend()
         except Exception as error:
-            problem = f"nothing can be added from here: {_error_text(error)}"
+            problem = f"pods and servers cannot be added from here: {_error_text(error)}"
         return RunView(snapshot, detail, problem, over)
 
     def _detail(self, key: str, snapshot: RunSnapshot) -> Detail:
@@ -134,7 +134,9 @@ class RunReader(threading.Thread):
             return replace(self._stored, key=key, log=log)
         transcript = snapshot.transcript
         if transcript is None:
-            note = snapshot.unasked or "its pod is asked; what asks no model has no transcript until it is stored"
+            note = (
+                snapshot.unasked or "asking its pod; a rollout without model calls has no transcript until it is stored"
+            )
             return Detail(key, said=note, log=log)
         note = "" if transcript.messages else "its model has not answered yet"
         return Detail(key, transcript.messages, transcript.left_out, note, log)
@@ -144,7 +146,7 @@ class RunReader(threading.Thread):
 
         with open_trajectories(self._run.path) as store:
             if rollout not in store:  # events are written before records, so the record is not there yet
-                return Detail("", said="it is stored, and cannot be read yet")
+                return Detail("", said="it is stored, but cannot be read yet")
             row = store[rollout]
             messages, left_out = end_of(row.messages)
             artifacts = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
@@ -28,25 +28,6 @@ class ViewColumn(NamedTuple):
     right: bool = False
 
 
-class ViewTable(Protocol):
-    """Interface of tables that a list can show."""
-
-    @property
-    def columns(self) -> Sequence[ViewColumn]:
-        """Columns. The first gets the remaining width."""
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """Key of each row."""
-
-    @property
-    def nothing(self) -> str:
-        """Text to show if the table is empty."""
-
-    def cells(self, row: int) -> tuple[Sequence[str], str]:
-        """Returns the cells of a row and its style."""
-
-
 class RolloutTable:
     """Table of rollouts, running ones first."""
 
@@ -60,7 +41,11 @@ class RolloutTable:
     )
 
     def __init__(self, rollouts: Rollouts, nothing: str) -> None:
-        self._rollouts, self.keys, self.nothing = rollouts, rollouts.ids, nothing
+        self._rollouts = rollouts
+        self.keys = rollouts.ids
+        """Rollout id of each row."""
+        self.nothing = nothing
+        """Text to show if the table is empty."""
 
     def cells(self, row: int) -> tuple[Sequence[str], str]:
         """Returns the cells of a row and its style."""
@@ -148,13 +133,13 @@ class RolloutRows(ScrollView, can_focus=True):
 
     def __init__(self) -> None:
         super().__init__()
-        self._table: ViewTable | None = None
+        self._table: RolloutTable | PartTable | None = None
         self.chosen = 0
         """Index of the selected row."""
 
     # --- content ---
 
-    def show(self, table: ViewTable) -> None:
+    def show(self, table: RolloutTable | PartTable) -> None:
         """Shows a table. The same row stays selected even if it moves, and a list scrolled to the top stays there."""
         key = self.key
         self._table = table

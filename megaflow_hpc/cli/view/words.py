@@ -1,4 +1,4 @@
-"""Formats a status as the lines above the list, for a terminal of 80 columns."""
+"""Formats the status as the lines above the list, for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def head(name: str, snapshot: RunSnapshot, size: tuple[int, int], problem: str =
     """
     status, (width, height) = snapshot.status, size
     lines = [progress(name, status, width), counts(status), means(snapshot)]
-    notes = [Text(in_one_line(problem), "bold red")] if problem else []
+    notes = []
+    if problem:
+        notes.append(Text(in_one_line(problem), "bold red"))
     notes += [Text(in_one_line(note), "yellow") for note in remarks(snapshot)]
     most = max(2, height // 4)
     if len(notes) > most:
@@ -83,9 +85,12 @@ def means(snapshot: RunSnapshot) -> Text:
     slots = sum(pod["slots"] for pod in pods)
     running = sum(pod["running"] for pod in pods)
     parts = [_numbered("pods", status["pods"], "started")]
-    parts += [f"slots {running}/{slots} ({running / slots:.0%})"] if slots else []
-    parts += [_numbered("engines", status["servers"], "serving")] if status["servers"] else []
-    parts += [f"{status['tokens_per_s']:,.0f} tokens/s"] if status["servers"] or status["tokens_per_s"] else []
+    if slots:
+        parts.append(f"slots {running}/{slots} ({running / slots:.0%})")
+    if status["servers"]:
+        parts.append(_numbered("engines", status["servers"], "serving"))
+    if status["servers"] or status["tokens_per_s"]:
+        parts.append(f"{status['tokens_per_s']:,.0f} tokens/s")
     line = Text(in_one_line("  ".join(parts)))  # a pod's state is untrusted text
     if stuck := snapshot.rollouts.stuck:
         line.append(f"  stuck {stuck}", "bold red")
@@ -111,7 +116,7 @@ def remarks(snapshot: RunSnapshot) -> Iterator[str]:
             causes.append(f"{cause} {sum(nodes.values())} ({where}{', …' if len(nodes) > 3 else ''})")
         yield "failed attempts: " + ", ".join(causes)
     if snapshot.unlisted:
-        yield f"{snapshot.unlisted} that ended well are not listed: megaflow-hpc status RUN --rollouts"
+        yield f"{snapshot.unlisted} successful rollouts are not listed: megaflow-hpc status RUN --rollouts"
     if status.get("waits_for"):
         yield f"waits for {', '.join(status['waits_for'])} to add rollouts"
     yield from queue_lines(status)

@@ -23,7 +23,7 @@ from megaflow_hpc.model.engines import adapters
 from megaflow_hpc.model.gateway.canonical import conversation_digest
 from megaflow_hpc.model.gateway.replay import calls_artifact, calls_of
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.monitor import engines
+from megaflow_hpc.monitor.status import servers as engine_servers
 from megaflow_hpc.trajectory import Trajectory
 from tests.support.serving import Servers, call, conversation, in_loop, listening
 
@@ -148,7 +148,7 @@ async def until_shown(servers: Servers, state: str) -> dict[str, Any]:
     """Return the server's entry in a status, once it has this state."""
     deadline = time.monotonic() + 60
     while True:
-        found = engines.servers(servers.run, False)
+        found = engine_servers(servers.run, False)
         if [entry["state"] for entry in found] == [state]:
             return found[0]
         assert time.monotonic() < deadline, found

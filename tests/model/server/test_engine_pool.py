@@ -20,7 +20,7 @@ from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.server.tenants import Tenants
-from megaflow_hpc.monitor.engines import pool_warnings
+from megaflow_hpc.monitor.status import pool_warnings
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.engine_pool import EnginePool, digest_of
 from megaflow_hpc.rundir.layout import RunDir

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from megaflow_hpc.campaign.autoscaler import Backlog
 from megaflow_hpc.ledger import write_blocks
-from megaflow_hpc.monitor.backlog import Backlog
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.master.histories import Histories
 from megaflow_hpc.report.timeline import read_events

@@ -34,8 +34,7 @@ from megaflow_hpc.environments.sandbox.processes import namespace_init
 from megaflow_hpc.environments.sandbox.spec import check_variables, is_without
 from megaflow_hpc.errors import LostError, SandboxError
 from megaflow_hpc.host.apptainer import explained, last_line
-from megaflow_hpc.host.descriptors import inherited
-from megaflow_hpc.host.process import Identity
+from megaflow_hpc.host.process import Identity, inherited_descriptor_limit
 
 _STDERR_LIMIT = 16384
 """Number of bytes kept of the container's own standard error."""
@@ -349,7 +348,7 @@ def _terminal() -> tuple[int, int]:
 def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None = None, settings: str = "") -> str:
     """Returns the shell text that PID 1 sources: the image's ``settings``, exports, and ``mkdir`` of ``workdir``."""
     lines = [settings.rstrip("\n"), "ulimit -c 0"]
-    if (descriptors := inherited()) is not None:
+    if (descriptors := inherited_descriptor_limit()) is not None:
         lines += [f"ulimit -Sn {descriptors}"]  # only the runner needs a larger limit
     if as_root:
         # Uid 0 is the only uid here, so tar must not try to change file owners.

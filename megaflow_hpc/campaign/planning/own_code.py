@@ -1,0 +1,131 @@
+"""Tries the agents and the ``training`` functions of a campaign, and finds the files that they consist of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megaflow_hpc.agents import create
+from megaflow_hpc.agents.probe import ProbeResult, probe
+from megaflow_hpc.agents.registry import WITHOUT_MODEL
+from megaflow_hpc.agents.remote import forked
+from megaflow_hpc.campaign.job_environment import trainer_python
+from megaflow_hpc.campaign.planning.model_paths import Where
+from megaflow_hpc.config import Policy
+from megaflow_hpc.config.sections import AgentConfig
+from megaflow_hpc.config.training import TrainingConfig
+from megaflow_hpc.errors import ConfigError, Mistakes
+from megaflow_hpc.training.methods import methods_of
+
+TIMEOUT_S = 300.0
+"""Limit in seconds on all functions together. From a cold network file system, importing torch may take a minute."""
+PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from megaflow_hpc.training.trainer.probe import main; main()"
+
+
+def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where: Where) -> tuple[str, ...]:
+    """Checks that the agents of each policy can be created, and have access to a model if they need one.
+
+    Code from outside this package is imported in a separate process, in the same way as for a rollout.
+
+    Args:
+        base: Directory of the campaign file, searched first for agents.
+
+    Returns:
+        Names of the agents' files and directories in ``base``.
+
+    Raises:
+        Mistakes: Agents cannot be created. Each message names the location in the campaign file and the agent.
+    """
+    agents = [(name, agent) for name, policy in policies.items() for agent in policy.agents]
+    asked = [number for number, (_, agent) in enumerate(agents) if forked(agent.name)]
+
+    def refusal(name: str, error: ConfigError) -> str:
+        return f"{where(f'models.{name}.agent' if policies[name].model else 'agent')}: {error}"
+
+    try:
+        made, code = probe([agents[number][1] for number in asked], str(base.absolute())) if asked else ([], [])
+    except ConfigError as error:
+        raise ConfigError(refusal(agents[asked[0]][0], error)) from None
+    results = dict(zip(asked, made, strict=True))
+    refused = []
+    for number, (name, agent) in enumerate(agents):
+        try:
+            _check(agent, policies[name].model is not None, results.get(number), network)
+        except ConfigError as error:
+            refused.append(refusal(name, error))
+    if refused:
+        raise Mistakes(refused)
+    return tuple(code)
+
+
+def _check(agent: AgentConfig, has_model: bool, made: ProbeResult | None, network: str) -> None:
+    name = agent.name
+    if made is None:
+        made = ProbeResult(in_sandbox=bool(getattr(create(agent), "in_sandbox", False)))
+    if made.error:
+        raise ConfigError(made.error)
+    if has_model and network == "none" and made.in_sandbox:
+        raise ConfigError(
+            f"agent {name!r} calls the model from inside the sandbox, which environment.network: none does not allow; "
+            "use gateway"
+        )
+    if not has_model and name not in WITHOUT_MODEL and ":" not in name:
+        raise ConfigError(f"agent {name!r} needs a model; add a model: section")
+
+
+@dataclass
+class Tried:
+    """Outcome of trying a campaign's functions."""
+
+    code: tuple[str, ...] = ()
+    """Names of their files and directories next to the campaign file."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Module → digest of its source file."""
+    warnings: list[str] = field(default_factory=list)
+    """Functions that cannot be tried here, because a library is missing. Trainers try them again."""
+
+
+def check_methods(training: TrainingConfig, base: Path, where: Where) -> Tried:
+    """Calls each function on a small example in the trainer's interpreter, in a separate process.
+
+    If this machine lacks that interpreter, the functions run in this one. It may lack their libraries, such as torch.
+
+    Args:
+        training: The section ``training``.
+        base: Directory of the campaign file, searched first.
+
+    Raises:
+        Mistakes: A function cannot be imported or called, or returns something that its contract does not allow.
+    """
+    methods = methods_of(training)
+    if not methods:
+        return Tried()
+    python = trainer_python()
+    is_trainers = python != sys.executable and Path(python).exists()
+    question = json.dumps({"training": training.model_dump(mode="json"), "beside": str(base.absolute())})
+    command = [python if is_trainers else sys.executable, "-c", PROGRAM, str(Path(__file__).parents[3])]
+    names = ", ".join(sorted({method.name for method in methods.values()}))
+    try:
+        done = subprocess.run(
+            command, input=question, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False
+        )
+        answer = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"training: {names}: trying them took longer than {TIMEOUT_S:g} s") from None
+    except ValueError:
+        raise ConfigError(f"training: {names}: trying them ended {command[0]} (exit {done.returncode})") from None
+    tried = Tried(tuple(answer["code"]), answer["digests"] if is_trainers else {})
+    mistakes = []
+    for key, (error, lacks) in answer["errors"].items():
+        line = f"{where(key)}: {key}: {error}"
+        if lacks and not is_trainers:
+            tried.warnings.append(f"{line}: not tried here; trainers try it before their first step")
+        else:
+            mistakes.append(line)
+    if mistakes:
+        raise Mistakes(mistakes)
+    return tried
