@@ -80,7 +80,7 @@ class Process(NamedTuple):
 
 
 @dataclass
-class Sample:
+class UsageSample:
     """Totals over all processes of a container at one poll."""
 
     pids: list[int] = field(default_factory=list)
@@ -95,14 +95,14 @@ class Sample:
     processes: dict[int, Process] = field(default_factory=dict)
 
 
-def sample(init: int, written: bool = False) -> Sample:
+def sample(init: int, written: bool = False) -> UsageSample:
     """Samples all processes of a container.
 
     Args:
         init: The container's first process.
         written: Also read how many bytes they have written.
     """
-    result = Sample()
+    result = UsageSample()
     waiting = [init]
     while waiting:
         pid = waiting.pop()
@@ -311,7 +311,7 @@ class CpuTime:
         self._processes = {}
         self.leaks = False
 
-    def add(self, init: int, sample: Sample, processors: int, now: float) -> float:
+    def add(self, init: int, sample: UsageSample, processors: int, now: float) -> float:
         """Adds the result of a poll. Returns the CPU seconds used since the previous one."""
         last = self._container
         if self._processes:
@@ -449,7 +449,7 @@ class Descriptors:
         self._next_urgent_poll = 0.0
         self._cpu_s = -1.0
 
-    def poll(self, init: int, sample: Sample, now: float, urgent: bool) -> None:
+    def poll(self, init: int, sample: UsageSample, now: float, urgent: bool) -> None:
         """Measures if a poll is due. Urgent polls are more frequent and also cover idle sandboxes.
 
         Args:
